@@ -11,13 +11,10 @@ Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), 
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
     from nanoinfer.async_llm import AsyncLLM as AsyncLLM
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.chat.parsing import ChatParser as ChatParser
@@ -64,26 +61,16 @@ if not TYPE_CHECKING:  # a type checker would take every unknown name for one of
     def __getattr__(name: str) -> object:
         if name in _PUBLIC:
             return getattr(import_module(_PUBLIC[name]), name)
-        if not name[0].isupper():  # a submodule that is not imported yet, or a special name
-            raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
-        from nanoinfer.vllm_names import named
+        if name[0].isupper():  # else a submodule that is not imported yet, or a special name
+            from nanoinfer.compat.vllm import names
 
-        return named(__name__, name)
+            if hasattr(names, name):
+                return getattr(names, name)
+        raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _VLLMModules:
-    """Finds the modules that only vLLM has, after those of the package, so that a script for vLLM can import them."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        if not name.startswith("nanoinfer."):
-            return None
-        from nanoinfer import vllm_names
-
-        return vllm_names.find_spec(name)
-
-
-sys.meta_path.append(_VLLMModules())
+__path__.append(f"{__path__[0]}/compat/vllm/modules")  # so that vLLM's modules are found after those of the package

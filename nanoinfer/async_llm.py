@@ -28,7 +28,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
-from nanoinfer.llm import LLM
+from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -275,7 +275,7 @@ class AsyncLLM:
         """See LLM.pause. Requests that run continue to stream. resume: `await between_steps(async_llm.llm.resume)`."""
         from nanoinfer.training import rollouts
 
-        await self.between_steps(lambda: rollouts.refuse_requests(self.llm, mode))
+        await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
         while self.engine.num_unfinished and self._thread.is_alive():
             await asyncio.sleep(POLL_SECONDS)
 
@@ -310,9 +310,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            from nanoinfer.vllm_names import no_attribute
-
-            no_attribute(self, name)
+            raise missing(self, name)
 
     # ---- deliveries: the first and the last deltas of a request at once, all others together with those of later steps
 
@@ -450,6 +448,3 @@ def _joined(deltas: list[Delta]) -> Delta:
         logprobs=[one for delta in deltas for one in delta.logprobs or ()] or None,
         sampling_mask=[one for delta in deltas for one in delta.sampling_mask or ()] or None,
     )
-
-
-AsyncLLMEngine = AsyncLLM  # its earlier name in vLLM

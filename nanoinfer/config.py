@@ -461,9 +461,9 @@ class AsyncEngineArgs(EngineArgs):
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> object:  # vLLM's further names
-        if not name[0].isupper():
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from nanoinfer.vllm_names import named
+    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
+        import nanoinfer
 
-        return named(__name__, name)
+        if name.endswith("Config"):
+            return getattr(nanoinfer, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,10 @@ class UnsupportedError(InvalidValueError):
     """A known feature that nanoinfer does not support."""
 
 
+class UnsupportedAttributeError(UnsupportedError, AttributeError):
+    """A method or an attribute of vLLM's that nanoinfer does not have. hasattr() is False."""
+
+
 class CheckpointError(InvalidValueError):
     """A model folder that cannot be used."""
 

@@ -6,11 +6,12 @@ In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Mal
 import gc
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from nanoinfer.config import EngineArgs
@@ -20,7 +21,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, check_flag, shown
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.prompts import PromptType, TokensPrompt
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -31,12 +32,28 @@ if TYPE_CHECKING:
 
     from nanoinfer.chat.messages import Message
     from nanoinfer.chat.tools import Tool, ToolChoice
-    from nanoinfer.embedding import pooling
+    from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.lora.request import LoRARequest
-    from nanoinfer.training import rollouts
+    from nanoinfer.training.rollouts import Tag
 
 logger = logging.getLogger(__name__)
+
+_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
+_INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its runner.model the model"
+_PAUSE = "use LLM.pause() and LLM.resume(); with AsyncLLM: its pause(), and between_steps(async_llm.llm.resume)"
+_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
+
+# Methods and attributes that vLLM's LLM and AsyncLLM have and nanoinfer's lack -> what to do instead.
+METHODS = {
+    **dict.fromkeys(("encode", "classify", "reward"), _POOLING),
+    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("pause_generation", "resume_generation"), _PAUSE),
+    "init_weight_transfer_engine": "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)",
+    "reload_weights": "use LLM.update_weights_from_path(folder)",
+    "preprocess_chat": "use llm.render_chat(messages)",
+}
 
 
 class LLM:
@@ -296,23 +313,176 @@ class LLM:
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
 
-    if TYPE_CHECKING:  # methods that are imported when one is used
-        embed, score = pooling.embed, pooling.score
-        compute_logprobs = rollouts.compute_logprobs
-        is_sleeping, sleep, wake_up = rollouts.is_sleeping, rollouts.sleep, rollouts.wake_up
-        pause, resume = rollouts.pause, rollouts.resume
-        update_weights, update_weights_from_path = rollouts.update_weights, rollouts.update_weights_from_path
-    else:
+    # ---- embeddings and scores
+
+    @check_argument_names("embed()")
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: "PoolingParams | None" = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> "list[EmbeddingRequestOutput]":
+        """Compute the embedding of each text, and return them in the order of the texts.
+
+        Args:
+            prompts: As for generate(), of at most max_model_len tokens each. As in sentence-transformers, a checkpoint may have
+                a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
+                truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
+            use_tqdm: Show a progress bar.
+            truncate_prompt_tokens: The same as in pooling_params, as in vLLM.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
+            UnsupportedError: The checkpoint says that something else is to be computed.
+        """
+        from nanoinfer.embedding import pooling
+
+        params = pooling_params or pooling.PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        return pooling.embed(self, prompts, params, use_tqdm)
+
+    @check_argument_names("score()")
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: "PoolingParams | None" = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> "list[ScoringRequestOutput]":
+        """Compute how well each document fits its query. There is one query for all documents, or one for each.
+
+        A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other checkpoint
+        is a reranker, which reads each pair.
+
+        Args:
+            use_tqdm, pooling_params, truncate_prompt_tokens: As for embed().
+            instruction: What a reranker shall judge by. None is INSTRUCTION of embedding/pooling.py.
+
+        Raises: As embed does.
+        """
+        from nanoinfer.embedding import pooling
+
+        params = pooling_params or pooling.PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        return pooling.score(self, queries, documents, params, instruction, use_tqdm)
+
+    # ---- for those who train with it: new weights in place, pauses, memory given back, log-probabilities
+
+    def update_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights in place, all or some of them, and forget the cached prefixes.
+
+        Everything is checked before anything changes, so a refused call leaves the LLM as it was. If reading or copying a
+        tensor fails after that, requests are refused until all weights are given.
+
+        Args:
+            pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
+                float dtype and on any device. The names and shapes are those of loading.
+
+        Returns:
+            The new weights_version.
+
+        Raises:
+            WeightsError: A name that the model does not have, another shape, or no float. A tied head without its embedding.
+            NanoinferError: Requests run. pause() ends them.
+            UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
+        """
+        from nanoinfer.training import rollouts
+
+        return rollouts.update_weights(self.engine, pairs)
+
+    def update_weights_from_path(self, path: str) -> int:
+        """Replace weights in place by those in files, of which each rank reads its part.
+
+        Args:
+            path: On this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
+                .safetensors file with all or some of the tensors.
+
+        Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
+        """
+        from nanoinfer.training import rollouts
+
+        return rollouts.update_weights_from_path(self.engine, path)
+
+    def pause(self, mode: Literal["wait", "abort"] = "wait") -> None:
+        """Accept no further requests until resume(), and end those that run.
+
+        Args:
+            mode: "wait" generates their answers to the end, which open streams then yield. "abort" ends them with
+                finish_reason "abort".
+        """
+        from nanoinfer.training import rollouts
+
+        rollouts.refuse_requests(self.engine, mode)
+        while self.engine.num_unfinished:
+            self.engine.step()
+
+    def resume(self) -> None:
+        """Accept requests again after pause()."""
+        self.engine.refusals.pop("pause", None)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to the system until wake_up(). On Linux, with a model on a CPU. No request may run.
+
+        Args:
+            level: 1 frees the KV cache, and with it the cached prefixes. 2 frees the weights, too: after wake_up() all of them
+                must come by update_weights or update_weights_from_path.
+
+        Raises:
+            NanoinferError: Requests run. pause() ends them.
+            UnsupportedError: Another system, a GPU, or weights that cannot be replaced.
+        """
+        from nanoinfer.training import rollouts
+
+        rollouts.sleep(self.engine, level)
+
+    def wake_up(self, tags: "Sequence[Tag] | None" = None) -> None:
+        """End sleep(). The memory is taken when it is written.
+
+        Args:
+            tags: ["weights"] or ["kv_cache"], to take the memory of the other one later. None is both.
+        """
+        from nanoinfer.training import rollouts
+
+        rollouts.wake_up(self.engine, tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether sleep() has freed memory that wake_up() has not taken back."""
+        from nanoinfer.training import rollouts
+
+        return rollouts.is_sleeping(self.engine)
+
+    @check_argument_names("compute_logprobs()")
+    def compute_logprobs(self, prompts: PromptType | Sequence[PromptType], temperature: float = 1.0) -> list[list[float]]:
+        """Compute the log-probability of every token after the first, as the sampler would have reported it.
+
+        If batch_independent holds and the LLM was made with batch_invariant=True, they have the bits of the log-probabilities
+        that were returned when the same tokens were sampled: those of SamplingParams(logprobs=0), or with another temperature
+        those of LLM(logprobs_mode="processed") and a request that sets nothing but this temperature. Otherwise a prefill rounds
+        differently than a decode: they differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
+
+        Args:
+            prompts: As for generate(): prompts with their answers, of at most max_model_len tokens each.
+            temperature: Divides the logits. > 0.
+
+        Returns:
+            For each prompt one number less than it has tokens: the natural logarithm of each token's probability after those
+            before it.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does. Too many tokens.
+            NanoinferError: The model's numbers are not finite.
+        """
+        from nanoinfer.training import rollouts
+
+        return rollouts.compute_logprobs(self, prompts, temperature)
+
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            from nanoinfer.embedding import pooling
-            from nanoinfer.training import rollouts
-            from nanoinfer.vllm_names import no_attribute
-
-            for module in (pooling, rollouts):
-                if name in module.__all__:
-                    return getattr(module, name).__get__(self)
-            no_attribute(self, name)
+            raise missing(self, name)
 
     # ---- running
 
@@ -362,3 +532,13 @@ class LLM:
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
+
+
+def missing(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an LLM or AsyncLLM lacks, with the way out if vLLM's, or our LLM, has it."""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in METHODS:
+        return UnsupportedAttributeError(f"{text}: {METHODS[name]}")
+    if not name.startswith("_") and hasattr(LLM, name) and not isinstance(owner, LLM):
+        return UnsupportedAttributeError(f"{text}: use await async_llm.between_steps(lambda: async_llm.llm.{name}(...))")
+    return AttributeError(text, name=name, obj=owner)

@@ -1,6 +1,9 @@
 """One model on several ranks (torch.distributed)."""
 
 import gc
+from pkgutil import extend_path
+
+__path__ = extend_path(__path__, __name__)  # by compat/vllm/modules/distributed
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

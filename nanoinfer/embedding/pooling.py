@@ -1,7 +1,7 @@
 """LLM's embeddings and scores: one prefill of each text, of which nothing is cached.
 
-In: texts, and an LLM, of which `embed` and `score` are methods (LLM.__getattr__ finds them). Out: vectors and numbers, under
-vLLM's names. Nothing here is imported by an LLM that only generates.
+In: texts, and an LLM, whose methods `embed` and `score` call the functions here. Out: vectors and numbers, under vLLM's names.
+Nothing here is imported by an LLM that only generates.
 
 The files of sentence-transformers in a checkpoint say what is made of the hidden rows. Without them it is the last token's row,
 normalised, as in vLLM. A reranker is asked whether a document answers a query, in the template of Qwen3-Reranker
@@ -35,14 +35,12 @@ from nanoinfer.errors import (
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
-from nanoinfer.vllm_compat import check_argument_names, named_arguments
+from nanoinfer.vllm_compat import named_arguments
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.llm import LLM
     from nanoinfer.sampling.routes import HeadRows
-
-__all__ = ["embed", "score"]
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # the default of rerankers
 _BEFORE = (
@@ -110,31 +108,12 @@ class ScoringRequestOutput(PoolingRequestOutput):
     outputs: ScoringOutput
 
 
-@check_argument_names("embed()")
 def embed(
-    self: "LLM",
-    prompts: PromptType | Sequence[PromptType],
-    use_tqdm: bool = True,
-    *,
-    pooling_params: PoolingParams | None = None,
-    truncate_prompt_tokens: int | None = None,
+    llm: "LLM", prompts: PromptType | Sequence[PromptType], params: PoolingParams, use_tqdm: bool
 ) -> list[EmbeddingRequestOutput]:
-    """Compute the embedding of each text, and return them in the order of the texts.
-
-    Args:
-        prompts: As for generate(), of at most max_model_len tokens each. As in sentence-transformers, a checkpoint may have a
-            default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
-            truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
-        use_tqdm: Show a progress bar.
-        truncate_prompt_tokens: The same as in pooling_params, as in vLLM.
-
-    Raises:
-        InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
-        UnsupportedError: The checkpoint says that something else is to be computed.
-    """
-    params = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-    prepared = reading.prepare_all(prompts, partial(Pooler(self).prepare, params=params))
-    requests = self._complete(prepared, use_tqdm)
+    """Compute the embedding of each text, as LLM.embed does."""
+    prepared = reading.prepare_all(prompts, partial(Pooler(llm).prepare, params=params))
+    requests = llm._complete(prepared, use_tqdm)
     reading.check(request.output for request in requests)
     return [embedding_output(request.request_id, one) for request, one in zip(requests, prepared, strict=True)]
 
@@ -144,32 +123,18 @@ def embedding_output(request_id: str, prepared: PreparedRequest) -> EmbeddingReq
     return EmbeddingRequestOutput(request_id, EmbeddingOutput(prepared.reader.embedding.tolist()), prepared.prompt_token_ids)
 
 
-@check_argument_names("score()")
 def score(
-    self: "LLM",
+    llm: "LLM",
     queries: str | Sequence[str],
     documents: str | Sequence[str],
-    use_tqdm: bool = True,
-    *,
-    pooling_params: PoolingParams | None = None,
-    truncate_prompt_tokens: int | None = None,
-    instruction: str | None = None,
+    params: PoolingParams,
+    instruction: str | None,
+    use_tqdm: bool,
 ) -> list[ScoringRequestOutput]:
-    """Compute how well each document fits its query. There is one query for all documents, or one for each.
-
-    A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other one is a reranker,
-    which reads each pair.
-
-    Args:
-        use_tqdm, pooling_params, truncate_prompt_tokens: As for embed().
-        instruction: What a reranker shall judge by. None is INSTRUCTION.
-
-    Raises: As embed does.
-    """
-    params = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-    scoring = Scoring(Pooler(self), queries, documents, params, instruction)
+    """Compute how well each document fits its query, as LLM.score does."""
+    scoring = Scoring(Pooler(llm), queries, documents, params, instruction)
     prepared = reading.prepare_all(scoring.prepares, lambda prepare: prepare())
-    requests = self._complete(prepared, use_tqdm)
+    requests = llm._complete(prepared, use_tqdm)
     reading.check(request.output for request in requests)
     outputs = []
     for value, texts in zip(scoring.scores(prepared), scoring.texts, strict=True):

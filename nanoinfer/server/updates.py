@@ -50,7 +50,7 @@ _TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": on
 def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
-    app.state.max_file_bytes = rollouts.max_file_bytes(llm)
+    app.state.max_file_bytes = rollouts.max_file_bytes(llm.engine)
 
     def state() -> dict[str, object]:
         engine = async_llm.engine

@@ -1,7 +1,7 @@
 """Every effect of this package on the whole process, and the functions that apply three of them.
 
-Importing the package changes `sys.meta_path` alone: a finder of vLLM's modules is appended (nanoinfer/__init__.py). An engine
-applies these effects, and logs the first three on the logger `nanoinfer`:
+Importing the package, or any module of it, changes nothing. An engine applies these effects, and logs the first three on the
+logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process. A server returns what large requests freed (`return_freed_memory`).

@@ -1,7 +1,7 @@
-"""The methods of LLM for those who train with it: new weights in place, pauses, memory given back, log-probabilities.
+"""What the methods of LLM do for those who train with it: new weights in place, pauses, memory given back, log-probabilities.
 
-In: an LLM, of which each function here is a method (LLM.__getattr__ finds it). Out: the same LLM with other weights, or less
-memory. Nothing here is imported by an LLM that only generates.
+In: an LLM's engine. Out: the same engine with other weights, or less memory. LLM has the arguments, and says what they mean.
+Nothing here is imported by an LLM that only generates.
 
 An answer has the weights that its request began with: weights change only while no request runs, and then the prefix cache,
 which holds what the old ones computed, is reset.
@@ -32,17 +32,12 @@ from nanoinfer.loading.weights import Weights
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.training import update
-from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.model_runner import ModelRunner
     from nanoinfer.llm import LLM
     from nanoinfer.sampling.routes import HeadRows
-
-__all__ = [
-    *("compute_logprobs", "is_sleeping", "pause", "resume", "sleep", "update_weights", "update_weights_from_path", "wake_up"),
-]
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -61,46 +56,23 @@ class WeightsMissingError(EnginePausedError):
 # ---- weights
 
 
-def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
-    """Replace weights in place, all or some of them, and forget the cached prefixes.
-
-    Everything is checked before anything changes, so a refused call leaves the LLM as it was. If reading or copying a tensor
-    fails after that, requests are refused until all weights are given.
-
-    Args:
-        pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
-            float dtype and on any device. The names and shapes are those of loading.
-
-    Returns:
-        The new weights_version.
-
-    Raises:
-        WeightsError: A name that the model does not have, another shape, or no float. A tied head without its embedding.
-        NanoinferError: Requests run. pause() ends them.
-        UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
-    """
-    runner = _runner_of(self.engine)
+def update_weights(engine: LLMEngine, pairs: Iterable[tuple[str, Tensor]]) -> int:
+    """Replace weights by given tensors. Returns the new weights_version."""
+    runner = _runner_of(engine)
     weights = divided(update.GivenWeights(pairs), update.origin_of(runner.weights).rules)
-    _begin_update(self.engine, weights)
+    _begin_update(engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
-    return _finish_update(self.engine)
+    return _finish_update(engine)
 
 
-def update_weights_from_path(self: "LLM", path: str) -> int:
-    """Replace weights in place by those in files, of which each rank reads its part.
-
-    Args:
-        path: On this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
-            .safetensors file with all or some of the tensors.
-
-    Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
-    """
-    runner = _runner_of(self.engine)
+def update_weights_from_path(engine: LLMEngine, path: str) -> int:
+    """Replace weights by those in files. Returns the new weights_version."""
+    runner = _runner_of(engine)
     weights = update.open_path(update.origin_of(runner.weights), path)
-    _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
+    _begin_update(engine, weights, must_be_whole=not update.is_file(path))
     runner.on_all_ranks(update.fill_from, path)
-    return _finish_update(self.engine)
+    return _finish_update(engine)
 
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
@@ -135,57 +107,31 @@ def _runner_of(engine: LLMEngine) -> "ModelRunner":
     return runner
 
 
-def max_file_bytes(llm: "LLM") -> int:
+def max_file_bytes(engine: LLMEngine) -> int:
     """The size of the largest .safetensors file for update_weights_from_path. Raises: UnsupportedError as update_weights."""
-    return update.max_file_bytes(update.origin_of(_runner_of(llm.engine).weights))
+    return update.max_file_bytes(update.origin_of(_runner_of(engine).weights))
 
 
 # ---- pauses, and memory
 
 
-def pause(self: "LLM", mode: Literal["wait", "abort"] = "wait") -> None:
-    """Accept no further requests until resume(), and end those that run.
-
-    Args:
-        mode: "wait" generates their answers to the end, which open streams then yield. "abort" ends them with finish_reason
-            "abort".
-    """
-    refuse_requests(self, mode)
-    while self.engine.num_unfinished:
-        self.engine.step()
-
-
-def refuse_requests(llm: "LLM", mode: str) -> None:
+def refuse_requests(engine: LLMEngine, mode: str) -> None:
     """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
     if not is_one_of(mode, ("wait", "abort")):
         raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
-    llm.engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
+    engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
     if mode == "abort":
-        llm.engine.abort(*llm.engine.unfinished_request_ids)
+        engine.abort(*engine.unfinished_request_ids)
 
 
-def resume(self: "LLM") -> None:
-    """Accept requests again after pause()."""
-    self.engine.refusals.pop("pause", None)
-
-
-def sleep(self: "LLM", level: int = 1) -> None:
-    """Give memory back to the system until wake_up(). On Linux, with a model on a CPU. No request may run.
-
-    Args:
-        level: 1 frees the KV cache, and with it the cached prefixes. 2 frees the weights, too: after wake_up() all of them must
-            come by update_weights or update_weights_from_path.
-
-    Raises:
-        NanoinferError: Requests run. pause() ends them.
-        UnsupportedError: Another system, a GPU, or weights that cannot be replaced.
-    """
+def sleep(engine: LLMEngine, level: int) -> None:
+    """Free the KV cache, and with level 2 the weights."""
     if type(level) is not int or level not in (1, 2):
         raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
-    engine, runner = self.engine, _runner_of(self.engine)
+    runner = _runner_of(engine)
     if engine.num_unfinished:
         raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
-    if not update.can_release or self.info.device != "cpu":
+    if not update.can_release or engine.executor.info.device != "cpu":
         raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
     if level == 2:
         update.origin_of(runner.weights)
@@ -196,58 +142,35 @@ def sleep(self: "LLM", level: int = 1) -> None:
         runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
 
 
-def wake_up(self: "LLM", tags: Sequence[Tag] | None = None) -> None:
-    """End sleep(). The memory is taken when it is written.
-
-    Args:
-        tags: ["weights"] or ["kv_cache"], to take the memory of the other one later. None is both.
-    """
+def wake_up(engine: LLMEngine, tags: Sequence[Tag] | None) -> None:
+    """Accept requests again, if all that was freed is back. The memory is taken when it is written."""
     wanted = TAGS if tags is None else tags
     if not all(is_one_of(tag, TAGS) for tag in wanted):
         raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
     for tag in wanted:
-        if tag == "weights" and tag in self.engine.refusals:
+        if tag == "weights" and tag in engine.refusals:
             no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
-            self.engine.refusals[tag] = WeightsMissingError(no_weights)
+            engine.refusals[tag] = WeightsMissingError(no_weights)
         else:
-            self.engine.refusals.pop(tag, None)
+            engine.refusals.pop(tag, None)
 
 
-def is_sleeping(self: "LLM") -> bool:
+def is_sleeping(engine: LLMEngine) -> bool:
     """Whether sleep() has freed memory that wake_up() has not taken back."""
-    return any(isinstance(refusal, EngineAsleepError) for refusal in self.engine.refusals.values())
+    return any(isinstance(refusal, EngineAsleepError) for refusal in engine.refusals.values())
 
 
 # ---- log-probabilities of given tokens
 
 
-@check_argument_names("compute_logprobs()")
-def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], temperature: float = 1.0) -> list[list[float]]:
-    """Compute the log-probability of every token after the first, as the sampler would have reported it.
-
-    If batch_independent holds and the LLM was made with batch_invariant=True, they have the bits of the log-probabilities that
-    were returned when the same tokens were sampled: those of SamplingParams(logprobs=0), or with another temperature those of
-    LLM(logprobs_mode="processed") and a request that sets nothing but this temperature. Otherwise a prefill rounds differently
-    than a decode: they differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
-
-    Args:
-        prompts: As for generate(): prompts with their answers, of at most max_model_len tokens each.
-        temperature: Divides the logits. > 0.
-
-    Returns:
-        For each prompt one number less than it has tokens: the natural logarithm of each token's probability after those
-        before it.
-
-    Raises:
-        InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does. Too many tokens.
-        NanoinferError: The model's numbers are not finite.
-    """
+def compute_logprobs(llm: "LLM", prompts: PromptType | Sequence[PromptType], temperature: float) -> list[list[float]]:
+    """Read the log-probability of every token after the first."""
     check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
-    inputs, max_model_len = self.engine.inputs, self.engine.max_model_len
+    inputs, max_model_len = llm.engine.inputs, llm.engine.max_model_len
     prepared = reading.prepare_all(
         prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
     )
-    reading.check(request.output for request in self._complete(prepared, use_tqdm=False))
+    reading.check(request.output for request in llm._complete(prepared, use_tqdm=False))
     return [one.reader.values for one in prepared]
 
 

@@ -43,8 +43,8 @@ ALLOWED = {
     "embedding": {"words", "scheduling", "loading", "execution", "engine"},
     "llm": {"words", "tracing", "sampling", "chat", "engine", "training", "embedding"},
     "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
-    "vllm_engine": {"words", "lora", "llm", "async_llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
+    "compat": {"words", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
     "bundled": set(),
     "lab": {
         *("words", "tracing", "scheduling", "attention", "loading", "structured", "sampling", "execution", "speculative"),

@@ -9,6 +9,7 @@ from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
@@ -24,7 +25,6 @@ from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.vllm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
 PROMPTS = [[1, 2, 3, 4 + i] for i in range(8)]

@@ -116,7 +116,7 @@ def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monke
 
     def prepared_before_the_pause(*args, **kwargs):
         prepared = prepare_prompt(*args, **kwargs)
-        rollouts.refuse_requests(llm, "wait")
+        rollouts.refuse_requests(llm.engine, "wait")
         return prepared
 
     monkeypatch.setattr(inputs, "prepare_prompt", prepared_before_the_pause)

@@ -150,7 +150,7 @@ def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_t
 # A call that changes the process -> the files that make it, besides those that own their process.
 EFFECTS = {
     r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
-    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": {"__init__.py"},
+    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
     r"\bset_device\(": {"system/process.py"},
     r"\bsignal\.signal\(": {"llm.py", "engine/guards.py"},
     r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
@@ -227,15 +227,15 @@ os.close(writes)
 with open(reads) as pipe:
     for name in json.load(pipe):
         importlib.import_module(name)
-own, finders = changed(import_all), len(sys.meta_path)
-appended = [type(finder).__module__ for finder in sys.meta_path if type(finder).__module__.startswith("nanoinfer")]
+own = changed(import_all)
 planted = [changed(lambda: exec(line, {})) for line in json.loads(sys.argv[1])]
-print(json.dumps([own, appended, planted, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
+print(json.dumps([own, planted, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
 """
 
 # What an import of the package might do one day -> what of the process that changes.
 _PLANTED = {
     "import sys; sys.path.append('x')": "sys.path",
+    "import sys; sys.meta_path.append(None)": "sys.meta_path",
     "import sys; sys.excepthook = print": "sys.hooks",
     "import sys; sys.setswitchinterval(0.001)": "sys.limits",
     "import os; os.environ['X'] = 'y'": "os.environ",
@@ -257,14 +257,13 @@ _PLANTED = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks")
-def test_importing_any_module_changes_what_the_docstring_says_and_nothing_else():
+def test_importing_any_module_changes_nothing_of_the_process():
     """Also the twin: what an import might change is noticed."""
     command = [sys.executable, "-c", _IMPORTS, json.dumps(list(_PLANTED))]
     child = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
-    own, finders, planted, num_modules = json.loads(child.stdout.splitlines()[-1])
-    assert own == re.findall(r"Importing the package changes `([\w.]+)` alone", process.__doc__)
-    assert finders == ["nanoinfer"]
+    own, planted, num_modules = json.loads(child.stdout.splitlines()[-1])
+    assert own == []
     assert num_modules > 100
     assert [line for (line, name), found in zip(_PLANTED.items(), planted, strict=True) if name not in found] == []
 

@@ -93,6 +93,3 @@ class VLLMEngine(LLM):
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """End requests. The next step returns their outputs, with finish_reason "abort". Unknown ids are ignored."""
         self.engine.abort(*([request_ids] if isinstance(request_ids, str) else request_ids))
-
-
-LLMEngine = VLLMEngine

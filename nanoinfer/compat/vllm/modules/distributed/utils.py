@@ -1,0 +1,1 @@
+from nanoinfer.compat.vllm.placeholders import StatelessProcessGroup

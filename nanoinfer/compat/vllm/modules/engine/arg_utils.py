@@ -1,0 +1,1 @@
+from nanoinfer.config import AsyncEngineArgs, EngineArgs

@@ -1,0 +1,1 @@
+from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine

@@ -1,0 +1,1 @@
+from nanoinfer.llm import LLM

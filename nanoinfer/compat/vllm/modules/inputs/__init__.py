@@ -1,0 +1,1 @@
+from nanoinfer.prompts import PromptType, TextPrompt, TokensPrompt

@@ -1,0 +1,1 @@
+from nanoinfer.embedding.pooling import PoolingParams

@@ -1,0 +1,1 @@
+from nanoinfer.compat.vllm.parser import FlexibleArgumentParser

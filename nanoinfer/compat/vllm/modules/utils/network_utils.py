@@ -1,0 +1,1 @@
+from nanoinfer.compat.vllm.placeholders import get_open_port

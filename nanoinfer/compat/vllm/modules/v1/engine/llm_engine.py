@@ -1,0 +1,1 @@
+from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine

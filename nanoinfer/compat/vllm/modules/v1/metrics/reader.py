@@ -1,0 +1,1 @@
+from nanoinfer.engine.metrics import Counter, Gauge, Histogram, Metric, Vector

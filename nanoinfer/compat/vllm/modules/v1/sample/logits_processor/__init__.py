@@ -1,0 +1,7 @@
+from nanoinfer.sampling.logits_processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    RequestLogitsProcessor,
+)

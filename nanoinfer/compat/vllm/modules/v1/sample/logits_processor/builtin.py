@@ -1,0 +1,1 @@
+from nanoinfer.sampling.logits_processors import process_dict_updates

@@ -1,0 +1,15 @@
+"""The names that vllm and vllm.config have, and nanoinfer and nanoinfer.config lack. Imported when a script asks for one."""
+
+from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine
+from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
+from nanoinfer.compat.vllm.placeholders import (
+    AttentionConfig,
+    ClassificationRequestOutput,
+    CompilationConfig,
+    KVTransferConfig,
+    ModelRegistry,
+    ProfilerConfig,
+    StructuredOutputsConfig,
+)
+from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, ScoringRequestOutput
+from nanoinfer.sampling.logits_processors import VllmConfig

@@ -1,0 +1,67 @@
+"""vLLM's names for what nanoinfer does not have. Each says what to do instead when it is used."""
+
+from typing import NoReturn
+
+from nanoinfer.errors import UnsupportedError
+
+
+class Placeholder:
+    """A name that can be imported, and can stand in annotations. Any other use raises UnsupportedError, with the way out."""
+
+    def __init__(self, name: str, way_out: str) -> None:
+        self._refusal = f"{name} is vLLM's: {way_out}"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(self._refusal)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self()
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> NoReturn:  # of a class that is derived from it
+        self()
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __or__(self, other: object) -> "Placeholder":  # in an annotation
+        return self
+
+    __ror__ = __or__
+
+
+_WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
+_DATASETS = "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench"
+
+AttentionConfig = Placeholder("AttentionConfig", "use LLM(attention_backend=...)")
+ClassificationRequestOutput = Placeholder(
+    "ClassificationRequestOutput",
+    "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards",
+)
+CompilationConfig = Placeholder(
+    "CompilationConfig",
+    "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
+)
+KVTransferConfig = Placeholder(
+    "KVTransferConfig", "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"
+)
+ModelRegistry = Placeholder("ModelRegistry", "use nanoinfer.register_model(name, Model), as notebook 12a does")
+ProfilerConfig = Placeholder(
+    "ProfilerConfig",
+    "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps",
+)
+PyNcclCommunicator = Placeholder("PyNcclCommunicator", _WEIGHTS)
+StatelessProcessGroup = Placeholder("StatelessProcessGroup", _WEIGHTS)
+StructuredOutputsConfig = Placeholder("StructuredOutputsConfig", "llguidance is the one backend; leave it out")
+Worker = Placeholder(
+    "Worker", "nanoinfer has no workers to call; llm.engine.executor is the executor, and its runner.model the model"
+)
+add_dataset_parser = Placeholder("add_dataset_parser", _DATASETS)
+fetch_image = Placeholder("fetch_image", "no model of nanoinfer reads images; use text prompts")
+get_open_port = Placeholder(
+    "get_open_port",
+    "nanoinfer has no data parallel ranks to connect; use nanoinfer batch --replicas N, or a port of your own",
+)
+get_samples = Placeholder("get_samples", _DATASETS)
+random_uuid = Placeholder("random_uuid", "use str(uuid.uuid4())")
