@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, sigmoid
+from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, partial_rotary, sigmoid
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 
@@ -90,8 +90,7 @@ class FusedRotation(nn.Module):
 
     def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
         x = x if self.norm is None else self.norm(x)
-        rotated = apply_rotary(x[..., : self.num_rotated], cos, sin)
-        return rotated if self.num_rotated is None else torch.cat((rotated, x[..., self.num_rotated :]), dim=-1)
+        return apply_rotary(x, cos, sin) if self.num_rotated is None else partial_rotary(x, cos, sin, self.num_rotated)
 
 
 class FusedGate(nn.Module):
@@ -144,31 +143,17 @@ def merge_linears(trace: Trace) -> None:
 
 def fuse_rotations(trace: Trace) -> None:
     for node in list(trace.graph.nodes):
-        if node.target is apply_rotary and len(node.args) == 3:
-            (x, *angles), norm, inner = cast(Any, node.args), None, []  # inner: nodes of which nothing is left
-            last, num_rotated = _partial_rotation(node)
-            if num_rotated is not None:
-                x, inner = x.args[0], [node, x, cast(Any, last.args[0])[1]]
-            module = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == (1 if last is node else 2) else None
+        if node.target in (apply_rotary, partial_rotary) and not node.kwargs:
+            x, cos, sin, *num_rotated = cast(Any, node.args)
+            module, norm, rotated = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None, None, x
             if isinstance(module, RMSNorm) and type(module) in RMS_NORMS and module.weight.ndim == 1 and not has_hooks(module):
-                x, norm, inner = x.args[0], module, [*inner, x]
-            with trace.graph.inserting_before(last):
-                fused = trace.graph.call_module(trace.name("rotation", FusedRotation(norm, num_rotated)), (x, *angles))
-            _take_the_place(trace, last, fused)
-            for other in inner:
-                trace.graph.erase_node(other)
-
-
-def _partial_rotation(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """cat((node, x[..., num:]), dim=-1) and num, if the node rotates x[..., :num] for it alone. Else the node and None."""
-    first, last = cast(Any, node.args[0]), next(iter(node.users), node)
-    match first.target, first.args, last.target, last.args, last.kwargs:
-        case operator.getitem, (x, (_, slice(stop=int(num)))), torch.cat, ((rotated, fx.Node() as rest),), {"dim": -1}:
-            is_split = first.args[1] == (..., slice(num)) and rest.target is operator.getitem
-            is_split = is_split and rest.args == (x, (..., slice(num, None)))
-            if is_split and rotated is node and all(len(one.users) == 1 for one in (first, node, rest)):
-                return last, num
-    return node, None
+                norm, rotated = module, x.args[0]
+            with trace.graph.inserting_before(node):
+                name = trace.name("rotation", FusedRotation(norm, *num_rotated))
+                fused = trace.graph.call_module(name, (rotated, cos, sin))
+            _take_the_place(trace, node, fused)
+            if norm is not None:
+                trace.graph.erase_node(x)
 
 
 def fuse_gates(trace: Trace) -> None:

@@ -113,3 +113,10 @@ def apply_rotary(
         return handle_torch_function(apply_rotary, (x,), x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def partial_rotary(x: Heads, cos: Angles, sin: Angles, num_rotated: int) -> Heads:
+    """Rotate the first num_rotated numbers of every head, and keep the others."""
+    if has_torch_function_unary(x):  # as in apply_rotary
+        return handle_torch_function(partial_rotary, (x,), x, cos, sin, num_rotated)
+    return torch.cat((apply_rotary(x[..., :num_rotated], cos, sin), x[..., num_rotated:]), dim=-1)

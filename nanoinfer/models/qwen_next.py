@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
-from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
+from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
 from nanoinfer.models.registry import WeightRules, refuse_others
@@ -121,13 +121,9 @@ class GatedAttention(QwenAttention):
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)  # each [num_tokens, heads, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, heads))
         v = self.v_proj(x).unflatten(-1, heads)
-        q, k = self.rotated(self.q_norm(q), cos, sin), self.rotated(k, cos, sin)
+        q, k = (partial_rotary(x, cos, sin, self.rotary_dim) for x in (self.q_norm(q), k))
         out = attend(self.layer, q, k, v)
         return self.o_proj((out * sigmoid(gate)).flatten(1))
-
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-        return torch.cat((apply_rotary(first, cos, sin), rest), dim=-1)
 
 
 class GatedDeltaNet(nn.Module):

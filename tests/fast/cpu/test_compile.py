@@ -17,7 +17,15 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
+from nanoinfer.models.layers import (
+    Embedding,
+    RMSNorm,
+    RotaryEmbedding,
+    ZeroCentredRMSNorm,
+    apply_rotary,
+    partial_rotary,
+    sigmoid,
+)
 from nanoinfer.models.rope import RopeConfig
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -226,7 +234,7 @@ class GatedAttention(Attention):
 
     def rotated(self, x, c, s):
         size = HEAD_DIM // 4
-        return torch.cat((apply_rotary(x[..., :size], c[..., :size], s[..., :size]), x[..., size:]), dim=-1)
+        return partial_rotary(x, c[..., :size], s[..., :size], size)
 
 
 class Gated(Layer):
