@@ -323,7 +323,7 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
         '<ol start="1"><li>one\n<ul><li>inner ',
         '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a></li></ul>',
         '<pre tabindex="0">x = "# no heading"\n</pre></li><li>two</li></ol><blockquote>quoted\nmore</blockquote>',
-        '<div tabindex="0" class="table"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>',
+        '<div class="table" tabindex="0"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>',
         "</table></div><hr>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
         '<pre tabindex="0">unclosed</pre>',
     ]
