@@ -1,4 +1,4 @@
-"""One model on several ranks (torch.distributed)."""
+"""Run a model on several ranks (torch.distributed)."""
 
 import gc
 from pkgutil import extend_path
@@ -7,12 +7,12 @@ __path__ = extend_path(__path__, __name__)  # by compat/vllm/modules/distributed
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of LLMs that nothing refers to any more. vLLM's function of this name. LLM.close() does so at once.
+    """Free the memory of LLMs to which nothing refers. It is vLLM's function of this name. LLM.close() does so at once.
 
     Args:
-        shutdown_ray: No effect: an LLM starts no Ray.
+        shutdown_ray: has no effect, because an LLM starts no Ray.
     """
     import torch
 
-    gc.collect()  # the parts of a model may refer to each other in circles
+    gc.collect()  # because the parts of a model may refer to each other in circles
     torch.cuda.empty_cache()  # does nothing without a GPU

@@ -1,9 +1,9 @@
 """Collectives of one engine's ranks: shared memory on one CPU machine, else gloo on CPUs, and NCCL on GPUs.
 
 In: tensors of this rank. Out: their sum over the ranks, or the tensors of all ranks. A process group belongs to one engine, and
-torch's default group is not touched, so several engines may be in one process.
+torch's default group is not used, so a process may have several engines.
 
-A step of GPT-2 has 25 sums over the ranks. Through gloo, which uses sockets and a thread of its own, each takes hundreds of
+A step of GPT-2 has 25 sums over the ranks. Through gloo, which uses sockets and its own thread, each takes hundreds of
 microseconds on busy cores, while shared memory (exchange.cpp) takes about as long as reading the tensors. It is used between
 ranks that LLM has started on Linux. The memory has no name, only a file descriptor that the ranks inherit, so nothing is left
 when they end.
@@ -30,20 +30,20 @@ from nanoinfer.system.process import set_cuda_device
 CONNECT_TIMEOUT = timedelta(minutes=5)
 
 EXCHANGE = Path(__file__).with_name("exchange.cpp")
-CAPACITY = 2**23  # maximum bytes of a tensor (larger ones go through gloo), whose memory is taken when it is first used
-_LINE = 64  # bytes between the ranks' flags
-_PATIENCE = 100  # milliseconds after which a rank that waits checks whether the others are alive
+CAPACITY = 2**23  # maximum bytes of a tensor. Larger tensors go through gloo. Memory is taken on first use
+_LINE = 64  # bytes from one rank's flag to the next
+_PATIENCE = 100  # milliseconds after which a waiting rank checks whether the others are alive
 
 
 class RankLostError(NanoinferError):
-    """A collective failed, because another rank has ended."""
+    """A collective failed because another rank has ended."""
 
 
 class ProcessGroupCommunicator:
-    """The Communicator of sharding.py over torch.distributed. Connects when it is made, which waits for all ranks."""
+    """The Communicator of sharding.py over torch.distributed. The constructor connects to all ranks, and waits for them."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, is_one_machine: bool) -> None:
-        """is_one_machine: whether all ranks are on this machine. CPU ranks are then reached by its loopback address alone."""
+        """is_one_machine: whether all ranks are on this machine. CPU ranks then use only its loopback address."""
         self.rank, self.size = rank, size
         self._device = device
         self._memory: SharedMemory | None = None
@@ -60,9 +60,9 @@ class ProcessGroupCommunicator:
                 self._group = dist.ProcessGroupGloo(store, rank, size, CONNECT_TIMEOUT)
 
     def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The sum over the ranks.
+        """Return the sum over the ranks.
 
-        On a CPU the terms are added in the order of the ranks. gloo's own sum begins with another rank in each part of a
+        On a CPU the terms are added in the order of the ranks. gloo's own sum starts at a different rank in each part of a
         tensor, so with three ranks or more a row's bits would depend on its place in the batch.
         """
         if self._device.type == "cuda":
@@ -77,7 +77,7 @@ class ProcessGroupCommunicator:
         return total
 
     def share_memory(self, descriptor: int, check_others: Callable[[], None]) -> None:
-        """Use memory that CPU ranks share, if every rank can. check_others: raises if one has ended."""
+        """Use memory that CPU ranks share, if every rank can. check_others: raises if another rank has ended."""
         memory = None
         with suppress(UnsupportedError):
             memory = SharedMemory(descriptor, self.rank, self.size, check_others)
@@ -85,12 +85,12 @@ class ProcessGroupCommunicator:
             self._memory = memory
 
     def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks."""
+        """Return the tensors of all ranks."""
         gathered = self._gather_briefly(x)
         return gathered.clone() if self._memory is not None else gathered
 
     def _gather_briefly(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks, perhaps in memory that the next call overwrites."""
+        """Return the tensors of all ranks, perhaps in memory that the next call overwrites."""
         if self._memory is not None and 0 < x.nbytes <= CAPACITY:
             return self._memory.all_gather(x)
         out = x.new_empty(self.size * x.numel())
@@ -99,7 +99,7 @@ class ProcessGroupCommunicator:
         return out.view(self.size, *x.shape)
 
     def minimum(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the smallest of the ranks' numbers."""
         return int(self.all_gather(torch.tensor([number], device=self._device)).min())
 
 
@@ -112,7 +112,7 @@ def _losses_named() -> Iterator[None]:
 
 
 def create_shared_memory(size: int) -> int | None:
-    """Return the file descriptor of memory for `size` ranks, or None where the system has no such memory."""
+    """Return the file descriptor of memory for `size` ranks, or None if the system has no such memory."""
     if not hasattr(os, "memfd_create"):
         return None
     descriptor = os.memfd_create("nanoinfer")
@@ -121,7 +121,7 @@ def create_shared_memory(size: int) -> int | None:
 
 
 class SharedMemory:
-    """One rank's view of the memory. All ranks make the same calls in the same order, and check_others raises if one has ended.
+    """A rank's view of the memory. All ranks make the same calls in the same order. check_others: raises if a rank has ended.
 
     Without a C++ compiler the constructor raises an UnsupportedError.
     """

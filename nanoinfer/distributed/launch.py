@@ -1,9 +1,9 @@
-"""Starts the ranks of LLM(tensor_parallel_size=N), or joins those that torchrun has started.
+"""Start the ranks of LLM(tensor_parallel_size=N), or join those that torchrun has started.
 
-In: an EngineConfig. Out, on rank 0: LeadingShards, connected. A rank above 0 works in this call until rank 0 ends, and exits.
+In: an EngineConfig. Out, on rank 0: LeadingShards, connected. Ranks above 0 work in this call until rank 0 ends, and exit.
 
-    LLM() alone       rank 0 is this process. It starts the others on this machine, each with a socket of its own
-    under torchrun    every process runs the same script up to LLM(). Their addresses are in torchrun's store
+    LLM() alone       rank 0 is this process. It starts the others on this machine, and connects to each by a socket
+    under torchrun    every process runs the same script up to LLM(). torchrun's store has their addresses
 """
 
 import json
@@ -30,14 +30,14 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype
 from nanoinfer.system.process import log_once
 
-_ADDRESS_KEY = "nanoinfer/address"  # in torchrun's store: where rank 0 listens
-_has_joined = False  # torchrun's ranks
+_ADDRESS_KEY = "nanoinfer/address"  # key in torchrun's store -> the address of rank 0
+_has_joined = False  # whether this process has joined torchrun's ranks
 
 
 def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     """Start or join the ranks, and connect them. Nothing is loaded yet.
 
-    Returns the engine's config with this rank's device, and what its engine calls on all ranks. Ranks above 0 do not return.
+    Returns the engine's config with this rank's device, and the shards of rank 0. Ranks above 0 do not return.
     """
     if not dist.is_available() or os.name != "posix":
         raise UnsupportedError(
@@ -51,7 +51,7 @@ def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
 
 
 def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
-    """The devices of this machine's ranks from `first` on."""
+    """Return the devices of this machine's ranks from `first` on."""
     if resolve_device(config.device).type == "cpu":
         return ["cpu"] * num
     if config.device not in ("auto", "cuda"):
@@ -68,19 +68,19 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
 
 
 def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, LeadingShards]:
-    """Start ranks 1, 2 and so on as processes of this one."""
+    """Start ranks 1, 2 and so on as child processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     settings = _settings(config, devices[0], store.port)
     memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
     inherited = [] if memory is None else [memory]
     connections, processes = [], []
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the modules that this process finds
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # so that the ranks find the same modules
     for rank, device in enumerate(devices[1:], start=1):
         ours, theirs = Pipe()
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-P", "-m", worker.__name__, *map(str, (rank, device, theirs.fileno(), *inherited))],
-                stdin=subprocess.PIPE,  # nothing is written: it is closed when this process ends
+                stdin=subprocess.PIPE,  # a pipe that closes when this process ends
                 pass_fds=[theirs.fileno(), *inherited],
                 env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
                 start_new_session=True,  # Ctrl-C is for this process only
@@ -98,7 +98,7 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, Lead
 
 
 def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShards]:
-    """Join torchrun's ranks. Rank 0 listens, at an address that it writes to the store. Others exit with status 0."""
+    """Join torchrun's ranks. Rank 0 listens at an address that it writes to the store. Other ranks exit with status 0."""
     global _has_joined
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != config.tensor_parallel_size:
@@ -136,7 +136,7 @@ def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShard
 
 
 def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Settings:
-    """The workers' settings, after checks that need no weights. The model's files are found, and downloaded if they have to be.
+    """Return the workers' settings, after checks that need no weights. The model's files are found, and downloaded if needed.
 
     torch's threads are divided among the ranks, unless OMP_NUM_THREADS says how many a rank has.
     """
@@ -166,7 +166,7 @@ def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Setting
 def _connect(
     config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings
 ) -> tuple[EngineConfig, LeadingShards]:
-    """Tell the workers their settings, and join the collectives when all of them have started."""
+    """Send the workers their settings, and join the collectives when all workers have started."""
     device = settings.config.device
     with workers.watched():
         workers.send(settings)

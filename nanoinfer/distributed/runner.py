@@ -1,8 +1,8 @@
-"""What rank 0 does together with the workers: it sends them each call, and all ranks make it.
+"""The calls that rank 0 makes together with the workers: it sends each call to them, and all ranks make it.
 
 In: on rank 0, a ForwardBatch, rows for the LM head, or a function to call. Out: hidden rows, logits or tokens, on every rank. A
-step's batch is a few kilobytes of integers, and an adapter when a step brings it into a slot. Commands go through connections
-of their own instead of collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
+step's batch is a few kilobytes of integers, plus an adapter if a step brings it into a slot. Commands go through separate
+connections instead of collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
 """
 
 import os
@@ -34,10 +34,10 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.system.transfer import on_device
 
-REPORT_SECONDS = 3.0  # the maximum wait for a worker's last report
+REPORT_SECONDS = 3.0  # the longest wait for a worker's last report
 EXIT_SECONDS = 5.0  # the time that a worker has to end before it is killed
 
-READY, FAILED, LOST = "ready", "failed", "lost"  # the reports of workers, of which FAILED and LOST come with a text
+READY, FAILED, LOST = "ready", "failed", "lost"  # reports of workers. FAILED and LOST have a text
 FORWARD, LOGITS, SAMPLE, CALL = "forward", "logits", "sample", "call"  # the commands to workers
 
 
@@ -51,7 +51,7 @@ class Workers:
         self._connections = connections
         self._processes = processes
         self._error: str | None = None
-        self._lock = threading.Lock()  # at a process's end, a store reads blocks while an engine's thread may still run steps
+        self._lock = threading.Lock()  # while a process ends, a store may read blocks while an engine's thread still runs steps
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
@@ -64,9 +64,9 @@ class Workers:
 
     @contextmanager
     def together(self, *command: object) -> Iterator[None]:
-        """Send a command to the workers. This rank executes the same command inside the context.
+        """Send a command to the workers. This rank must execute the same command inside the context.
 
-        Raises: EngineDeadError if a rank has ended or failed, also in every later call.
+        Raises: EngineDeadError if a rank has ended or failed, now or earlier.
         """
         with self._lock:
             if self._error is not None:
@@ -84,15 +84,15 @@ class Workers:
             raise RankLostError("a worker has ended") from error
 
     def check(self) -> None:
-        """Raise RankLostError if a worker has sent anything, because workers report only that they end."""
+        """Raise RankLostError if a worker has sent anything, because workers send only the report of their end."""
         if any(connection.poll() for connection in self._connections):
             raise RankLostError("a worker has ended")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run work of all ranks in this context, and end the workers if it raises, because the ranks are then out of step.
+        """Run the work of all ranks in this context, and end the workers if it raises, because the ranks then disagree.
 
-        Raises: EngineDeadError if the cause is on another rank. An error of this rank is raised unchanged.
+        Raises: EngineDeadError if the cause is on another rank. An error of this rank is raised as it is.
         """
         try:
             yield
@@ -110,7 +110,7 @@ class Workers:
         return len(self._connections) + 1
 
     def _explain(self, error: BaseException) -> str:
-        """Find the rank that ended first, because the others lose their connection to it and end as well."""
+        """Find the rank that ended first, because the other ranks lose their connection to it and end as well."""
         pending = {connection: rank for rank, connection in enumerate(self._connections, start=1)}
         deadline = time.monotonic() + REPORT_SECONDS
         while pending and (seconds := deadline - time.monotonic()) > 0:
@@ -141,7 +141,7 @@ class Workers:
 def _end(owner: int, connections: list[Connection], processes: list["subprocess.Popen[bytes]"]) -> None:
     """End the workers by closing their connections and standard inputs."""
     if os.getpid() != owner:
-        return  # this is a fork, and the workers belong to the process that started them
+        return  # in a fork, the workers belong to the process that started them
     for connection in connections:
         connection.close()
     for process in processes:
@@ -157,7 +157,7 @@ def _end(owner: int, connections: list[Connection], processes: list["subprocess.
 
 
 class LeadingShards(Shards):
-    """Rank 0's Shards: what its engine calls runs on the workers as well."""
+    """The Shards of rank 0, whose engine's calls run on the workers as well."""
 
     def __init__(self, communicator: ProcessGroupCommunicator, workers: Workers) -> None:
         super().__init__(communicator)
@@ -166,7 +166,7 @@ class LeadingShards(Shards):
 
     def connect(self, parts: Parts) -> Parts:
         routes = parts.routes
-        if routes:  # without enforce_eager
+        if routes:  # not with enforce_eager
             model: Any = parts.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
         wrap = partial(LeadingRunner, workers=self.workers)
@@ -174,7 +174,7 @@ class LeadingShards(Shards):
 
 
 class LeadingRunner(RunnerWrapper):
-    """Rank 0's runner, whose calls the workers make as well."""
+    """The runner of rank 0, whose calls the workers make as well."""
 
     def __init__(self, inner: ModelRunner, workers: Workers) -> None:
         super().__init__(inner)
@@ -185,7 +185,7 @@ class LeadingRunner(RunnerWrapper):
             return self.inner.forward(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
-        """Select rows. The workers have the batch's logits_indices, and are sent a slice."""
+        """Select rows. The workers have the batch's logits_indices, so only a slice is sent to them."""
 
         def head(selected: Tensor) -> Tensor:
             with self.workers.together(LOGITS, rows if isinstance(rows, slice) else None):
@@ -200,7 +200,7 @@ class LeadingRunner(RunnerWrapper):
 
 @dataclass(eq=False)
 class SplitSampling(Route):
-    """The route by which all ranks sample together, each from the logits of its own ids (split_sampling.py)."""
+    """The route by which all ranks sample together, each from the logits of its ids (split_sampling.py)."""
 
     head: VocabularyHead
     workers: Workers
@@ -230,26 +230,26 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
             split_sampling.sample(hidden[batch.logits_indices], unpack(argument, device), model.lm_head)
         elif command == CALL:
             function, arguments = argument
-            function(runner, *(unpack(one, device) for one in arguments))
+            function(runner, *(unpack(argument, device) for argument in arguments))
 
 
 def pack(value: object) -> object:
-    """Make a command's argument fit to be sent: arrays in place of tensors, whose memory torch would share."""
-    if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # which numpy does not know
+    """Convert a command's argument so that it can be sent: tensors become arrays, because torch would share their memory."""
+    if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # a dtype that numpy does not know
         return torch.bfloat16, pack(value.view(torch.int16))
     if isinstance(value, Tensor):
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
-    if type(value) is dict:  # an adapter's updates
-        return dict, [pack(one) for one in value.items()]
-    if type(value) is tuple:  # of the metadata of several KV groups
-        return tuple, [pack(one) for one in value]
+    if type(value) is dict:  # the updates of an adapter
+        return dict, [pack(item) for item in value.items()]
+    if type(value) is tuple:  # the metadata of several KV groups
+        return tuple, [pack(item) for item in value]
     return value
 
 
 def unpack(packed: Any, device: torch.device) -> Any:
-    """What pack() was given, with its tensors on this rank's device."""
+    """Return the argument of pack(), with its tensors on this rank's device."""
     if isinstance(packed, np.ndarray):
         return on_device(torch.from_numpy(packed), device)
     match packed:

@@ -1,14 +1,14 @@
-"""Tensor parallelism: which rank has which part of each weight, and the modules that join the ranks' results.
+"""Tensor parallelism: divide the weights among ranks, and replace modules by those that join the ranks' results.
 
 In: a family's model and a checkpoint's Weights. Out: the model of one rank, with smaller layers, and the Weights that fill it.
 
     column       a rank has some of a layer's outputs: whole heads of q, k and v, some of the MLP's inner activations
-    row          a rank has the inputs that belong to these. Its product is one term of a sum over the ranks (AllReduced)
+    row          a rank has the inputs that belong to these. Its product is a term of a sum over the ranks (AllReduced)
     vocabulary   a rank has an interval of the ids: their rows of the embedding, their logits
 
-A layer has two sums over the ranks, after the attention and after the MLP. A row layer's bias is added on rank 0 before the
-sum, and the residual on every rank after it. The other parts of the model (norms, positions, a router) are the same on every
-rank. The model files know nothing of this: their layers are built with fewer heads and a smaller inner size.
+A layer has two sums over the ranks, after the attention and after the MLP. Rank 0 adds a row layer's bias before the
+sum, and every rank adds the residual after it. The other parts of the model (norms, positions, a router) are the same on every
+rank. The model files do not know this: their layers are built with fewer heads and a smaller inner size.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
@@ -35,7 +35,7 @@ from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
 from nanoinfer.models.registry import ModelConfig
 from nanoinfer.system.pages import release_pages
 
-# What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
+# The part that a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads.
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
 
 _GPT2: dict[str, Split] = {
@@ -57,23 +57,23 @@ _QWEN: dict[str, Split] = {
     "embed_tokens": "vocabulary",
     "lm_head": "vocabulary",
 }
-# family -> how the names of its layers, or of other parameters, end, and what a rank has of them. What is not named here is the
-# same on every rank.
+# family -> the endings of the names of its layers and parameters, and the part of them that a rank has. Every rank has all of
+# what is not named here.
 SPLITS: dict[type[nn.Module], dict[str, Split]] = {
     GPT2LMHeadModel: _GPT2,
     LlamaForCausalLM: _QWEN,
     QwenForCausalLM: _QWEN,
-    QwenMoeForCausalLM: _QWEN,  # each expert is split, as any MLP
+    QwenMoeForCausalLM: _QWEN,  # each expert is split like any MLP
     Gemma3ForCausalLM: _QWEN,
     GptOssForCausalLM: _QWEN | {"sinks": "column"},  # a sink belongs to a head of q
 }
 
-# Inner sizes of MLPs, in a family's config. They need not be multiples of the number of ranks.
+# Inner sizes of MLPs in a family's config. They need not be multiples of the number of ranks.
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check_shards(model_class: type[nn.Module], config: ModelConfig, size: int) -> None:
-    """Refuse a number of ranks that a model cannot be split into, and name those that are possible."""
+    """Refuse a number of ranks into which a model cannot be split, and name the possible numbers."""
     if model_class not in SPLITS:
         names = ", ".join(family.__name__ for family in SPLITS)
         raise UnsupportedError(
@@ -95,78 +95,78 @@ def _fits(config: ModelConfig, size: int) -> bool:
     num_kv_heads = config.num_key_value_heads
     return (
         config.num_attention_heads % size == 0
-        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # the second: several ranks have the same head
+        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # otherwise, several ranks have the same head
         and min(_inner_sizes(config).values()) >= size
-        and config.vocab_size >= size * size  # no rank is without ids
+        and config.vocab_size >= size * size  # so every rank has ids
     )
 
 
 @runtime_checkable
 class Communicator(Protocol):
-    """The connection of a rank with the others. All ranks make the same calls in the same order."""
+    """The connection of a rank to the others. All ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...  # in [0, size)
     @property
     def size(self) -> int: ...
-    def minimum(self, number: int) -> int: ...  # the smallest of the ranks' numbers
-    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]: ...  # of the same shape and dtype
+    def minimum(self, number: int) -> int: ...  # returns the smallest of the ranks' numbers
+    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]: ...  # of equal shapes and dtypes
     def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
+        """Return the sum over the ranks. Every rank gets the same bits, which do not depend on an element's place."""
         ...
 
 
 class Shards:
-    """One rank's view of a model that several ranks share."""
+    """A rank's view of a model that several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
         self.whole: Any = None  # the model that was split, on the meta device
 
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
-        """Build this rank's model on the meta device, and from the whole model's Weights those that fill it."""
+        """Build this rank's model on the meta device, and select from the whole model's Weights those that fill it."""
         self.whole = model
         config, rank, size = model.config, self.rank, self.size
         parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
         parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
         local = {name: part.stop - part.start for name, part in parts.items()}
         local["num_attention_heads"] = config.num_attention_heads // size
-        if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has as many as heads of q
+        if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has no such field
             local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
         with torch.device("meta"):
             shard = type(model)(dataclasses.replace(config, **local))
         return shard, self.part_of(weights, type(model), config)
 
     def part_of(self, weights: Weights, model_class: type[Any], config: ModelConfig) -> Weights:
-        """This rank's part of a whole model's Weights."""
+        """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
 
     def gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks."""
+        """Return the tensors of all ranks."""
         return self.communicator.all_gather(x)
 
     def minimum(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the smallest of the ranks' numbers."""
         return self.communicator.minimum(number)
 
     def part_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
-        """This rank's part of what an adapter adds to a layer: A's columns for a row layer, otherwise B's rows."""
+        """Return this rank's part of an adapter's update of a layer: A's columns for a row layer, otherwise B's rows."""
         if (split := split_of(type(self.whole), layer)) is None:
             return update
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
         parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
-        part = torch.cat([whole[:, one] if axis else whole[one] for one in parts], dim=axis)  # a copy, not to keep the whole
+        part = torch.cat([whole[:, kept] if axis else whole[kept] for kept in parts], dim=axis)  # a copy, not to keep the whole
         return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:
-        """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.
+        """Replace those layers of a rank's loaded model that compute a part of a result by modules that join the parts.
 
-        The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, and the rank's
+        The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, but the rank's
         number of heads, which are those of its KV cache.
         """
         ids = _vocabulary(vocab_size, self.rank, self.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
-        model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
+        model.supports_cuda_graph = False  # graphs that contain a collective are untested
 
         def joined(name: str, module: nn.Module) -> nn.Module | None:
             split = split_of(type(model), name)
@@ -189,17 +189,17 @@ class Shards:
         replace_in(model, "")
 
     def connect(self, parts: Parts) -> Parts:
-        """Make this rank's parts agree with the others': what one rank cannot promise, none promises."""
+        """Make this rank's parts agree with the others: a promise holds only if every rank can keep it."""
         return dataclasses.replace(parts, is_batch_independent=bool(self.minimum(parts.is_batch_independent)))
 
 
 def split_of(model_class: type[nn.Module], layer: str) -> Split | None:
-    """What a rank has of a layer, or None if every rank has all of it."""
+    """Return the part that a rank has of a layer. None: every rank has all of it."""
     return next((split for end, split in SPLITS[model_class].items() if f".{layer}".endswith(f".{end}")), None)
 
 
 def _vocabulary(vocab_size: int, rank: int, size: int) -> slice:
-    """The ids of a rank. The last rank may have fewer than the others."""
+    """Return the ids of a rank. The last rank may have fewer ids than the others."""
     num = -(-vocab_size // size)
     return slice(rank * num, min((rank + 1) * num, vocab_size))
 
@@ -209,7 +209,7 @@ def _even(total: int, rank: int, size: int) -> slice:
 
 
 def parts_of(split: Split, total: int, config: Any, rank: int, size: int) -> list[slice]:
-    """A rank's parts of an axis of `total` numbers. config: of the whole model."""
+    """Return a rank's parts of an axis of `total` numbers. config: the whole model's."""
     if split == "vocabulary":
         return [_vocabulary(total, rank, size)]
     if split == "qkv":
@@ -221,7 +221,7 @@ def parts_of(split: Split, total: int, config: Any, rank: int, size: int) -> lis
 
 
 class ShardedWeights(Weights):
-    """A rank's part of each tensor of `base`. Only this part is kept, and where it is whole rows, only it is read."""
+    """A rank's part of each tensor of `base`. Only this part is kept. If it consists of whole rows, only they are read."""
 
     def __init__(self, base: Weights, model_class: type[Any], config: ModelConfig, rank: int, size: int) -> None:
         self._base, self._rank, self._size = base, rank, size
@@ -248,7 +248,7 @@ class ShardedWeights(Weights):
             weight = self._base.read(name, rows)
             copy = torch.cat([weight[:, part] for part in parts], dim=1)
             if self._base[name].is_mapped:
-                release_pages(weight)  # every page has some of these columns, and has been read for them
+                release_pages(weight)  # every page has some of these columns, which have now been read
             return copy
         if len(parts) > 1:
             return torch.cat([self._base.read(name, part) for part in parts])[rows]
@@ -260,11 +260,11 @@ class ShardedWeights(Weights):
         return split_of(self._model_class, layer if leaf in ("weight", "bias") else f"{layer}.{leaf}")
 
     def _is_added_elsewhere(self, name: str) -> bool:
-        """Whether a tensor is a bias that rank 0 adds to the sum."""
+        """Whether a tensor is a bias that rank 0 alone adds to the sum."""
         return self._rank > 0 and self._split_of(name) == "row" and name.endswith(".bias")
 
     def _parts(self, name: str) -> tuple[int, list[slice] | None]:
-        """The axis along which a tensor is split, and this rank's parts of it. None: all of it."""
+        """Return the axis along which a tensor is split, and this rank's parts of it. None: the rank has all of it."""
         split, shape = self._split_of(name), self._base[name].shape
         if split is None or (split == "row" and len(shape) == 1):
             return 0, None
@@ -274,12 +274,12 @@ class ShardedWeights(Weights):
         return axis, parts_of(split, shape[axis], self._config, self._rank, self._size)
 
 
-# ---- modules that take and return what the whole module does, and hold one rank's part of its weight. All ranks make the same
-# calls, so they are untraced
+# ---- modules with the arguments and results of the whole module, and a rank's part of its weight. All ranks make the same
+# calls, so the modules are untraced
 
 
 class AllReduced(Untraced):
-    """The sum over the ranks of a module's results."""
+    """Returns the sum over the ranks of a module's results."""
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class VocabularyHead(Untraced):
         return torch.cat(list(parts), dim=1)[:, : self.vocab_size]
 
     def local(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows padded"]:
-        """The logits of this rank's ids, padded with -inf to the same number on every rank."""
+        """Return the logits of this rank's ids, padded with -inf to the same number on every rank."""
         logits = self.head(hidden)
         padding = -(-self.vocab_size // self.communicator.size) - logits.shape[1]
         return F.pad(logits, (0, padding), value=float("-inf")) if padding else logits

@@ -1,4 +1,4 @@
-"""Sampling from logits that are split over ranks: the tokens of the full rows, without the full rows.
+"""Sample from logits that are split over ranks. The tokens are those of the full rows, which no rank needs to have.
 
 Each rank holds an interval of the vocabulary. All ranks call `sample` in the same step, and each returns all token ids. Logits
 are compared and integers are added (sampling/draw.py), so the result does not depend on the number of ranks. What each rank
@@ -13,11 +13,11 @@ sends:
            draw lies in its interval
     4      all its logits                             undecided candidates    4 per id of its interval
 
-A rank has as many candidates as the largest top_k, and 32 more. If a row has top_p alone, it has at least 256. Rows that they
-do not decide are those that fast/sampling/few_logits.py runs stage by stage. A round that no row needs does not take place. For
-64 rows over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB with neither, in
-place of 19 MB. BENCHMARKS.md has the times. It is for ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than
-0.1 ms, but whether round 4 takes place is read on the host, which waits for the GPU.
+A rank has as many candidates as the largest top_k, and 32 more, or at least 256 if a row has only top_p. Rows that the
+candidates do not decide are those that fast/sampling/few_logits.py runs stage by stage. Rounds that no row needs are skipped.
+For 64 rows over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB with neither, in
+place of 19 MB. BENCHMARKS.md has the times. It suits ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than
+0.1 ms, while the host would have to wait for the GPU to know whether round 4 takes place.
 
 In: logits after every stage before the temperature.
 """
@@ -34,24 +34,24 @@ from nanoinfer.system.transfer import on_device
 
 Shard = Float[Tensor, "batch local_vocab"]
 Ids = Int[Tensor, " batch"]
-Largest = Float[Tensor, " batch"]  # of each full row
+Largest = Float[Tensor, " batch"]  # for each full row
 
 
 def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: VocabularyHead) -> Ids:
-    """Choose the tokens of these hidden rows together with the other ranks, each from its own part of the head."""
+    """Choose the tokens of these hidden rows together with the other ranks, each of which uses its part of the head."""
     return sample_shard(head.local(hidden).float(), batch, head.vocab_size, head.communicator)
 
 
 def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Communicator) -> Ids:
-    """Choose one token id per row, greedily or by the draw, or -1 for a row whose largest logit is not finite.
+    """Choose a token id per row, greedily or by the draw. The id of a row whose largest logit is not finite is -1.
 
-    The ids are the same on every rank, and those of Sampler, if the ranks compute exp alike: with the same torch on the same
+    The ids are the same on every rank, and equal Sampler's, if the ranks compute exp alike: with the same torch on the same
     kind of CPU or GPU.
 
     Args:
-        logits: fp32, of the ids from rank * local_vocab on. Columns beyond the vocabulary hold -inf.
-        batch: of all rows, equal on every rank. Its columns, groups and u are read.
-        vocab_size: of the model, at most size * local_vocab.
+        logits: the logits of the ids from rank * local_vocab on, in fp32. Columns beyond the vocabulary hold -inf.
+        batch: the batch of all rows, equal on every rank. Its columns, groups and u are read.
+        vocab_size: the number of ids of the model, at most size * local_vocab.
     """
     groups = batch.groups
     num_candidates = max(
@@ -95,11 +95,11 @@ def gather_rows(logits: Shard, vocab_size: int, communicator: Communicator) -> F
 def _gather_largest(
     logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Communicator
 ) -> tuple[Ids, Largest, Float[Tensor, "listed size columns"], Int[Tensor, "listed size columns"]]:
-    """Round 1, as one message of 32-bit words.
+    """Gather the candidates of all ranks (round 1), in one message of 32-bit words.
 
     Returns:
-        The argmax (of equal maxima the lowest id) and the maximum of every full row, then the candidates of each rank and their
-        ids, of the rows with top_k and then of those with top_p alone.
+        The argmax (the lowest id of equal maxima) and the maximum of every full row, then the candidates of each rank and their
+        ids, first for the rows with top_k and then for those with only top_p.
     """
     rows = batch.groups.top_k_rows + batch.groups.top_p_rows
     argmax, largest = few_logits.first_largest(logits)
@@ -124,7 +124,7 @@ def _gather_largest(
 def _draw(
     logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Communicator
 ) -> Ids:
-    """Round 3: draw from all weights. The rank whose interval of cumulative weights holds the threshold finds the id."""
+    """Draw from all weights (round 3). The rank whose interval of cumulative weights holds the threshold finds the id."""
     ends = sums.cumsum(dim=0)
     threshold = thresholds(ends[-1], batch.u) - (ends - sums)[communicator.rank]  # counted from this rank's first weight
     rows = ((threshold >= 0) & (threshold < sums[communicator.rank])).nonzero().squeeze(-1)
@@ -136,7 +136,7 @@ def _draw(
 
 
 def _index(row_numbers: tuple[int, ...], logits: Shard) -> Int[Tensor, " rows"] | slice:
-    """An index of these rows that copies nothing in the usual step, where all rows need the same."""
+    """Return an index of these rows that copies nothing in the usual step, in which all rows need the same."""
     if row_numbers == tuple(range(len(logits))):
         return slice(None)
     return on_device(torch.tensor(row_numbers, dtype=torch.int64), logits.device)

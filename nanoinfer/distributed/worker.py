@@ -1,8 +1,8 @@
-"""A rank above 0: loads its part of the model, and does what rank 0 tells it to, until rank 0 closes the connection.
+"""A rank above 0: it loads its part of the model, and carries out rank 0's commands until rank 0 closes the connection.
 
-In: Settings, then commands. Out: nothing but its part of the collectives, and a report if it fails. It has a model runner with
-a KV cache, and no scheduler or tokenizer. LLM starts it as `python -m nanoinfer.distributed.worker`. Under torchrun it
-runs inside LLM(), see launch.py.
+In: Settings, then commands. Out: its part of the collectives, and a report if it fails. It has a model runner with
+a KV cache, but no scheduler or tokenizer. LLM starts it as `python -m nanoinfer.distributed.worker`. Under torchrun it
+runs inside LLM() (launch.py).
 """
 
 import logging
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What rank 0 tells its workers first."""
+    """The first message from rank 0 to its workers."""
 
-    config: EngineConfig  # of the engine
-    store_port: int  # of the store on this machine, by which the ranks find each other. 0: torchrun has one
+    config: EngineConfig  # the engine's
+    store_port: int  # the port of this machine's store, by which the ranks find each other. 0: torchrun has a store
     num_threads: int
     matmul_precision: str  # torch's, which must be the same on all ranks
 
@@ -47,7 +47,7 @@ def run(
     open_store: Callable[[Settings], dist.Store],
     shared_memory: int | None = None,
 ) -> None:
-    """Be a worker until rank 0 closes the connection. shared_memory: a file descriptor, if this process has inherited one."""
+    """Work until rank 0 closes the connection. shared_memory: an inherited file descriptor. None: there is none."""
     with _failure_reported(connection):
         settings: Settings = connection.recv()
         torch.set_num_threads(settings.num_threads)
@@ -58,12 +58,12 @@ def run(
         store, size, is_one_machine = open_store(settings), config.tensor_parallel_size, settings.store_port > 0
         communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
         if shared_memory is not None:
-            communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
+            communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
         shards = Shards(communicator)
         model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
         adapters = make_adapters(model, config, shards)
         if config.cache.prefix_cache_dir is not None:
-            store_of(model, config, shards)  # rank 0 has the store
+            store_of(model, config, shards)  # only rank 0 has the store
         parts = make_parts(model, config, shards, weights, adapters)
         executor = make_executor(parts, config)
         serve(connection, executor.runner, executor.device)
@@ -86,7 +86,7 @@ def _failure_reported(connection: Connection) -> Iterator[None]:
 
 def _end_with_rank_0() -> None:
     """End this process, whatever it is doing, when rank 0 closes the pipe or ends."""
-    os.read(0, 1)  # nothing is ever written. (sys.stdin has a lock, which a thread may not hold when Python ends)
+    os.read(0, 1)  # blocks, since nothing is written. (sys.stdin has a lock, which a thread must not hold when Python ends)
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""The only door of this folder: the parts of an engine become parts that give the same tokens in less time.
+"""The only entry to this folder: turn the parts of an engine into parts that give the same tokens in less time.
 
-In: the plain parts, with the textbook model. Out: Parts. build.py passes through here unless enforce_eager=True, and a run
+In: the plain parts, with the textbook model. Out: Parts. build.py calls it unless enforce_eager=True, and a run
 with enforce_eager=True imports nothing of this folder.
 
 A model is traced (trace.py), fused (fuse.py), and compiled for its device (cpu/compile.py, cuda/compile.py). This needs no
@@ -32,7 +32,7 @@ def accelerate(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") ->
 
         return accelerate_on_cpu(parts, config, adapters)
     if config.enable_lora:
-        return parts  # no kernel of a GPU knows adapters
+        return parts  # no GPU kernel supports adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
 
     return accelerate_on_cuda(parts, config)

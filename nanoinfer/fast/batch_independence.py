@@ -1,10 +1,10 @@
-"""Whether a prompt's hidden rows have the same bits in any batch, tried with the compiled model on this machine.
+"""Check whether a prompt's hidden rows have the same bits in any batch, with the compiled model on this machine.
 
-In: a compiled model, with its attention and its cache's sizes. Out: True or False. The kernels' rows are independent by
-construction, so this check is about the rest: a model file or an attention of the user's own, and a compiler that does not keep
+In: a compiled model, with its attention and its cache's sizes. Out: True or False. Rows of the kernels are independent by
+construction, so this check is about the rest: a user's model file or attention, and a compiler that does not keep
 the order of additions.
 
-A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token.
+A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
-PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second one is compared
+PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second prompt is compared
 COMPARED = 1
 NUM_DECODES = 2
 
 
 @torch.inference_mode()
 def is_batch_independent(parts: Parts, *, has_single_queries: bool = False) -> bool:
-    """Whether rows are independent of the batch. With has_single_queries (batch_invariant), also of the chunk."""
+    """Whether rows are independent of the batch, and with has_single_queries (batch_invariant) also of the chunk."""
     config, num_groups = parts.model.config, len(parts.sizes.groups)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
@@ -50,9 +50,9 @@ def is_batch_independent(parts: Parts, *, has_single_queries: bool = False) -> b
 
 
 def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: int = 1) -> list[Sequence]:
-    """One sequence for each list of ids. Its blocks hold all of its tokens, and follow those of the sequence before it.
+    """Make a sequence for each list of ids, with blocks for all of its tokens, which follow those of the sequence before it.
 
-    num_groups: KV groups, each of which has blocks of its own.
+    num_groups: the number of KV groups, each of which has its own blocks.
     """
     sequences: list[Sequence] = []
     num_blocks = 0
@@ -67,7 +67,7 @@ def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: i
 
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit. NaN equals NaN: a damaged weight does not show the order of a sum."""
+    """Whether two tensors are equal bit by bit. NaN equals NaN, since a damaged weight does not show the order of a sum."""
     integers = {4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
@@ -75,7 +75,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 def _hidden_rows(
     runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool
 ) -> Float[Tensor, "num_tokens hidden"]:
-    """The compared sequence's rows. steps: the number of each sequence's new tokens in each step."""
+    """Return the compared sequence's rows. steps: for each step, the number of new tokens of each sequence."""
     cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:
@@ -101,9 +101,9 @@ def _hidden_rows(
 
 
 def one_layer_of_each_kind(model: nn.Module, num_layers: int) -> nn.Module:
-    """Return the model with one layer of each kind: most models one, some an MLP in one layer and experts in another.
+    """Return the model with a layer of each kind: most have a single kind, some an MLP in some layers and experts in others.
 
-    A model without a list of its layers keeps all of them. The model itself stays as it is.
+    A model without a list of layers keeps all of them. The given model stays unchanged.
     """
     few = copied(model)
     for name, child in few.named_children():

@@ -1,4 +1,4 @@
-"""A model's modules, each compiled as far as it can be traced.
+"""Compile a model's modules, each as far as it can be traced.
 
 In: a copy of the model's modules (trace.py), and how a device lowers a trace. Out: a CompiledModel. cpu/accelerate.py and
 cuda/accelerate.py lower for their devices.
@@ -15,13 +15,13 @@ from nanoinfer.fast.trace import LEAVES, Trace, trace
 
 @dataclass(slots=True)
 class CompiledModel:
-    """A model whose forward pass is compiled, beside the plain one, and what was compiled of it.
+    """A model with a compiled forward pass next to the plain one, and the list of what was compiled.
 
     Attributes:
-        model: has the plain model's attributes, methods and parameters.
-        compiled: the number of kernel calls of each compiled module, by its path. "" is the model.
-        left: why a module runs as it is, by its path.
-        num_plain_linears: linear layers that torch computes.
+        model: a model with the plain model's attributes, methods and parameters.
+        compiled: module path -> its number of kernel calls. "" is the model.
+        left: module path -> why the module runs as it is.
+        num_plain_linears: the number of linear layers that torch computes.
     """
 
     model: nn.Module
@@ -35,13 +35,13 @@ Lower = Callable[[Trace], int]
 
 
 def compile_modules(module: nn.Module, lower: Lower, report: CompiledModel, path: str = "") -> None:
-    """Compile a module by replacing its `forward`, or else what is in it. path: of the module, for the report."""
+    """Compile a module by replacing its `forward`, or else compile its submodules. path: the module's, for the report."""
     if type(module).forward in LEAVES:
         return
     try:
         traced = trace(module)
-    except Exception as error:  # of the module's own code, which was given symbols
-        if type(module).forward is not nn.Module.forward:  # a list of modules has none
+    except Exception as error:  # raised by the module's own code, which was given symbols
+        if type(module).forward is not nn.Module.forward:  # a list of modules has no forward
             report.left[path] = _why(error)
         inside = [(path, module)]
     else:

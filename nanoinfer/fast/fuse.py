@@ -1,4 +1,4 @@
-"""Fewer and larger operations in a trace: what a kernel can compute in one call becomes one call of a module of this file.
+"""Fuse the operations of a trace: what a kernel computes in one call becomes one call of a module of this file.
 
 In: a Trace. Out: the same trace, changed in place. Each module defines what it computes in plain torch, so that a fused trace
 runs on any device, and the kernels of cpu/ and cuda/ are compared with it. The passes:
@@ -29,15 +29,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 
 RMS_NORMS = (RMSNorm, ZeroCentredRMSNorm)
 
-ADD, MULTIPLY = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul")  # as a graph names them
+ADD, MULTIPLY = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul")  # as torch.fx names them
 
 
 class FusedLinear(nn.Module):
-    """residual + factor * activation(x @ weight.T + bias), of one linear layer or of several with the same input.
+    """Computes residual + factor * activation(x @ weight.T + bias), for one linear layer or several with the same input.
 
     Attributes:
-        linears: the layers, whose outputs are side by side.
-        activation: a name in ACTIVATIONS.
+        linears: the layers, whose outputs are concatenated.
+        activation: a name in ACTIVATIONS. None: no activation.
     """
 
     def __init__(self, *linears: nn.Linear, activation: str | None = None) -> None:
@@ -66,7 +66,7 @@ class FusedLinear(nn.Module):
         return ((linear, end - linear.out_features) for linear, end in zip(self.linears, ends, strict=True))
 
     def merged(self) -> nn.Linear:
-        """One layer that computes what `linears` do. The weight of several is a copy."""
+        """Return a layer that computes all of `linears`. If there are several, its weight is a copy."""
         if len(self.linears) == 1:
             return self.linears[0]
         merged = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
@@ -75,14 +75,14 @@ class FusedLinear(nn.Module):
         return merged
 
     def merged_bias(self) -> nn.Parameter | None:
-        """The biases of `linears`, one after the other. None: they have none."""
+        """The concatenated biases of `linears`. None: they have no biases."""
         if self.linears[0].bias is None:
             return None
         return nn.Parameter(torch.cat([linear.bias for linear in self.linears]), requires_grad=False)
 
 
 class FusedRotation(nn.Module):
-    """apply_rotary to the first num_rotated numbers of each head (None: to all), after an RMSNorm over it if there is one."""
+    """Applies apply_rotary to the first num_rotated numbers of each head (None: all), after an RMSNorm over the head if any."""
 
     def __init__(self, norm: RMSNorm | None, num_rotated: int | None = None) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class FusedRotation(nn.Module):
 
 
 class FusedGate(nn.Module):
-    """x * sigmoid(gate)."""
+    """Computes x * sigmoid(gate)."""
 
     def forward(self, x: Float[Tensor, "*rows size"], gate: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         return x * sigmoid(gate)
@@ -179,7 +179,7 @@ def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:
 
 
 def _merge(trace: Trace, nodes: Sequence[fx.Node]) -> None:
-    """Put one product in place of the first layer. The output of each layer is a part of its result."""
+    """Put one product in place of the first layer. Each layer's output is a part of its result."""
     linears = [linear for node in nodes for linear in _module(trace, node).linears]
     with trace.graph.inserting_before(nodes[0]):
         merged = trace.graph.call_module(trace.name("linear", FusedLinear(*linears)), nodes[0].args)
@@ -203,7 +203,7 @@ def _activation_of(trace: Trace, node: fx.Node) -> str | None:
 
 
 def _fusible(trace: Trace, node: object) -> fx.Node | None:
-    """The node itself if it is a linear layer whose result nothing else reads, and that has no residual yet."""
+    """Return the node if it is a linear layer without a residual whose result only this operation reads."""
     if isinstance(node, fx.Node) and isinstance(trace.module(node), FusedLinear) and len(node.users) == 1:
         return node if "residual" not in node.kwargs else None
     return None
@@ -216,7 +216,7 @@ def _module(trace: Trace, node: fx.Node) -> FusedLinear:
 
 
 def _replace(trace: Trace, node: fx.Node, linear: fx.Node, module: FusedLinear, **kwargs: Any) -> None:
-    """Replace an operation by the linear layer before it, into which the operation is fused."""
+    """Replace an operation by the linear layer before it, which now includes the operation."""
     with trace.graph.inserting_before(node):
         fused = trace.graph.call_module(trace.name("linear", module), linear.args, {**linear.kwargs, **kwargs})
     _take_the_place(trace, node, fused)

@@ -1,9 +1,9 @@
-"""A module's forward pass as a graph of operations, recorded by torch.fx.
+"""Record a module's forward pass as a graph of operations, by torch.fx.
 
-In: a module. Out: a Trace, whose graph calls linear layers, norms, embeddings, the attention and torch's own functions in the
+In: a module. Out: a Trace, whose graph calls linear layers, norms, embeddings, the attention and torch's functions in the
 order of the forward pass. A submodule whose forward pass depends on values (a router that sends tokens to experts) cannot be
-recorded. It stays one call of the graph, and the trace says why. An Untraced submodule also stays one call: it reads the step,
-or reaches other processes, so symbols must not enter it.
+recorded. It stays a single call, and the trace says why. An Untraced submodule also stays a single call: it reads the step
+or reaches other processes, so symbols cannot enter it.
 
 Source of the method: Reed et al. 2022, https://arxiv.org/abs/2112.08429
 """
@@ -19,11 +19,11 @@ from torch import fx, nn
 from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, Untraced, ZeroCentredRMSNorm
 
-# The forward passes of modules that stay one call. A subclass counts as one of these unless it has a forward of its own.
+# The forward passes of modules that stay a single call. A subclass counts as such unless it overrides forward.
 _LEAVES = (nn.Linear, nn.LayerNorm, RMSNorm, ZeroCentredRMSNorm, nn.Embedding, RotaryEmbedding)
 LEAVES = {module.forward for module in _LEAVES}
 
-_NAMING = ("call_module", "get_attr")  # operations of a node whose target is a path in the module
+_NAMING = ("call_module", "get_attr")  # the operations whose target is a path in the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Trace:
     """A recorded forward pass.
 
     Attributes:
-        graph: of torch.fx. Its placeholders are the arguments of the forward pass.
-        owned: the modules and attributes that the graph refers to, by name.
-        called: the submodules that are one call of the graph, by their path in the traced module.
-        untraced: what a module among them raised when it was given symbols.
+        graph: the torch.fx graph, whose placeholders are the arguments of the forward pass.
+        owned: name -> module or attribute to which the graph refers.
+        called: path in the traced module -> submodule that is a single call of the graph.
+        untraced: path of such a submodule -> what it raised when it was given symbols.
     """
 
     graph: fx.Graph
@@ -43,16 +43,16 @@ class Trace:
     untraced: dict[str, Exception]
 
     def module(self, node: fx.Node) -> nn.Module | None:
-        """The module that a node calls."""
+        """The module that a node calls. None: it calls none."""
         return self.owned[str(node.target)] if node.op == "call_module" else None
 
     def value(self, given: Any) -> Any:
-        """An argument of a node: the attribute that it names, or itself."""
+        """Return an argument of a node: the attribute that it names, or the argument itself."""
         is_attribute = isinstance(given, fx.Node) and given.op == "get_attr"
         return self.owned[str(given.target)] if is_attribute else given
 
     def name(self, prefix: str, value: object) -> str:
-        """Own another module, and return the name by which the graph may call it."""
+        """Add a module to `owned`, and return the name by which the graph may call it."""
         name = f"{prefix}_{sum(name.startswith(prefix) for name in self.owned)}"
         self.owned[name] = value
         return name
@@ -62,7 +62,7 @@ def trace(module: nn.Module) -> Trace:
     """Record a module's forward pass.
 
     Raises:
-        Exception: whatever its forward pass raises when it computes with symbols instead of tensors.
+        Exception: anything that the forward pass raises when it computes with symbols instead of tensors.
     """
     with _lock:
         tracer = _Tracer()
@@ -73,7 +73,7 @@ def trace(module: nn.Module) -> Trace:
 
 
 def copied(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Copy the tree of modules, whose parameters and leaves stay the same objects, so that the copy may be compiled."""
+    """Copy the tree of modules, so that the copy may be compiled. Parameters and leaves are shared."""
     copies = {} if copies is None else copies
     if type(module).forward in LEAVES:
         return module
@@ -109,7 +109,7 @@ class _Tracer(fx.Tracer):
         last, stack = next(iter(reversed(self.graph.nodes))), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception as error:  # of the module's own code, which was given symbols
+        except Exception as error:  # raised by the module's own code, which was given symbols
             for node in reversed(self.graph.nodes):
                 if node is last:
                     break

@@ -1,1 +1,1 @@
-"""For trainers: models whose forward pass has the sampler's bits, and whose gradients are torch's."""
+"""For trainers: models whose forward pass has the sampler's bits, with gradients by torch."""

@@ -1,7 +1,7 @@
-"""The engine's CPU kernels as operations of torch that have gradients: linear layers, norms, rotations, attention.
+"""The engine's CPU kernels as differentiable operations of torch: linear layers, norms, rotations, attention.
 
 In: the modules of a fused trace (fast/fuse.py). Out: modules with the same arguments. Forward is the kernel, so every number
-has the bits of the engine. Backward computes the module itself in torch again, as checkpointing does, for its gradients.
+has the engine's bits. The backward pass computes the module again in torch, as checkpointing does, for its gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ Operation = Callable[..., Tensor]
 
 
 class KernelFunction(torch.autograd.Function):
-    """kernel(*inputs), with the gradients of plain(*inputs): those of the inputs, and of the parameters that plain reads."""
+    """Computes kernel(*inputs), with the gradients of plain(*inputs) for the inputs and for the parameters that plain reads."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Operation, plain: Operation, num_inputs: int, *tensors: Tensor) -> Tensor:
-        """tensors: the inputs, and then the parameters."""
+        """tensors: the inputs, followed by the parameters."""
         ctx.plain, ctx.num_inputs = plain, num_inputs
         ctx.save_for_backward(*tensors)
         return kernel(*tensors[:num_inputs])
@@ -46,7 +46,7 @@ class KernelFunction(torch.autograd.Function):
 
 
 class TrainedLinear(nn.Module):
-    """FusedLinear by the engine's kernel, whose copy of the weights follows the parameters. others: of a KernelLinear."""
+    """FusedLinear by the engine's kernel, whose copy of the weights follows the parameters. others: as in KernelLinear."""
 
     def __init__(self, fused: FusedLinear, others: Sequence[str] = ()) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TrainedLinear(nn.Module):
         self._kernel = KernelLinear(self._packed, others)
 
     def forward(self, x: Float[Tensor, "rows in"], **others: Float[Tensor, "rows out"]) -> Float[Tensor, "rows out"]:
-        for linear, start in self.plain.starts():  # always: a fused optimizer changes numbers without a trace
+        for linear, start in self.plain.starts():  # always, because a fused optimizer changes numbers without a trace
             for name, parameter in linear.named_parameters():
                 self._packed.write(name, parameter.detach(), start)
         inputs = [x, *(others[name] for name in self._others)]
@@ -103,7 +103,7 @@ class TrainedRotation(nn.Module):
 
 
 class TrainedAttention:
-    """The attention of packed sequences. attend: of a backend's step. lengths: of the sequences, in their order."""
+    """The attention of packed sequences. attend: the Attend of a backend's step. lengths: the sequences' lengths, in order."""
 
     def __init__(self, attend: Attend, lengths: Sequence[int]) -> None:
         self._attend, self._lengths = attend, list(lengths)
@@ -112,7 +112,7 @@ class TrainedAttention:
         return KernelFunction.apply(partial(self._attend, layer), self.plain, 3, q, k, v)
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention in plain torch, one sequence after the other."""
+        """Compute causal attention in plain torch, one sequence after the other."""
         parts = (x.transpose(0, 1).split(self._lengths, dim=1) for x in (q, k, v))  # [heads, num_tokens, head_dim]
         outs = [
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*parts, strict=True)

@@ -1,7 +1,7 @@
-"""A checkpoint's model to be trained, whose log-probabilities have the bits of the sampler's.
+"""Train a checkpoint's model, with log-probabilities that have the sampler's bits.
 
 In: a checkpoint, and token ids. Out: log-probabilities with gradients, and the weights under the checkpoint's names for
-LLM.update_weights. The model's file is traced and fused as the engine does it (fast/), so that each number is rounded where the
+LLM.update_weights. The model's file is traced and fused as in the engine (fast/), so that each number is rounded where the
 engine rounds it, and the operations are those of functions.py. It runs on a CPU with a C++ compiler, and needs
 LLM(batch_invariant=True) with the same dtype for equal bits.
 """
@@ -38,11 +38,11 @@ class Policy(nn.Module):
     """A model with gradients: `Policy("tiny-qwen3")(sequences)`.
 
     Args:
-        model: As LLM(model): a bundled name, a folder, or a name on the hub.
-        dtype: As LLM(dtype).
+        model: a bundled name, a folder, or a name on the hub, as in LLM(model).
+        dtype: the dtype of the weights, as in LLM(dtype).
 
     Raises:
-        UnsupportedError: A part of the model that cannot be traced, such as experts, or that has no kernel here, or windows.
+        UnsupportedError: a part of the model cannot be traced, such as experts, has no kernel here, or has a window.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, dtype: str = "auto") -> None:
@@ -61,7 +61,7 @@ class Policy(nn.Module):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
         self._backend = KernelBackend(weight.dtype, head_dim=config.head_dim, **sizes)
-        self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples: their parameters are those of the model
+        self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples, because the parameters belong to the model
         self._layers = (_with_gradients(self.model),)
 
     def forward(
@@ -70,22 +70,22 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         masks: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> list[Float[Tensor, " num_following"]]:
-        """Return for each sequence of ids the log-probability of every token after the first, in fp32.
+        """Return, for each sequence of ids, the log-probability of every token after the first, in fp32.
 
         Args:
-            sequences: Prompts with their answers.
-            temperature: Divides the logits. > 0. See LLM.compute_logprobs, which returns the same numbers without gradients.
-            masks: For each sequence the sampling_mask of its answer, whose tokens then get their probability among the ids that
+            sequences: the prompts with their answers, as token ids.
+            temperature: the divisor of the logits, > 0. LLM.compute_logprobs returns the same numbers without gradients.
+            masks: for each sequence, the sampling_mask of its answer, whose tokens get their probability among the ids that
                 could be drawn. An LLM(logprobs_mode="processed") reports the same numbers for a request without penalties.
 
         Raises:
-            InvalidTypeError, InvalidValueError: Not lists of this model's ids, too many, or masks that do not fit.
+            InvalidTypeError, InvalidValueError: not lists of this model's ids, too many, or masks that do not fit.
         """
         check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
         if masks is not None and len(masks) != len(sequences):
             raise InvalidValueError(f"masks must be one per sequence, got {len(masks)} for {len(sequences)}")
         given = [(self._ids(ids, len(mask)), mask) for ids, mask in zip(sequences, masks or repeat(()), strict=False)]
-        several = [one for one in given if len(one[0]) > 1]
+        several = [item for item in given if len(item[0]) > 1]
         found = iter(self._logprobs(several, [len(ids) for ids, _ in several], temperature) if several else ())
         return [next(found) if len(ids) > 1 else torch.empty(0) for ids, _ in given]
 
@@ -96,7 +96,7 @@ class Policy(nn.Module):
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
     def _ids(self, given: object, num_masked: int) -> list[int]:
-        """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: as forward does."""
+        """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: the errors of forward."""
         ids, config = given.tolist() if isinstance(given, Tensor) else given, self.model.config
         if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
             raise InvalidTypeError(f"a sequence must be a list of token ids, got {shown(ids)}; a tokenizer encodes text")
@@ -132,7 +132,7 @@ class Policy(nn.Module):
             for row, ids in enumerate(mask, end - len(mask)):
                 banned[row] = True
                 banned[row, ids] = False
-        logits = logits.masked_fill(banned, -torch.inf)  # first: a division depends on the largest logit that is left
+        logits = logits.masked_fill(banned, -torch.inf)  # before the division, which subtracts the largest remaining logit
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
         found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
@@ -140,7 +140,7 @@ class Policy(nn.Module):
 
 
 def _with_gradients(model: nn.Module) -> fx.GraphModule:
-    """The model's forward pass, fused as for the engine, with operations that have gradients."""
+    """Return the model's forward pass, fused as in the engine, with operations that have gradients."""
     traced = trace(model)
     fuse(traced)
     for node in list(traced.graph.nodes):

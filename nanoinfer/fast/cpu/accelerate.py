@@ -51,20 +51,20 @@ def compile_model(
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
 ) -> CompiledModel:
-    """Compile a model: its forward pass as programs, and every other nn.Linear as a kernel of its own.
+    """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
-    One linear layer is laid out at a time, and its plain weight freed unless something else holds it: a tied head leaves the
-    embedding its own copy. A subclass of nn.Linear is left alone, because it may do more than multiply.
+    Linear layers are laid out in turn, and the plain weight is freed unless something else holds it: a tied head leaves the
+    embedding its own copy. A subclass of nn.Linear stays as it is, because it may do more than multiply.
 
     Args:
-        model: with its weights, on a CPU.
-        quantization: None, or "int8" or "int4" for weights in 8 or 4 bits, also the head's.
-        weights: gets the forms in which kernels read the weights. None: nobody replaces weights.
-        adapters: the linear layers that requests may adapt.
-        keeps_plain: keep the plain weights, so that the model runs beside the compiled one, and can be compiled again.
+        model: a model with its weights, on a CPU.
+        quantization: "int8" or "int4" rounds all weights, also the head's, to 8 or 4 bits. None: they stay as they are.
+        weights: receives the forms in which kernels read the weights. None: nobody replaces the weights.
+        adapters: the linear layers that requests may adapt. None: no layer.
+        keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
 
     Raises:
-        UnsupportedError: layers whose sizes do not fit the quantisation.
+        UnsupportedError: the sizes of a layer do not fit the quantisation.
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
     weights = HeldWeights() if weights is None else weights
@@ -75,7 +75,7 @@ def compile_model(
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     with torch.inference_mode(), progress_bar("packing weights", len(linears)) as bar:
         _compile_recurrences(compiled, dtype, weights)
-        num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are still to be compiled
+        num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
 
         def packed(fused: FusedLinear) -> Packed:
             bar.update(len(fused.linears))
@@ -105,7 +105,7 @@ def compile_model(
 
 
 def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: HeldWeights) -> None:
-    """Compute what depends on states by kernels."""
+    """Replace the modules that advance states by kernels."""
     for path, module in list(compiled.model.named_modules()):
         if type(module) is DeltaRecurrence:
             try:
@@ -119,7 +119,7 @@ def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: H
 
 
 def _replace_linears(compiled: CompiledModel, linears: list[tuple[str, nn.Linear]], pack: Pack) -> None:
-    """Compute linear layers that are in no program by kernels of their own."""
+    """Compute the linear layers that are in no program by separate kernels."""
     for path, linear in linears:
         try:
             _replace(compiled.model, path, KernelLinear(pack(FusedLinear(linear))))
@@ -134,7 +134,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def accelerate_on_cpu(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") -> Parts:
-    """Return parts with kernels. Raises: UnsupportedError, as compile_model does."""
+    """Return parts with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = parts.model.config
     routes: tuple[Route, ...] = (FewLogits(),)
     with suppress(UnsupportedError):

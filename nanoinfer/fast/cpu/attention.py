@@ -1,7 +1,7 @@
-"""Attention on a CPU by C++ kernels: the same as attention/cpu.py, which should be read first.
+"""Attention on a CPU by C++ kernels. It computes the same as attention/cpu.py, which should be read first.
 
-In: the steps of a CPUBackend. Out: the same, computed by paged_decode.cpp and paged_prefill.cpp. The bits may differ from those
-of the functions in Python, so an engine uses one of the two throughout.
+In: the steps of a CPUBackend. Out: the same, from paged_decode.cpp and paged_prefill.cpp. Their bits may differ from those
+of the functions in Python, so an engine never mixes the two.
 
 Prefill is bound by arithmetic. The kernel takes a quarter of the time of `causal_attention` in bfloat16 and a third in float32
 (1,023 tokens, AVX512-BF16). It reads k and v from the cache, so a chunk after a cached prefix is no special case. Decode is
@@ -24,11 +24,11 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitions
 
 FOLDER = Path(__file__).parent
-NO_WINDOW = 2**31 - 1  # longer than any sequence
+NO_WINDOW = 2**31 - 1  # larger than any sequence is long
 
 
 class KernelDecodeRows(ctypes.Structure):
-    """The rows of a decode step, the same for all layers. kept: what they point to."""
+    """The rows of a decode step, the same for all layers. kept: the tensors to which they point."""
 
     kept: tuple[object, ...]
     _fields_ = fields(
@@ -49,7 +49,7 @@ class Heads(ctypes.Structure):
 
 
 class AttendCall(ctypes.Structure):
-    """The attention of a layer in a program. kept: what `sinks` points to."""
+    """The attention of a layer in a program. kept: the tensor to which `sinks` points."""
 
     kept: object
     _fields_ = fields((Slice, "q k v out"), (c_int64, "rows layer"), (c_void_p, "sinks"))
@@ -76,13 +76,13 @@ def _definitions(has_int8_pages: bool, **sizes: int) -> list[str]:
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:
-    """The fields of Heads."""
+    """Return the fields of Heads."""
     pointers, pages = (x.data_ptr() for x in (q, k, v, out)), (x.data_ptr() for x in (k_pages, v_pages))
     return *pointers, q.stride(0), k.stride(0), v.stride(0), *pages
 
 
 def in_fp32(sinks: Tensor) -> Tensor:
-    """Sinks as the kernels read them."""
+    """Return the sinks as the kernels read them."""
     return sinks.detach().float().contiguous()
 
 
@@ -91,7 +91,7 @@ def _address_of(sinks: Sinks) -> int | None:
 
 
 class DecodeKernel:
-    """attention.cpu.paged_decode for one dtype and head_dim, and one number of query heads that share a KV head.
+    """Computes attention.cpu.paged_decode for a dtype, a head_dim and a number of query heads per KV head.
 
     Raises:
         UnsupportedError: the dtype is not supported, or the kernel cannot be compiled.
@@ -119,7 +119,7 @@ class DecodeKernel:
         window: Window = None,
         sinks: Sinks = None,
     ) -> Queries:
-        """See paged_decode. The integers in `rows` are contiguous, int64, and not checked."""
+        """See paged_decode. The integers in `rows` must be contiguous int64, which is not checked."""
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
         step = self.rows(rows, rows.seq_lens.tolist(), k_pages, window)
@@ -136,12 +136,12 @@ class DecodeKernel:
         window: Window = None,
         addresses: "ctypes.Array[c_void_p] | None" = None,
     ) -> KernelDecodeRows:
-        """What the layers of a step share.
+        """Return the rows that all layers of the step share.
 
         Args:
             lens: the values of rows.seq_lens.
-            pages: of any layer.
-            addresses: of the keys and the values of each layer, for the calls of a program.
+            pages: the pages of any layer.
+            addresses: the addresses of each layer's keys and values, for the calls of a program. None: it is no program.
         """
         _, num_kv_heads, block_size, _ = pages.shape
         num_seqs, max_blocks = rows.block_tables.shape
@@ -163,9 +163,9 @@ class DecodeKernel:
         return k == v and q == (k[0] * self._group, self._head_dim) and k[1] == self._head_dim
 
     def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks) -> KernelCall:
-        """A layer's attention in a program.
+        """Return a layer's attention as a call in a program.
 
-        rows: the array of the batch that is a KernelDecodeRows, which has the window. sinks: in_fp32.
+        rows: the index of the batch's array that is a KernelDecodeRows, which has the window. sinks: the result of in_fp32.
         """
         call = AttendCall(q, k, v, out, rows, layer, _address_of(sinks))
         call.kept = sinks
@@ -173,7 +173,7 @@ class DecodeKernel:
 
 
 class PrefillKernel:
-    """attention.cpu.causal_attention for the prompt chunks of a step, of one dtype and head_dim. Stores their k and v first.
+    """Computes attention.cpu.causal_attention for a step's prompt chunks, for a dtype and a head_dim, and stores their k and v.
 
     Raises:
         UnsupportedError: the dtype is not supported, or the kernel cannot be compiled.
@@ -195,7 +195,7 @@ class PrefillKernel:
         window: Window = None,
         sinks: Sinks = None,
     ) -> Queries:
-        """The integers in `chunks` are contiguous, int64, and not checked."""
+        """See PrefillChunks. The integers in `chunks` must be contiguous int64, which is not checked."""
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_kv_heads, block_size, _ = k_pages.shape
@@ -210,7 +210,7 @@ class PrefillKernel:
 
 
 class KernelBackend(CPUBackend):
-    """CPUBackend with kernels for one model. has_int8_pages: its cache has the dtype torch.int8, not the model's.
+    """CPUBackend with kernels for one model. has_int8_pages: the cache has the dtype torch.int8.
 
     Raises:
         UnsupportedError: the dtype is not supported, or a kernel cannot be compiled.
@@ -222,7 +222,7 @@ class KernelBackend(CPUBackend):
         super().__init__()
         self.kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads, has_int8_pages=has_int8_pages)
         self._prefill = PrefillKernel(dtype, head_dim, has_int8_pages=has_int8_pages)
-        self._addresses: tuple[KVCache, ctypes.Array[c_void_p]] | None = None  # of the cache that was used last
+        self._addresses: tuple[KVCache, ctypes.Array[c_void_p]] | None = None  # for the cache that was used last
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return KernelStep(cache, metadata, self)
@@ -236,7 +236,7 @@ class KernelBackend(CPUBackend):
         return self._prefill(q, k, v, *cache.layer(layer), chunks, *options)
 
     def addresses(self, cache: KVCache) -> "ctypes.Array[c_void_p]":
-        """Where the keys and the values of each layer are in memory."""
+        """Return the addresses of each layer's keys and values."""
         if self._addresses is None or self._addresses[0] is not cache:
             pages = [pages.data_ptr() for layer in range(cache.num_layers) for pages in cache.layer(layer)]
             self._addresses = cache, (c_void_p * len(pages))(*pages)
@@ -244,12 +244,12 @@ class KernelBackend(CPUBackend):
 
 
 class KernelStep(CPUStep):
-    """One step's attend, which may also be a part of a program."""
+    """The Attend of one step, which may also be a part of a program."""
 
     backend: KernelBackend
 
     def as_step(self, window: Window = None) -> tuple[DecodeKernel, KernelDecodeRows] | None:
-        """The kernel that can compute the attention of layers with this window, and its rows. None unless all decode."""
+        """Return the kernel for the attention of layers with this window, and its rows. None unless all sequences decode."""
         if self.num_decodes < len(self.metadata.slot_mapping):
             return None
         kernel, (pages, _) = self.backend.kernel, self.cache.layer(0)

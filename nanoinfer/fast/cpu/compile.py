@@ -1,7 +1,7 @@
-"""A fused trace as programs of C++ kernels.
+"""Compile a fused trace to programs of C++ kernels.
 
 In: a Trace after the passes of fuse.py. Out: the same trace, in which each run of operations that have kernels is one call of a
-CPUProgram. What has no kernel stays a torch operation, or a module, between two programs.
+CPUProgram. An operation without a kernel stays as it is, between two programs.
 """
 
 import math
@@ -34,21 +34,21 @@ def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldW
     """Replace operations of a fused trace by programs.
 
     Args:
-        trace: changed in place.
+        trace: the fused trace, which is changed in place.
         pack: lays out a linear layer for its kernel.
-        dtype: of the weights.
-        weights: gets the copies of parameters that the programs read.
+        dtype: the dtype of the weights.
+        weights: receives the copies of parameters that the programs read.
 
     Returns:
-        The programs, in their order. There are none if no operation has a kernel.
+        The programs, in order. The list is empty if no operation has a kernel.
     """
     compiler = _Compiler(trace, pack, dtype, weights)
     for node in list(trace.graph.nodes):
         if not compiler.add(node) and any(given in compiler.views for given in node.all_input_nodes):
             compiler.finish(node)
-    for node in reversed(compiler.views):  # what the forward pass computes and does not use
+    for node in reversed(compiler.views):  # operations whose results nobody uses
         trace.graph.erase_node(node)
-    for node in trace.graph.nodes:  # what a linear layer is given may have more axes than the programs know
+    for node in trace.graph.nodes:  # a linear layer's input may have more axes than programs support
         if isinstance(module := trace.module(node), FusedLinear):
             with suppress(UnsupportedError):
                 node.target = trace.name("linear_kernel", KernelLinear(pack(module), node.kwargs))
@@ -59,7 +59,7 @@ class _Compiler:
     """Collects the operations of one program after the other.
 
     Attributes:
-        views: what the nodes of the current program compute.
+        views: node of the current program -> the view that it computes.
     """
 
     def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> None:
@@ -69,10 +69,10 @@ class _Compiler:
         self._operations: list[Operation] = []
         self._inputs: dict[fx.Node, Buffer] = {}
         self._attend: fx.Node | None = None
-        self._results: dict[fx.Node, tuple[int, ...]] = {}  # of finished programs: their shapes for a row
+        self._results: dict[fx.Node, tuple[int, ...]] = {}  # result of a finished program -> its shape per row
 
     def add(self, node: fx.Node) -> bool:
-        """Make the node a part of the current program. Returns whether it can be one."""
+        """Add the node to the current program. Returns whether that is possible."""
         inputs = dict(self._inputs)
         view = viewed(node, self.views)
         if view is not None:
@@ -95,7 +95,7 @@ class _Compiler:
         return False
 
     def finish(self, before: fx.Node) -> None:
-        """Put the call of the current program in front of a node that reads its results."""
+        """Insert the call of the current program before a node that reads its results."""
         graph, members = self._trace.graph, set(self.views)
         read = [node for node in self.views if any(user not in members for user in node.users)]
         outputs = [view for node in read if isinstance(view := self.views[node], View)]
@@ -144,7 +144,7 @@ class _Compiler:
         return True
 
     def _add_sum(self, node: fx.Node) -> bool:
-        """Of two values of a program, or of one and what is added to each row."""
+        """Add a sum of two values of a program, or of a value and a vector that is added to each row."""
         given_views = [self.views.get(given) for given in node.args if isinstance(given, fx.Node)]
         known = [view for view in given_views if isinstance(view, View)]
         terms = [self._operand(given, known[0].shape) for given in node.args] if known else [None]
@@ -155,7 +155,7 @@ class _Compiler:
         return True
 
     def _add_rotation(self, node: fx.Node, module: FusedRotation) -> bool:
-        """In place, unless something else reads the heads, or they are not side by side."""
+        """Add a rotation, in place unless something else reads the heads, or they are not contiguous."""
         x = self.views.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         if not isinstance(x, View) or len(x.shape) != 2 or x.buffer.shape is not None:
             return False
@@ -180,7 +180,7 @@ class _Compiler:
         return True
 
     def _add_recurrence(self, node: fx.Node, recurrence: KernelRecurrence) -> bool:
-        """The node's arguments: attend, the rows, and the weights."""
+        """Add a recurrence. The node's arguments are attend, the rows and the weights."""
         attend, *rows, weights = node.args
         views = [self._operand(given, (size,), must_fit=True) for given, size in zip(rows, recurrence.widths, strict=True)]
         is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
@@ -198,7 +198,7 @@ class _Compiler:
         views = [view for view in found if isinstance(view, View) and len(view.shape) == 2 and not view.step]
         is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
         options = {name: self._trace.value(given) for name, given in node.kwargs.items()}
-        is_known = options.keys() <= {"window", "sinks"} and not any(isinstance(one, fx.Node) for one in options.values())
+        is_known = options.keys() <= {"window", "sinks"} and not any(isinstance(value, fx.Node) for value in options.values())
         if len(views) < 3 or not isinstance(layer, int) or not is_same or not is_known:
             return False
         self._attend = cast(fx.Node, attend)
@@ -208,14 +208,14 @@ class _Compiler:
         return True
 
     def _renewed(self, sinks: Tensor) -> Tensor:
-        """Sinks as the kernels read them, which a replaced weight changes as well."""
+        """Return the sinks as the kernels read them. They are renewed when the weight is replaced."""
         copy = in_fp32(sinks)
         if copy.data_ptr() != sinks.data_ptr():
             self._weights.add_renewal(partial(copy.copy_, sinks))
         return copy
 
     def _operand(self, node: Any, shape: tuple[int, ...], *, must_fit: bool = False) -> View | None:
-        """A value with this shape for each row. None: it has another one."""
+        """Return a value as an operand that has this shape for each row. None: it has another shape."""
         if not isinstance(node, fx.Node):
             return None
         view = self.views.get(node)
@@ -228,14 +228,14 @@ class _Compiler:
         return view if isinstance(view, View) and view.shape == shape and not view.step else None
 
     def _number_of_rows(self, node: fx.Node) -> fx.Node:
-        """The shape of a value, or its first number, taken from an input instead, which has as many rows."""
+        """Return an input's shape, or its first number, in place of a value's: an input has the same number of rows."""
         rows = next(given for given, buffer in self._inputs.items() if buffer.must_fit)
         shape = self._trace.graph.call_function(getattr, (rows, "shape"))
         is_number = node.target is operator.getitem or node.target == "size"
         return self._trace.graph.call_function(operator.getitem, (shape, 0)) if is_number else shape
 
     def _write(self, node: fx.Node, shape: tuple[int, ...], reads: tuple[View, ...], call: Any = None, **options: Any) -> None:
-        """Add an operation whose result has this shape for each row. Without a call, Python may compute it."""
+        """Add an operation whose result has this shape for each row. call: None: Python may compute it."""
         view = self.views[node] = View(Buffer(math.prod(shape), node, is_attended=call is None), 0, shape)
         self._operations.append(Operation(reads, view, call, **options))
 
@@ -248,13 +248,13 @@ _ADD: dict[type, Callable[[_Compiler, fx.Node, Any], bool]] = {
 }
 
 
-# ---- parts of what a kernel computes
+# ---- views: parts and shapes of what a kernel computes
 
 _Views = View | tuple[View, ...]
 
 
 def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
-    """What a node is, if it only names numbers of a view: some of them, or in another shape. () is a number of rows."""
+    """Return a node as a view if it only selects or reshapes numbers of a view. (): it is a number of rows. None: neither."""
     source = views.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if source is None:
         return None
@@ -269,17 +269,17 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
         return None
     try:
         return _VIEWS[name](source, *node.args[1:], **node.kwargs)
-    except (TypeError, ValueError):  # arguments that are symbols, or another signature
+    except (TypeError, ValueError):  # the arguments are symbols, or the signature is another
         return None
 
 
 def _is_reshaped(node: fx.Node) -> bool:
-    """Whether the number of axes is unknown: other operations have rows of numbers."""
+    """Whether a node may change the number of axes. Other operations keep the rows."""
     return node.op in ("call_function", "call_method") and _name(node) in {*_VIEWS, *_OTHER_SHAPES}
 
 
 def _name(node: fx.Node) -> str:
-    """Of the function or method that a node calls."""
+    """Return the name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -304,7 +304,7 @@ def _item(source: _Views, index: Any) -> _Views | None:
 
 
 def _axis(view: View, dim: int) -> int:
-    """The axis of a row. Raises: ValueError for the axis of the rows."""
+    """Return the axis within a row. Raises: ValueError for the axis of the rows."""
     axis = dim - 1 if dim > 0 else len(view.shape) + dim
     if dim == 0 or not 0 <= axis < len(view.shape):
         raise ValueError(dim)
@@ -312,7 +312,7 @@ def _axis(view: View, dim: int) -> int:
 
 
 def _shaped(view: View, *sizes: int) -> View:
-    """The same numbers in another shape, with at most one -1."""
+    """Return the same numbers in another shape. sizes: may contain a single -1."""
     known = math.prod(size for size in sizes if size != -1)
     shape = tuple(view.size // known if size == -1 else size for size in sizes)
     if math.prod(shape) != view.size:
@@ -323,7 +323,7 @@ def _shaped(view: View, *sizes: int) -> View:
 def _reshape(view: View, *sizes: Any) -> View:
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
     if isinstance(sizes[0], int) and sizes[0] != -1:
-        raise ValueError(sizes)  # a number of rows that is no symbol
+        raise ValueError(sizes)  # the number of rows is no symbol
     return _shaped(view, *sizes[1:])
 
 
@@ -359,7 +359,7 @@ def _chunk(view: View, chunks: int, dim: int = 0) -> tuple[View, ...]:
 
 def _unbind(view: View, dim: int = 0) -> tuple[View, ...]:
     if _axis(view, dim) != 0:
-        raise ValueError(dim)  # these numbers are not side by side
+        raise ValueError(dim)  # these numbers are not contiguous
     return tuple(View(part.buffer, part.first, part.shape[1:]) for part in _split(view, 1, dim))
 
 
@@ -385,7 +385,7 @@ _VIEWS: dict[str, Callable[..., _Views]] = {
 
 
 def _readers(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
-    """The nodes that read a view, or a part of it, and what they read."""
+    """Yield the nodes that read a view or a part of it, with what they read."""
     for user in node.users:
         part = viewed(user, {node: view})
         if part is not None:

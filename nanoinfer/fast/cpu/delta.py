@@ -1,6 +1,6 @@
 """The kernel of Gated DeltaNet's recurrence (delta.cpp). models/gated_delta.py has its definition, DeltaRecurrence.
 
-It computes tokens one after the other, in prompts too, so a token's bits depend neither on the batch nor on the chunk.
+It computes tokens one after the other, also those of prompts, so a token's bits depend neither on the batch nor on the chunk.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from nanoinfer.models.layers import Untraced
 
 
 class DeltaRows(ctypes.Structure):
-    """The sequences of a step, and their states in all layers. kept: what they point to."""
+    """The sequences of a step, and their states in all layers. kept: the tensors to which they point."""
 
     kept: tuple[object, ...]
     _fields_ = fields((c_void_p, "first_pieces pieces"), (c_int64, "num_sequences"), (c_void_p, "parts"))
@@ -37,7 +37,7 @@ class DeltaCall(ctypes.Structure):
 
 
 def rows_of(attend: Attend) -> DeltaRows | None:
-    """What the recurrences of a step share. None: its states are in no slots."""
+    """Return the rows that all recurrences of a step share. None: its states have no slots."""
     if not isinstance(attend, AttendWithStates):
         return None
     first_pieces, pieces = attend.piece_tensors
@@ -49,20 +49,20 @@ def rows_of(attend: Attend) -> DeltaRows | None:
 
 
 class KernelRecurrence(Untraced):
-    """Computes what a DeltaRecurrence does, on its own or as a part of a program.
+    """Computes the same as a DeltaRecurrence, alone or as a part of a program.
 
     Attributes:
-        widths: the numbers of a token in qkv, z, b and a.
+        widths: how many numbers a token has in qkv, z, b and a.
 
     Raises:
-        UnsupportedError: there is no kernel for its sizes or for this dtype.
+        UnsupportedError: no kernel supports these sizes or this dtype.
     """
 
     def __init__(self, plain: DeltaRecurrence, dtype: torch.dtype) -> None:
         super().__init__()
         if plain.kernel_size < 2:
             raise UnsupportedError(f"linear_conv_kernel_dim must be >= 2 for the C++ kernel, got {plain.kernel_size}")
-        self._plain, self._dtype = (plain,), dtype  # in a tuple, so that it is no submodule
+        self._plain, self._dtype = (plain,), dtype  # a tuple hides the submodule from torch
         num_heads, width = plain.num_value_heads, plain.num_value_heads * plain.value_dim
         self.widths = 2 * plain.num_key_heads * plain.key_dim + width, width, num_heads, num_heads
         group = num_heads // plain.num_key_heads
@@ -70,18 +70,18 @@ class KernelRecurrence(Untraced):
         definitions = (*native.definitions_of(dtype), *(f"{name}={size}" for name, size in sizes.items()))
         self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall, DeltaRows))
         self._weights: tuple[Tensor, ...] = ()  # of the layer
-        self._laid_out: tuple[Tensor, ...] = ()  # the same in the kernel's form. Programs hold the addresses
+        self._laid_out: tuple[Tensor, ...] = ()  # the same, laid out for the kernel. Programs hold their addresses
 
     def take(self, weights: tuple[Tensor, ...]) -> None:
-        """Compute with these weights of the layer from now on: see DeltaRecurrence.forward."""
+        """Use these weights of the layer from now on: see DeltaRecurrence.forward."""
         if not self._weights:
             self._weights = weights
             self.lay_out_weights()
 
     def lay_out_weights(self) -> None:
-        """Read the layer's weights again, which have changed (loading/held_weights.py)."""
+        """Lay out the layer's weights again after a change (loading/held_weights.py)."""
         if not self._weights:
-            return  # it has not computed yet
+            return  # it has no weights yet
         convolution, a_log, dt_bias, norm = (weight.detach().float() for weight in self._weights)
         laid_out = convolution.squeeze(1).T, a_log.exp(), dt_bias, norm
         if not self._laid_out:
@@ -95,7 +95,7 @@ class KernelRecurrence(Untraced):
         return self.compute(attend, qkv, z, b, a)
 
     def compute(self, attend: Attend, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Compute without a program. The definition computes a step without slots, and one in another dtype."""
+        """Compute outside of a program. Steps without slots, or in another dtype, run the definition."""
         states = rows_of(attend)
         if states is None or qkv.dtype != self._dtype:
             return DeltaRecurrence.forward(self._plain[0], attend, qkv, z, b, a, self._weights)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class KernelRecurrence(Untraced):
         return out
 
     def call(self, *slices: Slice, rows: int) -> KernelCall:
-        """A call in a program. slices: of qkv, z, b, a and the result. rows: the array of the batch that is a DeltaRows."""
+        """Return a call in a program. slices: qkv, z, b, a and the result. rows: the index of the array that is a DeltaRows."""
         addresses = (x.data_ptr() for x in self._laid_out)
         arguments = DeltaCall(*slices, rows, *addresses, self._plain[0].layer, self._plain[0].num_key_heads, self._plain[0].eps)
         return KernelCall(self._library.advance, arguments)

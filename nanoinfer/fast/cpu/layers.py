@@ -39,7 +39,7 @@ class RotateCall(ctypes.Structure):
 
 
 def has_kernel(norm: nn.Module | None) -> bool:
-    """Whether norm_call computes this module: a norm over the last axis, with a weight, and a bias if it is a LayerNorm."""
+    """Whether norm_call supports this module: a norm over the last axis with a weight, and a bias if it is a LayerNorm."""
     if type(norm) is nn.LayerNorm:
         return norm.weight is not None and norm.weight.ndim == 1 and norm.bias is not None
     return isinstance(norm, RMSNorm) and type(norm) in (RMSNorm, ZeroCentredRMSNorm) and norm.weight.ndim == 1
@@ -58,7 +58,7 @@ def add_call(dtype: torch.dtype, size: int, x: Slice, y: Slice, out: Slice) -> K
 
 
 def gate_call(dtype: torch.dtype, num_heads: int, head_dim: int, gate_step: int, *slices: Slice) -> KernelCall:
-    """out = x * sigmoid(gate). slices: of x, of the gates and of `out`. gate_step: numbers between the gates of two heads."""
+    """Compute out = x * sigmoid(gate). slices: x, the gates and `out`. gate_step: numbers from one head's gates to the next."""
     return KernelCall(_library(dtype).gate, GateCall(*slices, num_heads, head_dim, gate_step))
 
 
@@ -69,9 +69,9 @@ def rotate_call(
 
     Args:
         shape: the number of heads of a row, and the numbers of a head.
-        slices: of the heads, of cos, of sin, and of the result, whose place may be that of the heads.
-        num_rotated: the first numbers of each head. 0: all.
-        step: numbers between two heads. 0: they are side by side.
+        slices: the heads, cos, sin, and the result, which may overwrite the heads.
+        num_rotated: how many numbers of each head are rotated, from the first on. 0: all.
+        step: how many numbers lie from one head to the next. 0: heads are contiguous.
     """
     weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
     sizes = *shape, step or shape[1], num_rotated or shape[1]

@@ -1,6 +1,6 @@
-"""Linear layers on a CPU: the weights laid out once for dense_linear.cpp or tile_linear.cpp, which apply what was fused, too.
+"""Linear layers on a CPU: weights are laid out once for dense_linear.cpp or tile_linear.cpp, which also apply what was fused.
 
-In: a FusedLinear. Out: PackedLinear, which makes the kernel calls of programs. quantized.py has the layers in 8 and 4 bits.
+In: a FusedLinear. Out: PackedLinear, which makes the kernel calls of programs. quantized.py has the layers in 8 or 4 bits.
 
 dense_linear.cpp takes 0.45 to 0.9 of oneDNN's time at one row, 0.6 to 1.0 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2
 cores of an AMD EPYC, AVX512-BF16). A row's bits do not depend on the number of rows, which oneDNN does not promise.
@@ -41,13 +41,13 @@ class LinearCall(ctypes.Structure):
 
 
 class PackedLinear:
-    """A linear layer as a kernel reads it.
+    """A linear layer in the layout of its kernel.
 
     Args:
         adapters: the linear layers that requests may adapt. None: no layer.
 
     Attributes:
-        scratch_bytes: memory that a call needs for each row.
+        scratch_bytes: the memory that a call needs for each row, in bytes.
 
     Raises:
         UnsupportedError: the kernel does not support the dtype or the number of inputs, or cannot be compiled.
@@ -67,7 +67,7 @@ class PackedLinear:
         self.scratch_bytes = scratch * num_in
         self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, dtype, adapters)
-        # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last one is padded with zeros.
+        # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last tile is padded with zeros.
         self._weight = first.weight.new_empty(-(-self.num_out // tile), num_in // per_term, tile, per_term)
         self._weight[-1] = 0
         self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
@@ -77,7 +77,7 @@ class PackedLinear:
                 self.write("bias", linear.bias.detach(), start)
 
     def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
-        """Replace the weight or the bias of the outputs from `start` on, in place: programs hold the addresses."""
+        """Replace the weight or the bias of the outputs from `start` on, in place, since programs hold the addresses."""
         if name == "bias":
             assert self._bias is not None
             self._bias[start : start + len(values)] = values
@@ -89,19 +89,19 @@ class PackedLinear:
         if first_whole < end_whole:
             whole = values[first_whole * tile - start : end_whole * tile - start]
             by_output[first_whole:end_whole] = whole.unflatten(0, (-1, tile))
-        for i in {start // tile, end_whole} - set(range(first_whole, end_whole)):  # tiles that are filled in part
+        for i in {start // tile, end_whole} - set(range(first_whole, end_whole)):  # tiles that are partly replaced
             first, last = max(start, i * tile), min(end, (i + 1) * tile)
             if first < last:
                 by_output[i, first - i * tile : last - i * tile] = values[first - start : last - start]
 
     def arrays(self) -> list[Tensor]:
-        """The memory that the weights take."""
+        """Return the tensors that hold the weights."""
         return [self._weight]
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
-        """out = residual + factor * activation(x @ weight.T + bias). out may be the slice of factor or of residual.
+        """Compute out = residual + factor * activation(x @ weight.T + bias). out may be the slice of factor or of residual.
 
-        scratch: the array of the batch that has scratch_bytes for each row.
+        scratch: the index of the batch's array that has scratch_bytes for each row.
         """
         arguments = LinearCall(
             x, factor, residual, out, scratch, self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
@@ -114,7 +114,7 @@ class KernelLinear(nn.Module):
     """A linear layer outside of the programs, such as the LM head.
 
     Args:
-        packed: a PackedLinear, or a class with its attributes and its method `call`.
+        packed: a PackedLinear, or an object with its attributes and its method `call`.
         others: which of factor and residual a call gets.
     """
 
@@ -138,7 +138,7 @@ class KernelLinear(nn.Module):
 
 
 def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "KernelAdapters | None":
-    """The adapters of the layers, if requests may adapt one of them."""
+    """Return the adapters of the layers. None: requests may adapt none of them."""
     if not adapters or adapters.keys().isdisjoint(fused.linears):
         return None
     from nanoinfer.fast.cpu.lora import KernelAdapters
@@ -147,5 +147,5 @@ def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers
 
 
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:
-    """Memory of a kernel's own, on the device of a tensor."""
+    """Allocate memory for a kernel's intermediate results, on the device of a tensor."""
     return like.new_empty(num_bytes // 4 + 1, dtype=torch.int32) if num_bytes else None

@@ -1,4 +1,4 @@
-"""The adapters of requests as the kernels of linear layers read them (lora.h).
+"""Keep the adapters of requests in the layout in which the kernels of linear layers read them (lora.h).
 
 In: updates of linear layers (lora/layers.py), put into slots, and the slots of a step's rows. Out: the addresses of both, which
 stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's dtype.
@@ -33,12 +33,12 @@ class Adapted(ctypes.Structure):
 
 
 class KernelRows:
-    """The slots of a step's rows, and memory for their products with a, which all kernels of a model share."""
+    """The slots of a step's rows, and memory for their products with A, which all kernels of a model share."""
 
     def __init__(self) -> None:
-        self.width = 0  # products of a row
+        self.width = 0  # the number of products of a row
         self.arguments = RowSlots()
-        self._arrays: tuple[Tensor, ...] = ()  # kept alive
+        self._arrays: tuple[Tensor, ...] = ()  # kept alive for their addresses
 
     def set(self, slots: list[int]) -> None:
         self._arrays = torch.tensor(slots, dtype=torch.int64), torch.empty(len(slots) * self.width)
@@ -47,14 +47,14 @@ class KernelRows:
 
 
 class KernelAdapters:
-    """The adapters of the layers that a kernel computes side by side.
+    """The adapters of the layers that a kernel computes together.
 
     Attributes:
-        address: of the kernel's argument.
+        address: the address of the kernel's argument.
     """
 
     def __init__(self, fused: FusedLinear, dtype: torch.dtype, layers: Sequence[AdaptedLinear | None]) -> None:
-        """layers: the adapters of each of the fused layers. None: the layer has none."""
+        """layers: the adapters of each fused layer. None: the layer has no adapters."""
         rows = next(layer.rows for layer in layers if layer is not None)
         kernel_rows = rows.kernels = rows.kernels or KernelRows()
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
@@ -66,20 +66,20 @@ class KernelAdapters:
             addressof(kernel_rows.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
         )
         self.address = addressof(self._arguments)
-        self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the place in _changes
+        self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the index in _changes
         for index, layer in enumerate(layers):
             if layer is not None:
                 layer.kernels[self] = index
 
     def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
-        """Keep a slot's update of the layer with this index. None: the adapter does not change the layer."""
+        """Keep a slot's update of the layer with this index. update: None: the adapter does not change the layer."""
         place = slot * len(self._ends) + index
         if update is None:
             self._changes[place] = LowRank()
             self._arrays.pop(place, None)
             return
         start, end = self._starts[index], self._ends[index]
-        missing = -len(update.a) % RANKS  # ranks
+        missing = -len(update.a) % RANKS  # the ranks to be padded
         a = F.pad(update.a, (0, 0, 0, missing)).to(self._dtype).contiguous()
         b = F.pad(update.b.T, (start % OUTPUTS, -end % OUTPUTS, 0, missing)).to(self._dtype)
         b = b.unflatten(1, (-1, OUTPUTS)).transpose(0, 1).contiguous()  # [vectors, rank, OUTPUTS]

@@ -1,9 +1,9 @@
 """Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
 
-In: a .cpp file without headers of torch, and the sizes to compile in. It may include the .h files of its folder and of this
-one. Out: a library to call by ctypes. The compiler is $CXX or g++. Libraries are kept in $NANOINFER_CACHE, or in the user's
-cache folder (~/.cache/nanoinfer), which can be deleted at any time. Where the folder cannot be written, every process compiles,
-and without a compiler the engine runs the plain definitions.
+In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
+this folder. Out: a library to call by ctypes. The compiler is $CXX or g++. Libraries are kept in $NANOINFER_CACHE, or in the
+user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If the folder cannot be written, every process
+compiles. Without a compiler, the engine runs the plain definitions.
 
 Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the complete library to its
 place, so that no process loads half a file.
@@ -28,7 +28,7 @@ from nanoinfer.errors import UnsupportedError, first_line
 
 logger = logging.getLogger(__name__)
 
-# The library is not linked with OpenMP's. Its symbols are found in the one that torch has loaded, so that both share one team
+# The library is not linked with OpenMP, whose symbols are found in torch's copy, so that both share a team
 # of threads.
 HEADERS = Path(__file__).parent
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
@@ -37,7 +37,7 @@ _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfl
 
 
 def definitions_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """What a dtype defines in the source of a kernel (vectors.h).
+    """Return the preprocessor's definitions for a dtype (vectors.h).
 
     Raises:
         UnsupportedError: the dtype is not float32, bfloat16 or float16.
@@ -50,15 +50,15 @@ def definitions_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 @cache
 def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structure], ...] = ()) -> ctypes.CDLL:
-    """Load a kernel, and compile it first unless the library is kept from an earlier call.
+    """Load a kernel's library, and compile it first if it is not in the cache.
 
     Args:
         source: the .cpp file.
-        definitions: of the preprocessor, such as "HEAD_DIM=64".
-        structures: the arguments of its functions, whose sizes are compared with the library's.
+        definitions: definitions for the preprocessor, such as "HEAD_DIM=64".
+        structures: the arguments of its functions, whose sizes must equal those in the library.
 
     Raises:
-        UnsupportedError: there is no C++ compiler, or it failed. The message has the reason.
+        UnsupportedError: there is no C++ compiler, or it failed. The message gives the reason.
     """
     library = _load(source, f"STREAMED={_streamed()}", *definitions)
     for structure in structures:
@@ -94,7 +94,7 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
 
 @cache
 def _announce(folder: str, is_writable: bool) -> None:
-    """Say once that something takes seconds."""
+    """Log once that compiling takes seconds."""
     if is_writable:
         logger.info("compiling kernels for this processor, once (some seconds)")
         return
@@ -103,14 +103,14 @@ def _announce(folder: str, is_writable: bool) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of what is kept for this machine."""
+    """Return the folder for everything that is kept for this machine."""
     given = os.environ.get("NANOINFER_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"))
 
 
 @cache
 def processor() -> str:
-    """Everything the system reports about its first processor, except values that change over time."""
+    """Return everything that the system reports about its first processor, except values that change over time."""
     parts = [platform.platform(), platform.processor(), str(os.cpu_count())]
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -121,7 +121,7 @@ def processor() -> str:
 
 
 def _streamed() -> int:
-    """The prefetch locality for weights that are read once per step.
+    """Return the prefetch locality for weights that are read once per step.
 
     0 keeps them out of the outer caches, which gained 5% on an AMD EPYC (Zen 5). On an Intel Xeon with AMX it halved the
     memory's bandwidth, 12 instead of 29 GB/s (2026-11-23), so other processors get 3, an ordinary prefetch.
@@ -130,7 +130,7 @@ def _streamed() -> int:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler: $CXX, which may have options, or g++. Raises: UnsupportedError, if there is none."""
+    """Return the command of the C++ compiler: $CXX, which may have options, or g++. Raises: UnsupportedError without one."""
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(command[0]) is None:
         raise UnsupportedError(f"there is no C++ compiler {command[0]!r}; install g++, or name one in CXX")

@@ -2,9 +2,9 @@
 
 In: Operations, which compile.py makes, and the tensors of a step. Out: the tensors that the rest of the model reads.
 
-A CPUProgram computes all rows of a step. It needs no Python between its kernels, not even for the attention and recurrences
-when every sequence decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, these are called
-between parts of the program. The kernels are the same in both cases, and so are the bits of a row.
+A CPUProgram computes all rows of a step. No Python runs between its kernels, not even for the attention and recurrences
+when every sequence decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, Python calls these
+between parts of the program. Both cases use the same kernels, so a row has the same bits.
 """
 
 import math
@@ -27,14 +27,14 @@ from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Numbers of each row that one operation computes, or that the program is given.
+    """The numbers of each row that an operation computes, or that the program is given.
 
     Attributes:
-        width: how many.
+        width: how many numbers a row has.
         node: the operation in the graph.
-        shape: of an input, for a row. None: the program computes it.
-        must_fit: whether an input must have this shape. Others are expanded to it.
-        is_attended: whether Python may compute it, and return its own tensor. Only buffers like that share its array.
+        shape: the shape of an input's row. None: the program computes the buffer.
+        must_fit: whether an input must have this shape. Other inputs are expanded to it.
+        is_attended: whether Python may compute it, and return its own tensor. Only such buffers may share their array.
     """
 
     width: int
@@ -46,10 +46,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The numbers of each row of a buffer from `first` on, as a tensor with this shape for each row.
+    """The numbers of each row of a buffer from `first` on, as a tensor that has this shape for each row.
 
     Attributes:
-        step: the numbers from one entry of the first axis to the next. 0: they are side by side.
+        step: how many numbers lie from an entry of the first axis to the next. 0: they are contiguous.
     """
 
     buffer: Buffer
@@ -73,7 +73,7 @@ class View:
         return self.buffer is other.buffer and self.first < other.end and other.first < self.end
 
     def tensor(self, array: Tensor, num_rows: int) -> Tensor:
-        """The numbers in the array of the buffer."""
+        """Return the numbers in the buffer's array."""
         rows = array[: num_rows * self.buffer.width].view(num_rows, self.buffer.width)
         if self.step:
             return rows[:, self.first :].as_strided((num_rows, *self.shape), (self.buffer.width, self.step, 1))
@@ -82,15 +82,15 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A kernel call whose operands have no places yet.
+    """A kernel call whose operands have no addresses yet.
 
     Attributes:
-        call: makes it from the slices of `reads` and of `out`, and the index of the scratch array. None: what depends on the
-            sequences of the step, the attention or a recurrence.
-        overwrites: operands in whose place the result may be written, if nothing reads them later.
-        scratch_bytes: of a row.
-        layer: of the attention, whose `reads` are q, k and v.
-        options: of the attention: window and sinks, if the layer has them.
+        call: makes the call from the slices of `reads` and of `out`, and the index of the scratch array. None: the operation
+            depends on the sequences of the step: the attention or a recurrence.
+        overwrites: the operands that the result may overwrite if nothing reads them later.
+        scratch_bytes: the scratch memory of a row, in bytes.
+        layer: the layer of the attention, whose `reads` are q, k and v.
+        options: the options of the attention: window and sinks, if the layer has them.
     """
 
     reads: tuple[View, ...]
@@ -104,13 +104,13 @@ class Operation:
 
 
 class CPUProgram:
-    """Operations of one or of many layers, in their order.
+    """The operations of one or several layers, in order.
 
     Args:
-        operations: at least one.
+        operations: the operations, at least one.
         inputs: the buffers that a call is given.
-        outputs: what a call returns.
-        dtype: of all numbers.
+        outputs: the views that a call returns.
+        dtype: the dtype of all numbers.
     """
 
     def __init__(self, operations: list[Operation], inputs: list[Buffer], outputs: list[View], dtype: torch.dtype) -> None:
@@ -122,18 +122,18 @@ class CPUProgram:
         self._parts = list(self._split())
         self._attentions = [operation for operation in operations if operation.call is operation.recurrence is None]
         self._recurrences = [operation for operation in operations if operation.recurrence is not None]
-        self._unread = {one: self._unread_after(one) for one in (*self._attentions, *self._recurrences)}
-        self._whole: tuple[Any, Program | None] | None = None  # with the attention kernel that was used last
+        self._unread = {operation: self._unread_after(operation) for operation in (*self._attentions, *self._recurrences)}
+        self._whole: tuple[Any, Program | None] | None = None  # for the attention kernel that was used last
 
     def __call__(self, attend: Attend, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the outputs.
 
         Args:
-            attend: the attention. None if the program has none.
+            attend: the Attend of the step. None: the program has no attention.
             given: the inputs.
 
         Raises:
-            UnsupportedError: an input with another dtype or shape than the kernels were made for.
+            UnsupportedError: an input has another dtype or shape than that for which the kernels were made.
         """
         num_rows = next(len(tensor) for tensor, buffer in zip(given, self._inputs, strict=True) if buffer.must_fit)
         arrays: list[Any] = [self._fitted(*pair, num_rows) for pair in zip(given, self._inputs, strict=True)]
@@ -154,7 +154,7 @@ class CPUProgram:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _fitted(self, tensor: Tensor, buffer: Buffer, num_rows: int) -> Tensor:
-        """An input as the kernels read it."""
+        """Return an input as the kernels read it."""
         assert buffer.shape is not None
         if tensor.dtype != self._dtype:
             raise UnsupportedError(
@@ -172,23 +172,23 @@ class CPUProgram:
         return tensor.contiguous()
 
     def _step_of(self, attend: Attend, steps: Sequence[Attend], group_of: dict[int, int]) -> tuple[Any, Sequence[Any]]:
-        """The kernel that can compute this step's attention inside of the program, and the rows of what depends on sequences:
-        those of the recurrences, and those of the attention for each KV group of the cache. Without rows, Python calls them,
-        such as where layers of a group have different windows, because the model's config does not name them.
+        """Return the kernel that can compute this step's attention inside the program, and the rows that depend on sequences,
+        for the recurrences, and for the attention in each KV group. Without rows, Python calls these operations,
+        for example if layers of a group have different windows, because the model's config does not list them.
         """
         states = rows_of(attend) if self._recurrences else None
         if self._recurrences and states is None:
             return None, ()
-        windows = {(group_of.get(one.layer, 0), one.options.get("window")) for one in self._attentions}
+        windows = {(group_of.get(operation.layer, 0), operation.options.get("window")) for operation in self._attentions}
         found = [
             step.as_step(dict(windows).get(group)) if isinstance(step, KernelStep) else None for group, step in enumerate(steps)
         ]
         if None in found or len(dict(windows)) < len(windows) or not self._unread:
             return None, ()
-        return found[0][0] if found and found[0] else None, [states, *(one[1] for one in found if one)]
+        return found[0][0] if found and found[0] else None, [states, *(entry[1] for entry in found if entry)]
 
     def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
-        """All calls as one program. None if the kernel does not compute every attention. group_of: each layer's KV group."""
+        """Return all calls as one program. None: the kernel does not compute every attention. group_of: layer -> KV group."""
         if self._whole is None or self._whole[0] is not kernel:
             is_fitting = all(kernel.computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
             calls = [self._call(operation, kernel, group_of) for operation in self.operations if is_fitting]
@@ -203,16 +203,16 @@ class CPUProgram:
             out = attend(operation.layer, *rows, **operation.options)
         arrays[self._index[operation.out.buffer]] = out.contiguous().view(-1)
         for index in self._unread[operation]:
-            arrays[index] = torch.empty_like(arrays[index])  # the attention may have kept q, k and v
+            arrays[index] = torch.empty_like(arrays[index])  # the attention may still hold q, k and v
 
     def _unread_after(self, operation: Operation) -> set[int]:
-        """The arrays of what an operation reads that later operations only write."""
+        """Return the arrays that an operation reads and later operations only write."""
         later = self.operations[self.operations.index(operation) + 1 :]
         read = {view.buffer for other in later for view in other.reads} | {view.buffer for view in self._outputs}
         return {self._index[view.buffer] for view in operation.reads if view.buffer not in read and view.buffer.shape is None}
 
     def _split(self) -> Iterator[Program | Operation]:
-        """Yield the programs before, between and after what Python calls, and that itself, in their order."""
+        """Yield, in order, the programs between the operations that Python calls, and these operations."""
         calls: list[KernelCall] = []
         for operation in self.operations:
             if operation.call is not None:
@@ -226,7 +226,7 @@ class CPUProgram:
             yield Program(calls)
 
     def _call(self, operation: Operation, attention: Any = None, group_of: dict[int, int] | None = None) -> KernelCall:
-        """attention: the kernel of an operation without a call of its own."""
+        """Make the operation's call. attention: the kernel of an operation without a call of its own."""
         views = (*operation.reads, operation.out)
         slices = [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
         if operation.recurrence is not None:
@@ -241,7 +241,7 @@ def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[B
     """Give each computed buffer an array. Buffers that are never needed at the same time may share one.
 
     Returns:
-        The number of the array of each buffer, and the widths of the arrays.
+        The index of each buffer's array, and the widths of the arrays.
     """
     last_use: dict[Buffer, int] = {}
     for i, operation in enumerate(operations):

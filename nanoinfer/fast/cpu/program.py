@@ -1,7 +1,7 @@
-"""Programs: calls of C++ kernels that are made one after the other, without Python between them.
+"""Programs: calls of C++ kernels in a row, without Python between them.
 
-In: kernel calls, built once. Out: a callable that gets the rows and arrays of a batch. A kernel takes a few microseconds in a
-small model, which is what a call from Python takes as well. program.h has the C++ side.
+In: kernel calls, built once. Out: a callable that gets the rows and arrays of a batch. In a small model a kernel takes a few
+microseconds, which is also the cost of a call from Python. program.h has the C++ side.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from nanoinfer.fast.cpu import native
 
 
 def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    """The fields of a structure as C++ declares them: a type, and the names of the fields that follow one another with it."""
+    """Return the fields of a structure as C++ declares them. groups: a type with the names of its consecutive fields."""
     return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 class Slice(ctypes.Structure):
-    """Where the rows of a value are: row i begins at number first + i * stride of an array. array -1: there is no value."""
+    """The place of a value's rows: row i begins at number first + i * stride of an array. array: -1: there is no value."""
 
     _fields_ = fields((c_int64, "array first stride"))
 
@@ -46,7 +46,7 @@ _KernelCall.__name__ = "KernelCall"
 
 
 class Program:
-    """Kernel calls in their order.
+    """Kernel calls, in order.
 
     Raises:
         UnsupportedError: there is no C++ compiler, or it failed.
@@ -54,13 +54,13 @@ class Program:
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
         self._run = _library().run
-        self._arguments = [call.arguments for call in calls]  # kept alive
+        self._arguments = [call.arguments for call in calls]  # kept alive for the calls
         self._calls = (_KernelCall * len(calls))(
             *(_KernelCall(ctypes.cast(call.kernel, c_void_p).value, ctypes.addressof(call.arguments)) for call in calls)
         )
 
     def __call__(self, num_rows: int, arrays: Sequence[Tensor | ctypes.Structure | None]) -> None:
-        """Make the calls. arrays: by the index that the calls' arguments name."""
+        """Make the calls. arrays: the arrays to whose indices the calls' arguments refer."""
         pointers = [_address_of(array) for array in arrays]
         batch = (c_int64 * (2 + len(pointers)))(num_rows, 0, *pointers)  # 0: the barrier
         self._run(self._calls, len(self._calls), batch, torch.get_num_threads())
@@ -74,12 +74,12 @@ def _address_of(array: Tensor | ctypes.Structure | None) -> int:
 
 @cache
 def has_tiles() -> bool:
-    """Whether the processor multiplies in tiles (tiles.h), and the system lets this process use them: asked once."""
+    """Whether the processor multiplies in tiles (tiles.h) and the system lets this process use them. It is checked once."""
     return bool(_library().has_tiles())
 
 
 def tile_definitions(dtype: torch.dtype, num_inputs: int) -> list[str]:
-    """What makes a kernel multiply in tiles: TILES, if it can. num_inputs: of each sum of products."""
+    """Return the definition that makes a kernel multiply in tiles, if it can. num_inputs: the number of products per sum."""
     is_tiled = dtype is torch.bfloat16 and num_inputs % 32 == 0 and has_tiles()  # an instruction multiplies 32
     return ["TILES"] if is_tiled else []
 

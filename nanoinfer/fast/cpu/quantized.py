@@ -3,11 +3,11 @@
 In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py has the
 rounding.
 
-At one row a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. At many rows it
-takes the time of the products, so the activations are rounded to 8 bits too: for each row and group, x = scale * integer in
+With one row, a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. With many
+rows it takes the time of the products, so activations are rounded to 8 bits too: for each row and group, x = scale * integer in
 -127 .. 127. Processors have instructions for sums of such products that do more per cycle than those for bfloat16.
 
-The sum of a group's products is an integer, which is exact in any order. So a row has the same bits among any number of rows.
+The sum of a group's products is an integer, which is exact in any order. So a row has the same bits in any batch.
 Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations rounded as they come).
 """
 
@@ -30,7 +30,7 @@ from nanoinfer.loading.quantization import QuantizedWeight, quantized
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
 
-TILE = 32  # outputs that quantized_linear.cpp computes together
+TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 
 
 class QuantizedLinearCall(ctypes.Structure):
@@ -46,7 +46,7 @@ class QuantizedLinearCall(ctypes.Structure):
 
 
 class PackedQuantizedLinear:
-    """A linear layer as quantized_linear.cpp reads it: see PackedLinear. The rows are in bfloat16.
+    """A linear layer in the layout of quantized_linear.cpp: see PackedLinear. The rows are in bfloat16.
 
     Raises:
         UnsupportedError: the kernel cannot be compiled.
@@ -75,13 +75,13 @@ class PackedQuantizedLinear:
 
 
 def _tiled(array: Shaped[Tensor, "out columns *rest"]) -> Shaped[Tensor, "tiles columns tile *rest"]:
-    """The columns of TILE outputs, one column after the other. The last tile is filled up with zeros."""
+    """Lay out the columns of TILE outputs, one column after the other. The last tile is padded with zeros."""
     padded = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE))
     return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
 
 
 def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:
-    """The integers of four inputs side by side. In 4 bits, the upper halves of the bytes are the next four."""
+    """Lay out the integers of four inputs together. In 4 bits, the upper halves of the bytes are the next four."""
     words = weight.integers.unflatten(1, (-1, 4))
     if weight.bits == 4:
         words = words[:, ::2] | words[:, 1::2] << 4

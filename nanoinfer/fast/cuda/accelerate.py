@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def compile_model(model: nn.Module) -> CompiledModel:
-    """Compile a model. Without Triton it runs as it is, and one log line says so."""
+    """Compile a model. Without Triton it runs as it is, which is logged."""
     report = CompiledModel(copied(model))
     try:
         compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda

@@ -1,7 +1,7 @@
-"""A trace for a GPU: fewer and larger products, and one Triton kernel for everything between two of them.
+"""Compile a trace for a GPU: fewer and larger products, and one Triton kernel for everything between two of them.
 
-In: a Trace. Out: the same trace, changed in place: its graph calls the modules of this file. A model with no operation that a
-kernel computes faster stays as it is. GPT-2 is one: its linear layers have a bias, so the product cannot add the residual, and
+In: a Trace. Out: the same trace, whose graph then calls the modules of this file. A model without an operation that a
+kernel computes faster stays as it is, such as GPT-2: its linear layers have a bias, so the product cannot add the residual, and
 torch's own operators compute LayerNorm and GELU in one kernel each.
 """
 
@@ -38,7 +38,7 @@ class KernelRotation(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: the layers' outputs side by side."""
+    """Computes silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: both layers' outputs in a row."""
 
     def __init__(self, gate_up: nn.Linear) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GatedLinear(nn.Module):
 
 
 class AddedLinear(nn.Module):
-    """residual + linear(x), of a layer without a bias: the kernel of the product adds to the residual, also in its place."""
+    """Computes residual + linear(x) for a layer without a bias: the product adds to the residual, also in place."""
 
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AddedLinear(nn.Module):
 
 
 def compile_for_cuda(trace: Trace) -> int:
-    """Compile a trace in place. Returns the number of operations that kernels of this package or larger products compute."""
+    """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute."""
     fuse(trace)
     num_faster = 0
     for node in list(trace.graph.nodes):
@@ -82,7 +82,7 @@ def compile_for_cuda(trace: Trace) -> int:
 
 
 def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Module | None:
-    """What computes a linear layer together with others, or with the addition after it. The node's arguments become its own."""
+    """Return what computes a linear layer together with others, or with the addition after it. None: nothing does."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
@@ -102,7 +102,7 @@ def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLin
 
 
 def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:
-    """Whether the product may overwrite the residual: another operation of the graph made it, and nothing reads it later."""
+    """Whether the product may overwrite the residual, which another operation of the graph made and nothing reads later."""
     is_new = isinstance(trace.module(residual), AddedLinear | nn.Embedding)
     order = list(trace.graph.nodes)
     return is_new and max(map(order.index, residual.users)) == order.index(node)

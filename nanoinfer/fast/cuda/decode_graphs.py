@@ -1,4 +1,4 @@
-"""Decode steps replayed from CUDA graphs.
+"""Replay decode steps from CUDA graphs.
 
 In: a ForwardBatch with one new token per sequence. Out: hidden rows. graphs.py says how graphs are captured and replayed. The
 padding rows read and write a block of their own, which no sequence ever has.
@@ -17,9 +17,9 @@ from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, capture_graph, ca
 
 
 class DecodeGraphs:
-    """CUDA graphs of the model's part of a decode step, by number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+    """CUDA graphs of the forward pass of a decode step, by number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
 
-    info: the sizes of the cache. The padding rows use the block after its last, which the cache must have as well.
+    info: the sizes of the cache. The padding rows use a further block, which the cache must have after its last.
     """
 
     def __init__(self, info: ExecutorInfo, max_num_rows: int, capture: Capture) -> None:
@@ -37,7 +37,7 @@ class DecodeGraphs:
         return batch.attention.num_decodes == len(batch.input_ids) <= self.sizes[-1]
 
     def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows of run(batch), by the graph of the smallest sufficient size. The graph is captured on first use."""
+        """Return the hidden rows of run(batch), from the graph of the smallest sufficient size. It is captured on first use."""
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
         if size not in self._graphs:
@@ -53,7 +53,7 @@ class DecodeGraphs:
         return graph.out[:num_rows]
 
     def _make_static_inputs(self, size: int, num_groups: int, device: torch.device) -> ForwardBatch:
-        """New tensors with padding rows only."""
+        """Make new tensors that contain only padding rows."""
 
         def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
             return torch.full((size, *shape), value, dtype=torch.int64, device=device)
@@ -75,7 +75,7 @@ class DecodeGraphs:
         return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [], tuple(further))
 
     def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
-        """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
+        """Copy a batch into the first rows, and fill the others with padding: single tokens in the padding block."""
         padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
         for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
             static_input[len(new) :] = value
@@ -83,6 +83,6 @@ class DecodeGraphs:
 
 
 def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """The tensors that change from step to step."""
+    """Return the tensors that change from step to step."""
     groups = (batch.attention, *batch.further_groups)
-    return batch.input_ids, batch.positions, *(x for one in groups for x in (one.seq_lens, one.slot_mapping, one.block_tables))
+    return batch.input_ids, batch.positions, *(x for m in groups for x in (m.seq_lens, m.slot_mapping, m.block_tables))

@@ -1,9 +1,9 @@
-"""Everything between the products of a model, in one Triton kernel each instead of up to ten of torch's: norms, rotation, gate.
+"""Triton kernels for everything between the products of a model, each in place of up to ten of torch's: norms, rotation, gate.
 
-In: the inputs of such a part. Out: its result. compile.py calls these functions, and knows the modules that they replace.
+In: the inputs of such an operation. Out: its result. compile.py replaces modules by calls of these functions.
 
-All of them are bound by memory. A kernel reads its rows once and writes the result once, where torch's kernels would store
-every intermediate result. A program computes one row, or a part of one, in fp32.
+All of them are bound by memory. A kernel reads its rows once and writes the result once, while torch's kernels would store
+every intermediate result. A program computes a row, or a part of a row, in fp32.
 """
 
 import torch
@@ -18,7 +18,7 @@ from nanoinfer.models.layers import Angles, Heads
 
 @triton.jit
 def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
-    """One row: x / sqrt(mean(x^2) + eps) * weight."""
+    """Compute a row: x / sqrt(mean(x^2) + eps) * weight."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE_PADDED)
     inside = columns < SIZE
@@ -34,7 +34,7 @@ def _rotate_kernel(
     x, weight, cos, sin, out, x_stride, eps, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: its two halves, normed together if there is a weight, turned by the token's angles.
+    """Rotate a head of a token: its two halves, normed together if there is a weight, turn by the token's angles.
 
     first, second = first * cos - second * sin, second * cos + first * sin
     """
@@ -58,7 +58,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A part of one row: silu(gate) * up, where gate is the row's first half and up the second."""
+    """Compute a part of a row: silu(gate) * up, where gate is the row's first half and up the second."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < SIZE
@@ -68,7 +68,7 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*rows size"]:
-    """layers.RMSNorm in one kernel."""
+    """Compute layers.RMSNorm in one kernel."""
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -77,11 +77,11 @@ def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps
 
 
 def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"] | None = None, eps: float = 0.0) -> Heads:
-    """layers.apply_rotary in one kernel.
+    """Compute layers.apply_rotary in one kernel.
 
     Args:
-        weight: of an RMSNorm over each head that comes before the rotation. None is no norm.
-        eps: of that norm.
+        weight: the weight of an RMSNorm over each head before the rotation. None: no norm.
+        eps: the epsilon of that norm.
     """
     num_tokens, num_heads, head_dim = x.shape
     x = with_whole_heads(x)
@@ -95,7 +95,7 @@ def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"
 
 
 def silu_and_mul(gate_up: Float[Tensor, "num_tokens two_sizes"]) -> Float[Tensor, "num_tokens size"]:
-    """silu(gate) * up in one kernel, where gate is the first half of each row and up the second."""
+    """Compute silu(gate) * up in one kernel, where gate is the first half of each row and up the second."""
     num_tokens, size, tile = len(gate_up), gate_up.shape[1] // 2, 1024
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](gate_up, out, size, tile)

@@ -1,9 +1,9 @@
-"""CUDA graphs: a sequence of kernel launches is captured once and replayed with a single launch.
+"""CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch.
 
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
-CapturedGraph. A decode step of a small model, or sampling its tokens, is hundreds of kernels that run for microseconds each,
-and Python cannot launch them that fast. Whatever changes from step to step is copied into static input tensors before a
-replay. The number of rows is padded to one of a few sizes, each captured on first use.
+CapturedGraph. A decode step of a small model, or the sampling of its tokens, launches hundreds of kernels of microseconds each,
+and Python cannot launch them fast enough. Whatever changes from step to step is copied into static input tensors before a
+replay. The number of rows is padded to one of a few sizes, each of which is captured on first use.
 """
 
 import logging
@@ -24,23 +24,23 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """out: the tensor that a replay fills. Valid until another graph of the same Capture is replayed."""
+    """out: the tensor that a replay fills. It is valid until another graph of the same Capture is replayed."""
 
     replay: Callable[[], None]
     out: Tensor
 
 
 def capture_graph(name: str, run: Callable[[], Tensor], capture: Capture) -> CapturedGraph | None:
-    """Capture `run`, or log a warning and return None. name: for the log, "a decode step of 8 rows"."""
+    """Capture `run`, or log a warning and return None. name: the graph's name in the log, such as "a decode step of 8 rows"."""
     try:
         return CapturedGraph(*capture(run))
-    except RuntimeError as error:  # torch's, out of memory included
+    except RuntimeError as error:  # torch's, also when memory runs out
         logger.warning("%s could not be captured as a CUDA graph (%s); such steps run without one", name, first_line(error))
         return None
 
 
 def capture_sizes(max_num_rows: int) -> list[int]:
-    """The numbers of rows that graphs are captured for.
+    """Return the numbers of rows for which graphs are captured.
 
     >>> capture_sizes(40)
     [1, 2, 4, 8, 16, 32, 40]
@@ -49,11 +49,11 @@ def capture_sizes(max_num_rows: int) -> list[int]:
 
 
 class CUDACapture:
-    """A Capture of CUDA graphs. They share one memory pool, since only one of them runs at a time."""
+    """Captures CUDA graphs, which share a memory pool, since only one runs at a time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None  # torch's handle
-        self._stream = torch.cuda.Stream()  # shared: every stream would have its own workspace
+        self._pool: Any = None  # a handle of torch
+        self._stream = torch.cuda.Stream()  # shared, since every stream has its own workspace
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         before = torch.cuda.memory_reserved()

@@ -1,1 +1,1 @@
-"""Routes of the sampler, which give the tokens of its stages in less time. Each device's accelerate.py lists its own."""
+"""Routes of the sampler, which give the tokens of its stages in less time. Each device's accelerate.py lists its routes."""

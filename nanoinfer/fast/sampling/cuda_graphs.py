@@ -20,7 +20,7 @@ from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
 
 MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
-BYTES_AT_A_TIME = 2**26  # of logits: bounds the memory that a graph works in, however many rows it has
+BYTES_AT_A_TIME = 2**26  # the most bytes of logits that a graph processes at a time, which limits its memory
 
 _INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, or "u": dtype, and the value that is off
     "greedy": (torch.bool, False),
@@ -33,38 +33,38 @@ _INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, o
 
 
 class SamplerGraphs(Route):
-    """Captured graphs of the draw, by number of rows and by the inputs that are read."""
+    """Captured graphs of the draw, by the number of rows and the inputs that are read."""
 
     def __init__(self, max_num_rows: int, capture: Capture) -> None:
         self.sizes = capture_sizes(max_num_rows)
         self._capture = capture
         self._logits = torch.empty(0, 0)  # [max_num_rows, vocab] from the first step on
-        self._columns: dict[str, Tensor] = {}  # the static inputs by their names in _INPUTS, [max_num_rows] each
+        self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
         self._graphs: dict[tuple[int, tuple[str, ...]], CapturedGraph | None] = {}  # None: the capture failed
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
-        """Replay the graph of the step, captured on first use. None also if its capture failed."""
+        """Replay the graph of the step, captured on first use. Returns None also if the capture failed."""
         if not rows.is_raw or len(rows.hidden) > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
             return None
         logits = rows.logits
         size = next(size for size in self.sizes if size >= len(logits))
         names = _inputs_read(batch)
         self._fill(logits, batch, names)
-        for needed in (self.sizes[-1], size):  # the largest first: the smaller graphs fit into its memory
+        for needed in (self.sizes[-1], size):  # the largest first, so that smaller graphs reuse its memory
             if (needed, names) not in self._graphs:
                 name = f"the draw of {needed} tokens"
                 self._graphs[needed, names] = capture_graph(name, partial(self._draw, needed, names), self._capture)
         if (graph := self._graphs[size, names]) is None:
             return None
         graph.replay()
-        return graph.out[: len(logits)].clone()  # it may be read after the next replay
+        return graph.out[: len(logits)].clone()  # a copy, because it may be read after the next replay
 
     def reserved_bytes(self, logits_bytes: int) -> int:
-        """The static logits, and the copies of the rows that a graph processes at a time."""
+        """Return the bytes of the static logits, and of the copies of the rows that a graph processes at a time."""
         return logits_bytes + LOGITS_COPIES * min(logits_bytes, BYTES_AT_A_TIME)
 
     def _fill(self, logits: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
-        """Copy a step into the first rows of the static inputs, which the first call allocates."""
+        """Copy a step into the first rows of the static inputs, which are allocated by the first call."""
         if not self._columns:
             self._logits = logits.new_zeros(self.sizes[-1], logits.shape[-1])
             for name, (dtype, off) in _INPUTS.items():
@@ -92,7 +92,7 @@ class SamplerGraphs(Route):
 
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
-    """() if all rows are greedy. Otherwise all inputs, top_k and top_p only if a row uses them, because bisection is slow."""
+    """Return () if all rows are greedy. Otherwise all inputs, but top_k and top_p only if used, because bisection is slow."""
     if batch.groups.all_greedy:
         return ()
     return tuple(name for name in _INPUTS if name not in ("top_k", "top_p") or getattr(batch.columns, name) is not None)

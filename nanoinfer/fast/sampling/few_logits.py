@@ -1,18 +1,18 @@
-"""The last four stages and the draw in less time: a few logits decide most rows.
+"""Compute the last four stages and the draw in less time: a few logits decide most rows.
 
 In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
 draw.draw give. The same stages run here, on fewer columns. The result is exact for four reasons. Columns stay in the order of
 their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. torch's
 exp gives a number the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
 
-    row has top_k    the k + 32 largest logits are enough, unless more than those tie with the k-th
-    only top_p       the 256 largest are enough, if those above the smallest of them reach top_p of the total weight
-    neither          every token may be drawn: weights of all, but no sort
+    row has top_k    the k + 32 largest logits are enough, unless more tie with the k-th
+    only top_p       the 256 largest are enough, if those above the smallest reach top_p of the total weight
+    neither          every token may be drawn: all weights are computed, but not sorted
 
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU reading a value is expensive, and passing over all logits is cheap: a threshold is found by bisection there.
+On a GPU, reading a value is expensive, and reading all logits is cheap, so the threshold is found by bisection.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,24 +29,24 @@ from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
 from nanoinfer.system.transfer import on_device
 
-TIE_MARGIN = 32  # columns beyond the k-th, for ids that tie with it
-NUM_TRIED = 256  # largest logits that top_p reads before it sorts all
-SCRATCH_BYTES = 2**20  # on a CPU: of logits at a time, so that one pass finds in the cache what the pass before it wrote
-GROUP_SIZE = 8  # ids of a group of _ids_of_largest
-FEW_LOGITS = 2**16  # on a CPU, up to this many logits one operator is as fast as several over slices of them
-NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row, of first_largest
-BLOCK = 512  # ids of a block of _draw_from_blocks
+TIE_MARGIN = 32  # further columns for ids that tie with the k-th
+NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
+SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
+GROUP_SIZE = 8  # the number of ids in a group of _ids_of_largest
+FEW_LOGITS = 2**16  # on a CPU, up to this many logits a single operator is as fast as several over slices of them
+NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row in first_largest
+BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
 Weights = Int[Tensor, "batch vocab"]
 Ids = Int[Tensor, " batch"]
 Candidates = Float[Tensor, "batch parts columns"]  # the largest logits of each part of a row, in the order of the ids
 CandidateIds = Int[Tensor, "batch parts columns"]
-Largest = Float[Tensor, " batch"]  # of each row's logits; not finite where no token can be drawn
+Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not finite if no token can be drawn
 
 
 class FewLogits(Route):
-    """The route by these functions. It supports every step."""
+    """The route that uses these functions. It supports every step."""
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
         token_ids, largest = sample(rows.logits, batch)
@@ -54,7 +54,7 @@ class FewLogits(Route):
 
 
 def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Choose one token id per row, greedily or by the draw. A row whose largest logit is not finite gets an arbitrary id."""
+    """Choose a token id per row, greedily or by the draw. A row whose largest logit is not finite gets an arbitrary id."""
     groups = batch.groups
     if groups.all_greedy:
         return first_largest(logits)
@@ -80,7 +80,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 
 
 def can_read(logits: Logits) -> bool:
-    """Whether the next operation may depend on a value of these. Reading a value from a GPU waits for all its queued work."""
+    """Whether the next operation may depend on a value of the logits. Reading a value from a GPU waits for all queued work."""
     return not logits.is_cuda
 
 
@@ -91,9 +91,9 @@ def argmax(logits: Logits) -> Ids:
 
 
 def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
-    """Compute the argmax and the draw of every row and keep one: the same kernels for any values, to be captured.
+    """Compute the argmax and the draw of every row and keep one of them: the same kernels for any values, to be captured.
 
-    -1 for a row whose largest logit is not finite.
+    The id of a row whose largest logit is not finite is -1.
     """
     argmax, (drawn, largest) = first_largest(logits)[0], _sample_by_threshold(logits, batch)
     token_ids = drawn if batch.columns.greedy is None else torch.where(batch.columns.greedy, argmax, drawn)
@@ -101,14 +101,14 @@ def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
 
 
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
-    """Run the last four stages and the draw: the definition."""
+    """Run the last four stages and the draw, which are the definition."""
     for stage in STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
 
 
 def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Work on [batch, k + margin]. The temperature keeps the order, so the k-th largest logit stays the k-th largest."""
+    """Draw from [batch, k + margin] logits. The temperature keeps their order, so the k-th largest stays the k-th largest."""
     num_columns = min(batch.columns.max_top_k + TIE_MARGIN, logits.shape[-1])
     candidates, ids = largest_columns(logits, num_columns)
     token_ids, is_undecided = decide_top_k(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
@@ -121,7 +121,7 @@ def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch
     """Draw from the largest logits of each part of the rows, k + margin of each.
 
     Returns:
-        The token ids, and which rows the candidates do not decide, if they are not whole parts. If a candidate of a part is
+        The token ids, and which rows the candidates do not decide, if a part has further ids. If a candidate of a part is
         dropped, every id of the part that ties with the k-th largest logit is a candidate.
     """
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
@@ -131,7 +131,7 @@ def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch
 
 
 def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Work on the largest logits and the total weight of all."""
+    """Draw from the largest logits and the total weight of all logits."""
     total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_chunks(logits, batch)])  # [batch]
     candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
     token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), total, batch)
@@ -151,20 +151,20 @@ def decide_top_p(
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
-    kept = stages.drop_beyond(scaled, batch.columns.top_p, total)  # what min_p drops is not in the total, and comes last
+    kept = stages.drop_beyond(scaled, batch.columns.top_p, total)  # the total excludes what min_p drops, which comes last
     token_ids = _pick(ids.flatten(1), draw(kept, batch.u))
     above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
     return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * total
 
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Draw from all weights, since every token may be drawn."""
+    """Draw from all weights, because every token may be drawn."""
     token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
     return torch.cat(token_ids), logits.amax(dim=-1)
 
 
 def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Draw any row without a sort and without a value that the host must read: for a GPU."""
+    """Draw any row on a GPU, without a sort and without a value that the host must read."""
     kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
     weights = integer_weights(kept)
     if batch.columns.top_p is not None:
@@ -175,20 +175,20 @@ def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Lar
 def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
     """draw_from_weights in two steps: find the block of ids that holds the threshold, then the id in the block.
 
-    For a GPU, which sums blocks in parallel but scans a long row step by step. A CPU takes 1.2 times as long this way.
+    It is for a GPU, which sums blocks in parallel but scans a long row step by step. A CPU takes 1.2 times as long this way.
     """
     blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [batch, num_blocks, BLOCK]
     sums = blocks.sum(dim=-1)
     cumulative = sums.cumsum(dim=-1)
     threshold = thresholds(cumulative[:, -1], u).unsqueeze(-1)
-    block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped: a row of zeros
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped for a row of zeros
     before = (cumulative - sums).gather(-1, block)
     inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
     return (block * BLOCK + torch.searchsorted(inside, threshold - before, right=True)).squeeze(-1)
 
 
 def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
-    """What stages.drop_beyond drops, by bisection: the largest logit such that it and those above it weigh top_p of the total.
+    """Return what stages.drop_beyond drops. Bisection finds the largest logit that, with those above, weighs top_p of all.
 
     The bits of floats, read as integers, are in the order of the floats once those of negative floats are flipped. 32 halvings
     find any of them.
@@ -204,16 +204,16 @@ def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) ->
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
     threshold = low.unsqueeze(-1)
     above = (weights * (keys > threshold)).sum(dim=-1, keepdim=True)
-    ties = keys == threshold  # they enter by rising id
+    ties = keys == threshold  # ties enter by rising id
     before = above + (ties.cumsum(dim=-1) - 1) * (weights * ties).amax(dim=-1, keepdim=True)
     dropped = (keys < threshold) | (ties & (before >= enough.unsqueeze(-1)))
     return dropped & (top_p < 1.0).unsqueeze(-1)
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:
-    """argmax and maximum: of equal maxima the lowest id. The part of the row that holds the maximum is found first.
+    """Find argmax and maximum, with the lowest id of equal maxima. The part of the row that holds the maximum is found first.
 
-    A maximum alone is taken of many numbers at once. A search for its index reads them one by one, and takes 3 times as long.
+    The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
     """
     if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
         largest, ids = logits.max(dim=-1)
@@ -224,13 +224,13 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
     if rest := logits.shape[-1] - num_whole * width:
         maxima = torch.cat((maxima, logits[:, -rest:].amax(dim=-1, keepdim=True)), dim=-1)
     largest, part = maxima.max(dim=-1)
-    ids = part.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # one part of each row
+    ids = part.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # a part of each row
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     return ids.gather(-1, logits.gather(-1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1), largest
 
 
 def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
-    """The largest logits of each row with their ids, in the order of the ids."""
+    """Return the largest logits of each row with their ids, in the order of the ids."""
     if num_columns == logits.shape[-1]:
         return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
     ids = _ids_of_largest(logits, num_columns).sort(dim=-1).values
@@ -238,7 +238,7 @@ def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "ba
 
 
 def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch columns"]:
-    """Find the ids of the k largest logits, k = num_columns, in any order. Faster than topk over the whole row.
+    """Find the ids of the k = num_columns largest logits, in any order. It is faster than topk over the whole row.
 
     Split the ids into strided groups. The k largest logits lie in the k groups with the largest maxima, since a logit of
     another group has k group maxima above it, or equal to it. Those groups are found in the same way, over the maxima.
@@ -259,9 +259,9 @@ def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch colu
 
 
 def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
-    """draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
+    """Yield draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
 
-    largest: of the full rows, if the logits are only a part of them. It takes part as one more column.
+    largest: the largest logit of each full row, if the logits are only a part of it. It is an extra column.
     """
     vocab_size = logits.shape[-1]
     num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
@@ -274,7 +274,7 @@ def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | N
 
 
 def _pick(ids: Tensor, columns: Ids) -> Ids:
-    """The ids in the drawn columns. Clamped, since a row of NaNs draws no column."""
+    """Return the ids in the drawn columns, clamped, since a row of NaNs draws no column."""
     return ids.gather(-1, columns.clamp(max=ids.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
 
 

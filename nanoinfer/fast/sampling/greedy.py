@@ -1,4 +1,4 @@
-"""Greedy rows on a CPU: the ids of the largest logits, found in the model's own dtype by greedy.cpp.
+"""Find the ids of the largest logits of greedy rows on a CPU, in the model's own dtype, by greedy.cpp.
 
 In: rows whose logits no stage changes. Out: the ids of draw.argmax. One kernel saves widening 50,257 logits and seven
 operators, 0.2 ms of a step of GPT-2's shape in bfloat16.
@@ -40,7 +40,7 @@ class GreedyKernel(Route):
         return self.argmax(rows.head(rows.hidden)) if rows.is_raw and batch.groups.all_greedy else None
 
     def argmax(self, logits: Float[Tensor, "num_rows vocab"]) -> Int[Tensor, " num_rows"]:
-        """Compute draw.argmax. A model of one's own may compute logits of another dtype or width than the kernel's."""
+        """Compute draw.argmax. A user's model may compute logits of another dtype or width than the kernel's."""
         if logits.dtype != self._dtype or logits.shape[-1] != self._vocab_size:
             return argmax(logits.float())
         token_ids = torch.empty(len(logits), dtype=torch.int64)
