@@ -1,7 +1,6 @@
 """A model and its compiled forward pass give the same numbers: our families, and model files of a stranger's."""
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,6 +19,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.rope import RopeConfig
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from tests.helpers import tiny_models
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, LAYERS = 64, 4, 2, 16, 96, 100, 2
 IDS = torch.arange(1, 14) * 31 % VOCAB
