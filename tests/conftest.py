@@ -34,7 +34,7 @@ FAST += ["fast.fuse", "fast.cuda.compile", "fast.cuda.decode_graphs", "fast.samp
 EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "local_executor", "parts")]
 ARITHMETIC = [*ATTENTION, *MODELS, *LOADING, *FAST, *EXECUTION, "sampling", "distributed.split_sampling"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-    import shape_checks
+    from tests.helpers import shape_checks
 
     shape_checks.install([f"nanoinfer.{name}" for name in ARITHMETIC])
 
@@ -42,9 +42,7 @@ if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
         shape_checks.start_test()
 
 
-import pooling_cases  # noqa: E402
-import tiny_models  # noqa: E402
-import tool_cases  # noqa: E402
+from tests.helpers import pooling_cases, tiny_models, tool_cases  # noqa: E402
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

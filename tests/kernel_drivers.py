@@ -8,18 +8,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import recorded_counts
-
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
+from tests.helpers import recorded_counts
 
 PACKAGE, FOLDER = native.HEADERS.parents[1], Path(__file__).parent / "kernels"
 

@@ -25,16 +25,12 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import lora_adapters
-import tiny_models
-
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config
 from nanoinfer.lora.request import LoRARequest
+from tests.helpers import lora_adapters, tiny_models
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 

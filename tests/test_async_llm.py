@@ -10,9 +10,6 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-import tiny_models
-from limited_steps import limited_steps
-from starts import recorded_starts
 
 from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer import async_llm as async_llm_module
@@ -29,6 +26,9 @@ from nanoinfer.errors import (
 )
 from nanoinfer.outputs import Delta
 from nanoinfer.structured import grammar
+from tests.helpers import tiny_models
+from tests.helpers.limited_steps import limited_steps
+from tests.helpers.starts import recorded_starts
 
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
 

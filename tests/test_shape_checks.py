@@ -5,13 +5,13 @@ import pytest
 pytest.importorskip("beartype")
 
 import jaxtyping
-import shape_checks
 import torch
 from beartype import beartype
 from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.dense import DenseAttention
+from tests.helpers import shape_checks
 
 
 def test_a_wrong_shape_and_a_wrong_type_are_noticed_in_the_package():

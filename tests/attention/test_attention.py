@@ -4,13 +4,10 @@ import itertools
 import sys
 from pathlib import Path
 
-import paged_cases
 import pytest
-import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base, cpu
@@ -23,6 +20,8 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedErr
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.attention import DecodeKernel, KernelBackend, PrefillKernel
+from tests.helpers import paged_cases, tiny_models
+from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 
 CPU = torch.device("cpu")
 NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", KernelBackend], ids=["reference", "cpu", "kernels"])

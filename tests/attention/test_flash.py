@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from paged_cases import FAULTS, compare, in_float64
 
 from nanoinfer.attention import base
+from tests.helpers.paged_cases import FAULTS, compare, in_float64
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RAGGED = [(0, 1), (15, 1), (255, 1), (256, 1), (299, 1), (0, 2), (0, 65), (40, 20), (256, 44), (200, 300)]

@@ -1,15 +1,15 @@
 """The Triton kernels, run by its interpreter on a CPU (on a GPU they are compiled), against the definition in float64."""
 
 import pytest
-import tiny_models
 import torch
+
+from tests.helpers import tiny_models
 
 pytest.importorskip("triton")
 
-from paged_cases import FAULTS, check_poison_free_reuse, compare
-
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonBackend, num_splits_for
+from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
 
 pytestmark = pytest.mark.slow
 

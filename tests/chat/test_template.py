@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-from threads import run_in_threads
 
 from nanoinfer.chat import template as chat_template
 from nanoinfer.chat.template import apply_chat_template
@@ -13,6 +12,7 @@ from nanoinfer.chat.tools import tool_schemas
 from nanoinfer.errors import InvalidPromptError
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers.threads import run_in_threads
 
 MESSAGES = [
     {"role": "system", "content": "You are a duck."},

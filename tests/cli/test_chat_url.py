@@ -8,9 +8,7 @@ import sys
 import threading
 import time
 
-import fake_server
 import pytest
-from fake_server import chat_events, event, reply, stream
 from typer.testing import CliRunner
 
 from nanoinfer.cli.chat_model import RemoteModel
@@ -19,6 +17,8 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
+from tests.helpers import fake_server
+from tests.helpers.fake_server import chat_events, event, reply, stream
 
 LILY = "Tell me a story about Lily"
 
@@ -41,9 +41,8 @@ def session_with(server, **options):
 def test_an_answer_of_our_server_is_that_of_llm_chat():
     for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2"):
         pytest.importorskip(name)
-    import http_server
-
     from nanoinfer import LLM
+    from tests.helpers import http_server
 
     llm = LLM("tiny-qwen3")
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=12)

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-import tiny_models
 import torch
 from typer.testing import CliRunner
 
@@ -13,6 +12,7 @@ from nanoinfer.attention.base import BACKENDS
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.cli import doctor
 from nanoinfer.cli.main import app
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ import shutil
 
 import huggingface_hub
 import pytest
-import tiny_models
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -15,6 +14,7 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import weights
 from nanoinfer.loading.checkpoint import BUNDLED
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

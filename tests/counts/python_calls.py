@@ -39,8 +39,6 @@ from pathlib import Path
 
 import nanoinfer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 RECORD = Path(__file__).with_name("python_calls.json")
 RENEW = "python -m tests.counts.python_calls --write"
 ABOUT = f"Numbers of Python calls, by environment. tests/counts/python_calls.py says what is counted. To renew: {RENEW}"
@@ -179,10 +177,9 @@ class CountedServer:
 
 def count_server():
     """Returns: Calls of a streamed request's life by "engine" and "event loop"."""
-    import http_server
-
     from nanoinfer import AsyncLLM, async_llm
     from nanoinfer.server.run import Server
+    from tests.helpers import http_server
 
     is_over = asyncio.Event()
 

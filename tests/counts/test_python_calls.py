@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-import forked
 import pytest
-import python_calls
-from python_calls import complaints
+
+from tests.counts import python_calls
+from tests.counts.python_calls import complaints
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads(python_calls.RECORD.read_text(encoding="utf-8"))
@@ -14,8 +15,8 @@ RECORD = json.loads(python_calls.RECORD.read_text(encoding="utf-8"))
 # The second count is that of a scheduler which calls 25 functions more, about 5% of a step.
 SCRIPT = """
 import json, sys
-sys.path.insert(0, FOLDER)
-import python_calls
+sys.path.insert(0, ROOT)
+from tests.counts import python_calls
 from nanoinfer import LLM
 from nanoinfer.scheduling.scheduler import Scheduler
 
@@ -38,7 +39,7 @@ print(json.dumps([counted, python_calls.count_llm(llm, "A")["step"].total()]))
 def counted(tmp_path_factory):
     """Numbers of calls by environment and name, and those of the slower scheduler's step. In a process without shape checks."""
     path = tmp_path_factory.mktemp("counts") / "script.py"
-    path.write_text(f"FOLDER = {str(Path(__file__).parent)!r}\n{SCRIPT}", encoding="utf-8")
+    path.write_text(f"ROOT = {str(ROOT)!r}\n{SCRIPT}", encoding="utf-8")
     ended = forked.run_script(path, cwd=path.parent)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])

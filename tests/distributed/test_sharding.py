@@ -4,10 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from lora_adapters import linear_shapes, write_adapter
 
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
@@ -21,6 +19,8 @@ from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.lora.adapters import Adapters
 from nanoinfer.lora.request import LoRARequest
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 ODD_VOCAB_SIZE = 97
 IDS = torch.arange(20) * 4 % ODD_VOCAB_SIZE

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_rows import BAD, INF, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 from nanoinfer.distributed import split_sampling
 from nanoinfer.fast.sampling import few_logits
+from tests.helpers.sampling_rows import BAD, INF, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 PLAIN = sampling_by()
 

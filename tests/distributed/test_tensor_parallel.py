@@ -13,13 +13,9 @@ import time
 from multiprocessing import Pipe
 from pathlib import Path
 
-import forked
 import pytest
-import tiny_models
 import torch
-from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.distributed.communicator import RankLostError
@@ -28,6 +24,9 @@ from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidVa
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StageApplied
+from tests.helpers import forked, tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 pytestmark = pytest.mark.slow
 

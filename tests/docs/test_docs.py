@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_architecture import ALLOWED
+
+from tests.docs.test_architecture import ALLOWED
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]

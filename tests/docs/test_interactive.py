@@ -10,7 +10,6 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from contrast import POOR_CONTRASTS
 
 from nanoinfer import SamplingParams
 from nanoinfer.attention.kv_cache import bytes_per_block
@@ -18,6 +17,7 @@ from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.contrast import POOR_CONTRASTS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))

@@ -5,11 +5,8 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from pooling_cases import NEWER, POOLING, write_modules
-from tiny_models import assert_nothing_is_left
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
@@ -24,6 +21,9 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
 )
+from tests.helpers import tiny_models
+from tests.helpers.pooling_cases import NEWER, POOLING, write_modules
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
 IDS = [[index * index % 96 for index in range(num)] for num in (300, 1, 17, 2, 64, 129)]

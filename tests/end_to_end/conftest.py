@@ -1,9 +1,9 @@
 """The two LLMs that most files here use. Every test must leave them as it found them."""
 
 import pytest
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 MEMORY = 2**24
 

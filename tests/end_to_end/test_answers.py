@@ -9,16 +9,16 @@ import random
 import signal
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.errors import InvalidTypeError
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StepScheduled
+from tests.helpers import tiny_models
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 VOCAB_SIZE = tiny_models.VOCAB_SIZE
 MEMORY = 2**24

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_server
 import pytest
+
+from tests.helpers import fake_server
 
 pytest.importorskip("openai")
 

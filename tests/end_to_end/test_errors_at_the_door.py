@@ -4,14 +4,14 @@ import math
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.sampling_params import BeamSearchParams
+from tests.helpers import tiny_models
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_server
-import forked
 import pytest
+
+from tests.helpers import fake_server, forked
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def chat_answer(message):
 def server_url():
     for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
         pytest.importorskip(name)
-    import http_server
+    from tests.helpers import http_server
 
     with http_server.serving() as server:
         yield server.url

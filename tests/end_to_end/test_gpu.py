@@ -4,11 +4,8 @@ It uses torch, transformers, numpy, pytest, hypothesis and jaxtyping only. `make
 """
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from paged_cases import compare
-from sampling_rows import sampling_by
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, find_backend
@@ -22,6 +19,9 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers import tiny_models
+from tests.helpers.paged_cases import compare
+from tests.helpers.sampling_rows import sampling_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -3,13 +3,13 @@
 import random
 
 import pytest
-import random_run
-import tiny_models
 import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.scheduling.prefix_index import PrefixIndex
+from tests import random_run
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -15,10 +15,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy
 import pytest
-import tiny_models
 import torch
-from threads import run_in_threads
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.config import SchedulerConfig
@@ -34,6 +31,9 @@ from nanoinfer.errors import (
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tracing import StepScheduled
 from nanoinfer.vllm_compat import NEUTRAL_VALUES
+from tests.helpers import tiny_models
+from tests.helpers.threads import run_in_threads
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from unittest.mock import patch
 
-import forked
 import matplotlib
 import matplotlib.pyplot as plt
 import nbformat
@@ -23,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 import nanoinfer
 from nanoinfer.attention.base import BACKENDS
+from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ import shutil
 from itertools import product
 
 import pytest
-import tiny_models
-from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lora.request import LoRARequest
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ import random
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -15,6 +14,7 @@ from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model, read_config
+from tests.helpers import tiny_models
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 NUM_TOKENS = 40

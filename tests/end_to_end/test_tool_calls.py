@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from tests.helpers.tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 STRICT = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
 

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import tiny_models
 import torch
 import transformers
 
@@ -11,6 +10,7 @@ from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models import registry
 from nanoinfer.models.qwen import QwenForCausalLM
+from tests.helpers import tiny_models
 
 FAMILIES = [family for family in tiny_models.FAMILIES if family.endswith("_window")]
 WINDOW, NUM_NEW = 24, 40

@@ -4,12 +4,12 @@ import itertools
 import math
 
 import pytest
-import tiny_models
 import torch
 import transformers
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

@@ -5,13 +5,13 @@ import sys
 import threading
 
 import pytest
-from fake_executor import FakeExecutor
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import CheckpointError
+from tests.helpers.fake_executor import FakeExecutor
 
 
 class Published:

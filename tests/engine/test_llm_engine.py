@@ -4,7 +4,6 @@ import copy
 import random
 
 import pytest
-import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
+from tests.helpers import tiny_models
 
 BLOCK_SIZE = 4
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
 
 PROMPT = [1, 2, 3]
 

@@ -5,14 +5,14 @@ import threading
 import time
 
 import pytest
-from fake_executor import FakeExecutor
-from threads import run_in_threads
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import SequenceOutput
+from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.threads import run_in_threads
 
 
 def engine_for(executor, *, is_async=False, **scheduler):

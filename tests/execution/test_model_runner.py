@@ -1,8 +1,9 @@
 """Decode steps replayed from a recording give the tokens of steps run as they come. CUDA records; here a stand-in does."""
 
 import pytest
-import tiny_models
 import torch
+
+from tests.helpers import tiny_models
 
 pytest.importorskip("triton")
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sampling_rows import sampling_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +12,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import _token_and_likeliest
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.sampling_rows import sampling_by
 
 META = torch.device("meta")
 VOCAB_SIZE = 5000

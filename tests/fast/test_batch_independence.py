@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import tiny_models
 import torch
 
 from nanoinfer import LLM, SamplingParams
@@ -16,6 +15,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -182,10 +181,9 @@ def with_table(page: str, refusals: dict[Pair, str], runs: list[Run]) -> str:
 
 def main() -> None:
     """Try every pair, and write down which are refused."""
-    sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
     import tempfile
 
-    import engines
+    from tests.features import engines
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, refusals = engines.Checkpoints(Path(folder)), []

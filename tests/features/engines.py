@@ -12,17 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import tiny_models
-import tool_cases
 import torch
-from covering import FACTORS, Run
-from lora_adapters import linear_shapes, write_adapter
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.logits_processors import LogitsProcessor
 from nanoinfer.sampling.sampler import STAGES
+from tests.features.covering import FACTORS, Run
+from tests.helpers import tiny_models, tool_cases
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 # On each of two ranks rows have whole groups of 64 numbers, so that quantization="int4" rounds them as one rank does.
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

@@ -1,9 +1,10 @@
 """Every pair of features: the answers of the features one at a time, or refused by an error that names both."""
 
-import engines
-import forked
 import pytest
-from covering import (
+
+from nanoinfer import NanoinferError
+from tests.features import engines
+from tests.features.covering import (
     COMMAND,
     FEATURES,
     MARKED,
@@ -17,9 +18,8 @@ from covering import (
     run_of,
     with_table,
 )
-from engines import Checkpoints, Oracle, Question
-
-from nanoinfer import NanoinferError
+from tests.features.engines import Checkpoints, Oracle, Question
+from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 

@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from difflib import unified_diff
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from golden import records
-from golden.plans import record_of
-
 import nanoinfer
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # after the package, which PYTHONPATH may name: that of another commit
+
+from tests.golden import records  # noqa: E402
+from tests.golden.plans import record_of  # noqa: E402
+
 NUM_SHOWN = 30  # lines of a difference
 
 
@@ -116,7 +116,7 @@ def main() -> int:
     elif given.command == "package":
         print(nanoinfer.__file__)
     elif given.command == "log-probabilities":
-        from golden.digests import save
+        from tests.golden.digests import save
 
         save(given.checkpoints, given.output, given.cases)
     else:
@@ -130,7 +130,7 @@ def compare_trees(commit: str, only: str | None, cases: str) -> int:
             assert Path(run_in(tree, "package").strip()).is_relative_to(tree), "PYTHONPATH comes first"
         are_same = [compare_plans(base)] if only != "log-probabilities" else []
         if only != "plans":
-            from golden.digests import compare
+            from tests.golden.digests import compare
 
             outputs = [Path(folder) / name for name in ("base.json", "here.json")]
             for tree, output in zip((base, ROOT), outputs, strict=True):

@@ -12,14 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf_files
-import lora_adapters
-import tiny_models
 import torch
 import transformers
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.lora.request import LoRARequest
+from tests.helpers import gguf_files, lora_adapters, tiny_models
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Chunks of 16 and windows of 24 are shorter than the first two prompts, which begin alike.

@@ -6,7 +6,7 @@ than those of its sequence. A token's keys and values depend on all tokens befor
 It is tests/scheduling/machines.py's memory for all that a load may have: tokens in flight, drafts, windows, states and a store.
 """
 
-from golden.loads import Load, mixed, token_at
+from tests.golden.loads import Load, mixed, token_at
 
 
 class Memory:

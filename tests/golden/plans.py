@@ -14,10 +14,6 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from fake_executor import FakeExecutor
-from golden.loads import EOS, VOCAB_SIZE, Load, make_load, mixed, token_at
-from golden.memory import Memory
-
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -28,6 +24,9 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.tracing import EventBuffer
+from tests.golden.loads import EOS, VOCAB_SIZE, Load, make_load, mixed, token_at
+from tests.golden.memory import Memory
+from tests.helpers.fake_executor import FakeExecutor
 
 MAX_STEPS = 3000  # a load takes some hundred
 

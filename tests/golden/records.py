@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from golden.loads import KINDS, NAMES
-from golden.plans import record_of
+from tests.golden.loads import KINDS, NAMES
+from tests.golden.plans import record_of
 
 FILE = Path(__file__).parent / "plans.txt"
 HEADER = """\

@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
-import tiny_models
 import torch
-from golden import digests
+
+from tests.golden import digests
+from tests.helpers import tiny_models
 
 
 def test_every_family_is_there_in_every_dtype_eager_and_compiled_and_each_case_once():

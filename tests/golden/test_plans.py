@@ -7,12 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from golden import __main__ as command
-from golden import records
-from golden.loads import KINDS, NAMES, make_load
-from golden.plans import record_of
 
 from nanoinfer.scheduling.block_manager import BlockManager
+from tests.golden import __main__ as command
+from tests.golden import records
+from tests.golden.loads import KINDS, NAMES, make_load
+from tests.golden.plans import record_of
 
 WAY_OUT = "python -m tests.golden compare --only plans; a commit that changes a plan says why (docs/contributing.md)"
 

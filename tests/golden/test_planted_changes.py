@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from golden import __main__ as command
-from planted import changes_of, check_places, copy_package, planted
+
+from tests.golden import __main__ as command
+from tests.helpers.planted import changes_of, check_places, copy_package, planted
 
 # file -> what changes there, the line or a part of it, and what replaces it
 PLANTED = {

@@ -4,8 +4,9 @@ Counts of one compiler are equal on every machine, where times are not. `python 
 """
 
 import pytest
-import recorded_counts
-from kernel_drivers import DRIVERS, count_instructions, why_not_counted
+
+from tests.helpers import recorded_counts
+from tests.kernel_drivers import DRIVERS, count_instructions, why_not_counted
 
 RENEWAL = "python -m tests.kernel_drivers"
 

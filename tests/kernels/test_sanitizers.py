@@ -9,7 +9,19 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from kernel_drivers import DRIVERS, GUARDED, MORE_DRIVERS, ONE_TARGET, PACKAGE, SANITIZED, build, can_build, digests_of, run
+
+from tests.kernel_drivers import (
+    DRIVERS,
+    GUARDED,
+    MORE_DRIVERS,
+    ONE_TARGET,
+    PACKAGE,
+    SANITIZED,
+    build,
+    can_build,
+    digests_of,
+    run,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf_files
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.loading.checkpoint import BUNDLED, MAX_JSON_BYTES
+from tests.helpers import gguf_files
 
 GOOD = BUNDLED / "tiny-qwen3"
 CHAT = [{"role": "user", "content": "Tell me a story about Lily " + "a" * 50}]

@@ -10,12 +10,12 @@ import os
 import subprocess
 import sys
 
-import gguf_files
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from tests.helpers import gguf_files, tiny_models
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 

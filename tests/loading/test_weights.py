@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import registry
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
+from tests.helpers import tiny_models
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -3,9 +3,7 @@
 import asyncio
 
 import pytest
-import tiny_models
 import torch
-from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -25,6 +23,8 @@ from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
 PROMPTS = [[1, 2, 3, 4 + i] for i in range(8)]

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 import transformers
 
@@ -26,6 +25,7 @@ from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models import qwen, registry
 from nanoinfer.models.rope import RopeConfig
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

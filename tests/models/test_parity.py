@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -13,6 +12,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

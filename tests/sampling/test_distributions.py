@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -16,6 +15,7 @@ from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.sampling_rows import sampling_by
 
 pytestmark = pytest.mark.slow
 

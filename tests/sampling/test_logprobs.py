@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -14,6 +13,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.sampling_rows import sampling_by
 
 INF = math.inf
 

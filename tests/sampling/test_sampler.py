@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -13,6 +12,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, philox, uniform
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.sampling_rows import sampling_by
 
 INF, NAN = math.inf, math.nan
 EOS = 3

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
-from machines import SETTINGS, Blocks, Load, Memory
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
@@ -17,6 +16,7 @@ from nanoinfer.scheduling.prefix_index import first_reached
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
+from tests.scheduling.machines import SETTINGS, Blocks, Load, Memory
 
 
 class GroupedMemory(Memory):

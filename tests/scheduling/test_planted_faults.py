@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted import changes_of, check_places, copy_package, planted
+
+from tests.helpers.planted import changes_of, check_places, copy_package, planted
 
 ROOT = Path(__file__).parents[2]
 FILES = [f"test_{name}.py" for name in ("block_manager", "kv_groups", "state_slots", "stored_blocks", "scheduler")]

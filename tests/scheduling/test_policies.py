@@ -6,7 +6,6 @@ Classes of your own: pytest tests/scheduling/test_policies.py --scheduler-cls mo
 import random
 
 import pytest
-from fake_executor import FakeExecutor
 from hypothesis import Phase
 
 from examples.least_frequently_hit import LeastFrequentlyHit
@@ -19,6 +18,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.fake_executor import FakeExecutor
 from tests.scheduling import machines
 
 

@@ -5,9 +5,8 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
     pytest.importorskip(name, reason=f'{name} is not installed; pip install -e ".[test]"')
 
-import http_server  # noqa: E402
-
 from nanoinfer import LLM, AsyncLLM  # noqa: E402
+from tests.helpers import http_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-import http_server
 import openai
 import pydantic
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.server.choices import ChatFormat
+from tests.helpers import http_server
+from tests.helpers.tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 pytestmark = pytest.mark.slow
 

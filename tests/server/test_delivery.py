@@ -4,9 +4,9 @@ import json
 
 import httpx2
 import pytest
-from limited_steps import limited_steps
 
 from nanoinfer import async_llm
+from tests.helpers.limited_steps import limited_steps
 
 COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "logprobs": 1})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True})

@@ -4,13 +4,13 @@ import json
 import socket
 import threading
 
-import http_server
 import httpx2
 import pytest
 
 from nanoinfer.server import limits
 from nanoinfer.server.errors import validation_message, without_paths
 from nanoinfer.system.work_threads import LARGE
+from tests.helpers import http_server
 
 LIMIT = 20_000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

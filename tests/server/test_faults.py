@@ -8,14 +8,14 @@ import socket
 import struct
 import time
 
-import http_server
 import httpx2
 import pytest
-from limited_steps import limited_steps
 from starlette.requests import ClientDisconnect
 
 from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.sampling.sampler import STAGES
+from tests.helpers import http_server
+from tests.helpers.limited_steps import limited_steps
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]

@@ -3,13 +3,13 @@
 import json
 import typing
 
-import http_server
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as CompletionParams
 
 from nanoinfer import SamplingParams
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from tests.helpers import http_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]

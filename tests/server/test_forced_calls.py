@@ -5,13 +5,12 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import http_server
 import jsonschema
 import pytest
-import tool_cases
-from structured_cases import SCHEMAS
 
 from nanoinfer import AsyncLLM
+from tests.helpers import http_server, tool_cases
+from tests.helpers.structured_cases import SCHEMAS
 
 pytestmark = pytest.mark.slow
 

@@ -2,11 +2,8 @@
 
 import json
 
-import http_server
 import pytest
-import tiny_models
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from tool_cases import BUNDLED, NAMED, QUESTION, TOOLS, WEATHER, check_call
 from transformers import AutoTokenizer
 
 from nanoinfer import AsyncLLM
@@ -14,6 +11,8 @@ from nanoinfer.chat.harmony import FINAL, HarmonyParser
 from nanoinfer.sampling.logits_processors import LogitsProcessor, process_dict_updates
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest
+from tests.helpers import http_server, tiny_models
+from tests.helpers.tool_cases import BUNDLED, NAMED, QUESTION, TOOLS, WEATHER, check_call
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,6 @@
 
 import socket
 
-import http_server
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +10,7 @@ from nanoinfer.cli import serve
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.listen import bind, host_names, is_allowed
+from tests.helpers import http_server
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 import json
 import sys
 
-import http_server
 import pytest
-from tool_cases import TOOLS, WEATHER, check_call
 
 from nanoinfer.server.blocks import Block
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.messages import _json_of
+from tests.helpers import http_server
+from tests.helpers.tool_cases import TOOLS, WEATHER, check_call
 
 pytestmark = pytest.mark.slow
 

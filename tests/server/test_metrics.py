@@ -2,13 +2,13 @@
 
 import time
 
-import http_server
 import pytest
-from limited_steps import limited_steps
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoinfer import AsyncLLM
 from nanoinfer.engine.metrics import Counter, Gauge
+from tests.helpers import http_server
+from tests.helpers.limited_steps import limited_steps
 
 
 def read(server):

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from contrast import POOR_CONTRASTS
-from http_server import serving
-from limited_steps import limited_steps
 
 from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.tracing.recent import RecentRecorder
+from tests.helpers.contrast import POOR_CONTRASTS
+from tests.helpers.http_server import serving
+from tests.helpers.limited_steps import limited_steps
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,11 @@ import base64
 from array import array
 from threading import Semaphore
 
-import http_server
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.embedding.pooling import Pooling, PoolingParams
+from tests.helpers import http_server
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
 TEXTS = ["Once upon a time", "a little dog", "The ball was red."]

@@ -4,12 +4,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import http_server
 import pytest
-from limited_steps import limited_steps
-from starts import recorded_starts
 
 from nanoinfer import LLM, AsyncLLM
+from tests.helpers import http_server
+from tests.helpers.limited_steps import limited_steps
+from tests.helpers.starts import recorded_starts
 
 pytestmark = pytest.mark.slow
 

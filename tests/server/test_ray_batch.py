@@ -14,13 +14,12 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
 pytest.importorskip("ray.data", reason='ray is not installed; pip install -e ".[ray]"')
 
-from test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
-
 from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
 from nanoinfer.server.app import ServerSettings  # noqa: E402
 from nanoinfer.server.batch import ResultFile, read_requests  # noqa: E402
 from nanoinfer.server.ray_batch import answer_all_on_ray, connected  # noqa: E402
+from tests.server.test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
 
 RESOURCES = {"num_cpus": 1, "num_gpus": 0}
 

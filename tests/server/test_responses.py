@@ -4,15 +4,15 @@ import asyncio
 import json
 from typing import Literal
 
-import http_server
 import openai
 import pydantic
 import pytest
 import typing_extensions
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
-from tool_cases import TOOLS, WEATHER, check_call
 
 from nanoinfer.server.responses import ResponseStore
+from tests.helpers import http_server
+from tests.helpers.tool_cases import TOOLS, WEATHER, check_call
 
 pytestmark = pytest.mark.slow
 

@@ -2,8 +2,9 @@
 
 import json
 
-import forked
 import pytest
+
+from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 

@@ -4,14 +4,13 @@ statuses and content types that the schema has.
 
 from collections import Counter
 
-import http_server
-import pooling_cases
 import pytest
-from lora_adapters import linear_shapes, write_adapter
-from tool_cases import QUESTION, TEMPLATE
 
 from nanoinfer import AsyncLLM
 from nanoinfer.cli.serve import lora_requests
+from tests.helpers import http_server, pooling_cases
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.tool_cases import QUESTION, TEMPLATE
 
 schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install -e ".[test]"')
 from hypothesis import given, settings  # noqa: E402

@@ -3,9 +3,7 @@
 import shutil
 from functools import partial
 
-import http_server
 import pytest
-from lora_adapters import linear_shapes, write_adapter
 
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests, make_settings
@@ -14,6 +12,8 @@ from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import app, protocol
 from nanoinfer.server.protocol import to_sampling_params
+from tests.helpers import http_server
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 TEXT = "Once upon a time"
 BODY = {"prompt": TEXT, "max_tokens": 8, "temperature": 0}

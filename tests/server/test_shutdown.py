@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 
-import http_server
 import httpx2
 import pytest
-from limited_steps import limited_steps
 
 from nanoinfer.system.installation import install_command
+from tests.helpers import http_server
+from tests.helpers.limited_steps import limited_steps
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True}
 # The engine stops after 20 steps, so that no long answer can end by itself.

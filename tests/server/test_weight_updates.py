@@ -6,7 +6,6 @@ import shutil
 import stat
 import threading
 
-import http_server
 import httpx2
 import pytest
 from safetensors.torch import load_file, save, save_file
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save, save_file
 from nanoinfer import AsyncLLM
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.training import rollouts
+from tests.helpers import http_server
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 LONG = BODY | {"max_tokens": 200, "ignore_eos": True}

@@ -3,13 +3,13 @@
 import random
 
 import pytest
-import random_run
-import tiny_models
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, PREFERRED
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidValueError, UnsupportedError
+from tests import random_run
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

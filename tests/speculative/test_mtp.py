@@ -3,15 +3,15 @@
 import random
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.lora.request import LoRARequest
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 SETTINGS = {"dtype": "float32", "block_size": 8, "chunk_size": 32, "kv_cache_memory": 2**22, "seed": 0}
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

@@ -1,11 +1,11 @@
 """Drafts in the engine, with an executor that counts upwards: a right draft is the next number."""
 
 import pytest
-from fake_executor import FakeExecutor
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.llm_engine import LLMEngine
+from tests.helpers.fake_executor import FakeExecutor
 
 
 class CountingProposer:

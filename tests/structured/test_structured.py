@@ -10,11 +10,7 @@ import time
 
 import jsonschema
 import pytest
-import tiny_models
 import torch
-from byte_tokenizer import EOS, IM_END, TOKENS, byte_tokenizer
-from sampling_rows import sampling_by
-from structured_cases import HOSTILE, SCHEMAS, array, enum, hostile, obj
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -26,6 +22,10 @@ from nanoinfer.structured import grammar
 from nanoinfer.structured.grammar import GrammarCompiler
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers import tiny_models
+from tests.helpers.byte_tokenizer import EOS, IM_END, TOKENS, byte_tokenizer
+from tests.helpers.sampling_rows import sampling_by
+from tests.helpers.structured_cases import HOSTILE, SCHEMAS, array, enum, hostile, obj
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,6 @@
 """Incremental text: the pieces joined equal the decode without an incomplete end, and no piece changes with a later id."""
 
 import pytest
-from byte_tokenizer import BEYOND, EOS, IM_END, TOKENS, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, TOKENS, byte_tokenizer
 
 # id -> bytes. Ids 0 to 255 are single bytes. Further ids begin, end or straddle characters of several bytes.
 

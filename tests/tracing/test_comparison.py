@@ -4,11 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from contrast import POOR_CONTRASTS
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.tracing import RequestAdded, StepScheduled, TokenAppended
+from tests.helpers.contrast import POOR_CONTRASTS
 
 pytestmark = pytest.mark.slow
 

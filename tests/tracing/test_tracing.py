@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams, tracing
 from nanoinfer.errors import InvalidValueError
@@ -39,6 +38,7 @@ from nanoinfer.tracing import (
     TokenAppended,
     TokenDrawn,
 )
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 PREFIX = "Once upon a time, there was a kind duck named Max. Every morning, he ate three pancakes for breakfast."
 PROMPTS = [PREFIX, f"{PREFIX} One", "Lily was", f"{PREFIX} One Wednesday", "Once upon a time", PREFIX]

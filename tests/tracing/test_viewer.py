@@ -10,7 +10,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from contrast import POOR_CONTRASTS
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.errors import InvalidValueError
@@ -30,6 +29,7 @@ from nanoinfer.tracing import (
     TokensDrafted,
 )
 from nanoinfer.tracing.recent import RecentRecorder
+from tests.helpers.contrast import POOR_CONTRASTS
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,6 @@
 import random
 
 import pytest
-import ratio_under_load
-import tiny_models
 import torch
 from torch import nn
 from torch.autograd import gradcheck
@@ -18,6 +16,8 @@ from nanoinfer.loading.loader import load_model
 from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
 from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
 from nanoinfer.training.policy import Policy
+from tests import ratio_under_load
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

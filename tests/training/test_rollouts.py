@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import assert_nothing_is_left
 from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
 from nanoinfer.training import update
+from tests.helpers import tiny_models
+from tests.helpers.tiny_models import assert_nothing_is_left
 
 SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed": 0}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, [5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]

@@ -1,7 +1,6 @@
 """A model and its compiled forward pass give the same numbers: our families, and model files of a stranger's."""
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,6 +27,7 @@ from nanoinfer.models.layers import (
 )
 from nanoinfer.models.rope import RopeConfig
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from tests.helpers import tiny_models
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, LAYERS = 64, 4, 2, 16, 96, 100, 2
 IDS = torch.arange(1, 14) * 31 % VOCAB

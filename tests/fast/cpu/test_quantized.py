@@ -1,7 +1,6 @@
 """Linear layers in 8 and 4 bits: the numbers of their definition, the same bits in any batch, less memory, refusals by name."""
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.loading.quantization import QuantizedLinear, quantize, quantize_model
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

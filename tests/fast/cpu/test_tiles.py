@@ -6,17 +6,16 @@ import shutil
 import subprocess
 
 import pytest
-import test_linear
-import test_quantized
 import torch
-from kernel_drivers import PLAYED
-from paged_cases import compare
 from torch import nn
 
 from nanoinfer.fast.cpu import native, program
 from nanoinfer.fast.cpu.attention import KernelBackend, PrefillKernel
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from tests.fast.cpu import test_linear, test_quantized
+from tests.helpers.paged_cases import compare
+from tests.kernel_drivers import PLAYED
 
 pytestmark = pytest.mark.slow
 

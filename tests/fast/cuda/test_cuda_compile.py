@@ -1,8 +1,9 @@
 """A model compiled for a GPU gives the textbook's logits. Where there is no GPU, Triton interprets its kernels."""
 
 import pytest
-import tiny_models
 import torch
+
+from tests.helpers import tiny_models
 
 pytest.importorskip("triton")
 

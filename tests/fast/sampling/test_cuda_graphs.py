@@ -3,9 +3,7 @@
 import random
 
 import pytest
-import tiny_models
 import torch
-from sampling_rows import batch_of, sampling_by
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling import cuda_graphs
@@ -14,6 +12,8 @@ from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import TokenDrawn
+from tests.helpers import tiny_models
+from tests.helpers.sampling_rows import batch_of, sampling_by
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 from nanoinfer.fast.sampling import few_logits
+from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 INF, NAN = math.inf, math.nan
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import batch_of, sampling_by, sequence
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.sampling.greedy import GreedyKernel
 from nanoinfer.sampling.draw import argmax
+from tests.helpers.sampling_rows import batch_of, sampling_by, sequence
 
 SPECIAL = [0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")]
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tracing import Recorder, StepScheduled
+from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
 

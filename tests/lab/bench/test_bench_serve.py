@@ -3,9 +3,7 @@
 import json
 import threading
 
-import fake_server
 import pytest
-from fake_server import chat_events, event, reply, stream
 from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
@@ -14,6 +12,8 @@ from nanoinfer.lab.bench import workloads
 from nanoinfer.lab.bench.serve import Target, figures, parse_goodput, run
 from nanoinfer.lab.bench.timing import RequestTiming
 from nanoinfer.server.client import Client
+from tests.helpers import fake_server
+from tests.helpers.fake_server import chat_events, event, reply, stream
 
 
 def bench(server, *arguments):
@@ -39,7 +39,7 @@ GOOD = stream(*chat_events("a", "b", num_tokens=2))
 def test_the_counts_of_our_server_are_exact(endpoint):
     for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2"):
         pytest.importorskip(name)
-    import http_server
+    from tests.helpers import http_server
 
     with http_server.serving() as server:
         options = "--num-prompts 6 --input-len 3-9 --output-len 4-20 --request-rate 100 --max-concurrency 4 --seed 1"

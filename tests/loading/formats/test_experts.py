@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -15,6 +14,7 @@ from nanoinfer.loading import loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.formats import experts
 from nanoinfer.loading.formats.experts import ExpertWeights, unpack_fp4
+from tests.helpers import tiny_models
 
 FAMILY = "gpt_oss_window"
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE

@@ -6,11 +6,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import gguf_files
 import pytest
-import tiny_models
 import torch
-from gguf_files import floats, random_blocks
 from torch import nn
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
@@ -29,6 +26,8 @@ from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.loading.formats.gguf_weights import GGUFWeights
 from nanoinfer.loading.quantization import QuantizedParameter, quantized
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers import gguf_files, tiny_models
+from tests.helpers.gguf_files import floats, random_blocks
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}  # rows of whole K blocks

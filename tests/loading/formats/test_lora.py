@@ -3,15 +3,15 @@
 import math
 
 import pytest
-import tiny_models
 import torch
-from lora_adapters import write_adapter
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidTypeError, UnsupportedError, WeightsError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import write_adapter
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 Q = "model.layers.0.self_attn.q_proj"

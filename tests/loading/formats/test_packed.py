@@ -8,7 +8,6 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +17,7 @@ from nanoinfer.errors import UnsupportedError, WeightsError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import quantized
+from tests.helpers import tiny_models
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}

@@ -6,7 +6,7 @@ A file has the circumstances, such as the compiler, with which counts may be com
 import json
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "counts"
+FOLDER = Path(__file__).parents[1] / "counts"
 MOST_MORE, MOST_LESS = 0.03, 0.10  # of the recorded count
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "nanoinfer"
+PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 IGNORED = shutil.ignore_patterns("__pycache__", "bundled", "*.html")
 
 Changes = list[tuple[str, str, str, str]]  # file, what, old, new

@@ -6,12 +6,12 @@ import time
 from contextlib import contextmanager
 
 import httpx2
-import tiny_models
 
 from nanoinfer import AsyncLLM
 from nanoinfer.server.app import ServerSettings
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
+from tests.helpers import tiny_models
 
 
 class HttpServer:

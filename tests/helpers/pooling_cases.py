@@ -4,11 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import tiny_models
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from tool_cases import BUNDLED
 from transformers import AutoTokenizer
+
+from tests.helpers import tiny_models
+from tests.helpers.tool_cases import BUNDLED
 
 POOLING = {
     "newer": {"embedding_dimension": 48, "pooling_mode": "mean", "include_prompt": True},

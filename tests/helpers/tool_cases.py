@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import tiny_models
 from transformers import AutoTokenizer
 
 import nanoinfer
+from tests.helpers import tiny_models
 
 BUNDLED = Path(nanoinfer.__file__).parent / "bundled/tiny-qwen3"
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
