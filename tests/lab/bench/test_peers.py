@@ -114,7 +114,8 @@ def test_a_peer_is_stopped_between_its_turns(peer):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_stopped_peer_ends_with_a_killed_parent(stub):
-    code = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); from tests.lab.bench.test_peers import start; "
+    code = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
+    code += "from tests.lab.bench.test_peers import start; "
     code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     process = Path(f"/proc/{int(killed.stdout)}")
