@@ -270,7 +270,6 @@ def _show_throughput(results: list["Measurement"]) -> None:
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
         table.add_row(result.workload, str(figures.num_requests), *speeds, f"{result.share_of_limit:.0%}")
     options.print_table(table)
-    _show_memory(results)
 
 
 def _show_latency(results: list["Measurement"]) -> None:
@@ -282,13 +281,6 @@ def _show_latency(results: list["Measurement"]) -> None:
                 numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
                 table.add_row(result.workload, name, *numbers)
     options.print_table(table)
-    _show_memory(results)
-
-
-def _show_memory(results: list["Measurement"]) -> None:
-    sizes = asdict(results[0].memory)
-    weights, cache, in_use = (f"{sizes[name] / 1e6:.0f} MB" for name in ("weights", "kv_cache", "in_use"))
-    print(f"memory: weights {weights}, KV cache {cache}; in use {in_use}")
 
 
 @app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")

@@ -22,26 +22,6 @@ from nanoinfer.outputs import Delta, FinishReason, RequestOutput
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
-HELP = {  # of the engine's metrics
-    "num_requests_running": "Running sequences.",
-    "num_requests_waiting": "Waiting sequences.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks that sequences hold, 1 for all.",
-    "prompt_tokens": "Prompt tokens of requests that have a first token.",
-    "generation_tokens": "Generated tokens.",
-    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens that the prefix cache had.",
-    "external_prefix_cache_hits": "Prompt tokens that were read from prefix_cache_dir.",
-    "prefix_cache_read_bytes": "Bytes that were read from prefix_cache_dir.",
-    "prefix_cache_written_bytes": "Bytes that were written to prefix_cache_dir.",
-    "num_preemptions": "Preemptions.",
-    "time_to_first_token_seconds": "Time to first token of requests that have ended.",
-    "e2e_request_latency_seconds": "Time from arrival to the last token.",
-    "spec_decode_num_drafts": "Drafts that were checked.",
-    "spec_decode_num_draft_tokens": "Tokens of drafts.",
-    "spec_decode_num_accepted_tokens": "Tokens of drafts that were accepted.",
-    "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens by their position in the draft.",
-}
-
 
 class Metrics(Collector):
     """The metrics of one AsyncLLM: those of its engine, and those of the server alone."""
@@ -102,7 +82,7 @@ class Metrics(Collector):
         """Yield the engine's metrics, for the registry."""
         for metric in self._of_engine:
             bare_name = metric.name.removeprefix("vllm:")
-            yield self._family(metric, f"nanoinfer:{bare_name}", HELP[bare_name])
+            yield self._family(metric, f"nanoinfer:{bare_name}", f"As {metric.name} in vLLM.")
 
     def _family(self, metric: engine_metrics.Metric, name: str, text: str) -> MetricFamily:
         labels, values = list(self._labels), list(self._labels.values())

@@ -3,10 +3,8 @@
 In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server instead.
 """
 
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +18,6 @@ from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import BITS
 
-if sys.platform != "win32":
-    import resource
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of the weights in the engine's dtype, of the KV cache, and of the whole process (memory_in_use)."""
-
-    weights: int
-    kv_cache: int
-    in_use: int
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -40,7 +26,6 @@ class Measurement:
     workload: str
     figures: Figures
     share_of_limit: float
-    memory: Memory
 
 
 def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
@@ -76,8 +61,6 @@ def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, 
     for workload in workloads:
         run_workload(llm, workload, 0)
     model, dtype, device = loader.on_meta(Checkpoint.open(checkpoint))[0], getattr(torch, info.dtype), torch.device(info.device)
-    num_weight_bytes = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    memory = Memory(num_weight_bytes, info.num_cache_bytes, memory_in_use(device))
     machine, weight_bits = measure_machine(device, dtype), BITS.get(engine.get("quantization") or "")
     measurements = []
     for workload in workloads:
@@ -85,7 +68,7 @@ def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, 
         runs.sort(key=lambda run: run[1].output_tokens_per_s)
         timings, median = runs[repeats // 2]
         share = least_s_of_run(timings, machine, model, dtype, weight_bits) / median.duration_s
-        measurements.append(Measurement(workload.name, median, share, memory))
+        measurements.append(Measurement(workload.name, median, share))
     return measurements
 
 
@@ -114,20 +97,3 @@ def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LL
                 f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
             )
     return llm
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes in use by this process.
-
-    On CUDA: the peak that torch has allocated. On Linux: the anonymous memory (not backed by a file). On macOS: the peak
-    resident memory. On Windows: 0, not supported.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        fields = Path("/proc/self/status").read_text()
-        return int(fields.partition("RssAnon:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        if sys.platform == "win32":
-            return 0
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figure_fields, percentiles
+from nanoinfer.lab.bench import timing as of_any_run
+from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, percentiles
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.server.client import CONNECT_SECONDS, Client
 
@@ -213,18 +214,18 @@ def figures(
     >>> found.tpot_ms.p50, found.output_tokens_per_s, found.tokens_per_chunk, found.goodput_requests_per_s, found.failures
     (100.0, 6.0, 2.0, 1.0, {'refused': 1})
     """
-    fields = figure_fields(timings)
+    common = of_any_run.figures(timings)
     good = [timing for timing in timings if timing.error is None]
     num_chunks = sum(len(timing.token_times) for timing in good)
     num_within = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in good)
     return ServeFigures(
-        **fields,
+        **{field.name: getattr(common, field.name) for field in fields(common)},
         workload=workload,
         num_failed=len(timings) - len(good),
         failures=dict(Counter(timing.error for timing in timings if timing.error is not None)),
         client_cpu_s=client_cpu_s,
-        tokens_per_chunk=fields["num_output_tokens"] / max(num_chunks, 1),
-        goodput_requests_per_s=num_within / max(len(good), 1) * fields["requests_per_s"] if goodput else None,
+        tokens_per_chunk=common.num_output_tokens / max(num_chunks, 1),
+        goodput_requests_per_s=num_within / max(len(good), 1) * common.requests_per_s if goodput else None,
         e2el_ms=percentiles([timing.e2el for timing in good]),
     )
 

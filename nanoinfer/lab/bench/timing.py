@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -58,35 +57,30 @@ class Figures:
 
 
 def figures(timings: list[RequestTiming]) -> Figures:
-    """Compute the figures of a run.
+    """Compute the figures of a run. Failed requests count in num_requests and begin the run, and in nothing else.
 
     >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8], num_prompt_tokens=5, num_output_tokens=3)])
     >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s
     (500.0, 150.0, 150.0, 3.75)
     """
-    return Figures(**figure_fields(timings))
-
-
-def figure_fields(timings: list[RequestTiming]) -> dict[str, Any]:
-    """Return the fields of Figures. Failed requests count in num_requests and begin the run, and in nothing else."""
     good = [timing for timing in timings if timing.error is None]
     start = min(timing.arrival for timing in timings)
     duration = max((timing.token_times[-1] for timing in good), default=start) - start
     per_second = 1 / duration if duration else 0.0
     num_prompt_tokens = sum(timing.num_prompt_tokens for timing in good)
     num_output_tokens = sum(timing.num_output_tokens for timing in good)
-    return {
-        "num_requests": len(timings),
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_output_tokens": num_output_tokens,
-        "duration_s": duration,
-        "output_tokens_per_s": num_output_tokens * per_second,
-        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) * per_second,
-        "requests_per_s": len(good) * per_second,
-        "ttft_ms": percentiles([timing.ttft for timing in good]),
-        "tpot_ms": percentiles([timing.tpot for timing in good if timing.num_output_tokens > 1]),
-        "itl_ms": percentiles([after - before for timing in good for before, after in pairwise(timing.token_times)]),
-    }
+    return Figures(
+        num_requests=len(timings),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        duration_s=duration,
+        output_tokens_per_s=num_output_tokens * per_second,
+        total_tokens_per_s=(num_prompt_tokens + num_output_tokens) * per_second,
+        requests_per_s=len(good) * per_second,
+        ttft_ms=percentiles([timing.ttft for timing in good]),
+        tpot_ms=percentiles([timing.tpot for timing in good if timing.num_output_tokens > 1]),
+        itl_ms=percentiles([after - before for timing in good for before, after in pairwise(timing.token_times)]),
+    )
 
 
 def percentiles(times: list[float]) -> Percentiles | None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -188,25 +187,23 @@ def test_throughput_as_json():
     result = run("throughput", *OWN, "--json")
     assert result.exit_code == 0, result.stderr
     (result,) = json.loads(result.stdout)
-    figures, memory = result["figures"], result["memory"]
+    figures = result["figures"]
     assert figures["num_prompt_tokens"] == 8
     assert 4 <= figures["num_output_tokens"] <= 6
     assert figures["output_tokens_per_s"] == pytest.approx(figures["num_output_tokens"] / figures["duration_s"])
-    assert memory["weights"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
-    assert memory["in_use"] > memory["weights"] or sys.platform == "win32"
 
 
 def test_throughput_is_a_table():
     result = run("throughput", *OWN)
     assert result.exit_code == 0, result.stderr
-    for word in ("yours", "output tok/s", "TTFT ms", "share of the limit", "%", "memory: weights"):
+    for word in ("yours", "output tok/s", "TTFT ms", "share of the limit", "%"):
         assert word in result.stdout
 
 
 def test_latency_is_a_table_of_percentiles():
     result = run("latency", *OWN)
     assert result.exit_code == 0, result.stderr
-    for word in ("TTFT", "TPOT", "ITL", "p50 ms", "p95 ms", "p99 ms", "memory: weights"):
+    for word in ("TTFT", "TPOT", "ITL", "p50 ms", "p95 ms", "p99 ms"):
         assert word in result.stdout
 
 
