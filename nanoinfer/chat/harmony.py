@@ -1,4 +1,4 @@
-"""An answer in the format of gpt-oss (harmony) -> the assistant's message, with the parts of parsing.py.
+"""Parse an answer in the format of gpt-oss (harmony) into the assistant's message, with the parts of parsing.py.
 
 An answer is a list of messages. Each has a header, which names its channel and perhaps a tool:
 
@@ -14,10 +14,10 @@ from typing import Literal
 from nanoinfer.chat.parsing import LONG_HEADER, ChatParser
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-MARKS = ("<|start|>", CHANNEL, "<|constrain|>", MESSAGE, "<|end|>")  # of the messages before the last mark of an answer
+MARKS = ("<|start|>", CHANNEL, "<|constrain|>", MESSAGE, "<|end|>")  # the marks before the last mark of an answer
 FINAL = f"{CHANNEL}final{MESSAGE}"
 
-_OPENING, _CLOSING = ("<|start|>", CHANNEL), ("<|end|>", "<|call|>", "<|return|>")  # either ends a message
+_OPENING, _CLOSING = ("<|start|>", CHANNEL), ("<|end|>", "<|call|>", "<|return|>")  # each of _CLOSING ends a message
 _MARK = re.compile("|".join(map(re.escape, _OPENING + _CLOSING)))
 _CALL = re.compile(r"to=functions\.([^\s<]+)")
 # The end of a prompt that has begun a message: a header, and perhaps <|message|> and text.
@@ -33,18 +33,18 @@ def begun_message(prompt: str) -> re.Match[str] | None:
 class HarmonyParser(ChatParser):
     """Parses one answer, which must have been generated with skip_special_tokens=False.
 
-    The channel analysis is reasoning, and the others are content. Messages of one kind are joined by newlines. Text without a
-    header is content. A header is dropped if the answer ends in it.
+    The channel analysis is reasoning, and other channels are content. Messages of a kind are joined by newlines. Text without a
+    header is content. A header without a message at the end of the answer is dropped.
     """
 
-    end_of_reasoning = "<|end|>"  # of its first message
-    _call_end = "<|"  # of any mark
+    end_of_reasoning = "<|end|>"  # ends the first message
+    _call_end = "<|"  # the beginning of any mark
 
     def __init__(self, prompt: str = "", **options: bool) -> None:
-        """Begin an answer. The arguments are ChatParser's. The prompt may have begun the header, or a message."""
+        """Begin an answer, with the arguments of ChatParser. The prompt may have begun a header or a message."""
         super().__init__("", **options)
-        self._name: Literal["content", "reasoning"] = "content"  # of the message
-        self._separator = ""  # from the message before it
+        self._name: Literal["content", "reasoning"] = "content"  # of the present message
+        self._separator = ""  # from the message before
         if (begun := begun_message(prompt)) and begun[2]:
             self._begin_message(begun[1])
         elif begun:
@@ -64,7 +64,7 @@ class HarmonyParser(ChatParser):
             return False
         else:
             self._begin_message("")
-            self._say(self._take(len(header) - len(text) + 1 if is_header else 0))  # what is left does not begin with a mark
+            self._say(self._take(len(header) - len(text) + 1 if is_header else 0))  # the rest does not begin with a mark
         return True
 
     def _begin_message(self, header: str) -> None:
@@ -83,7 +83,7 @@ class HarmonyParser(ChatParser):
         return is_complete
 
     def _parse_call_end(self) -> bool:
-        """Drop the text after the arguments."""
+        """Drop the text between a call's arguments and the next mark."""
         return self._take_message()[1]
 
     def _say(self, text: str) -> None:
@@ -94,7 +94,7 @@ class HarmonyParser(ChatParser):
             self._written.add(self._name)
 
     def _take_message(self) -> tuple[str, bool]:
-        """Take the text up to a mark, or the text that no mark can change. Returns whether the mark is there."""
+        """Take the text up to a mark, or all text that cannot be part of a mark. Also returns whether there is a mark."""
         if mark := _MARK.search(self._buffer):
             text = self._take(mark.start())
             self._take(len(mark[0]) if mark[0] in _CLOSING else 0)

@@ -1,4 +1,4 @@
-"""Chat messages -> a prompt, and the grammar of the tool calls that are required.
+"""Turn chat messages into a prompt, and required tool calls into a grammar.
 
 In: dicts whose content may be a string, a list of text parts or None, tools, SamplingParams. Out: a prompt as text and token
 ids, and new SamplingParams.
@@ -34,9 +34,9 @@ def render_chat(
     max_tokens: int | None = None,
     answer_begin: str = "",
 ) -> "TokensPrompt":
-    """Render one conversation as a prompt, which ends with answer_begin.
+    """Render one conversation as a prompt. It ends with answer_begin, the beginning of the answer.
 
-    The other arguments are those of LLM.chat, and max_tokens of Tokenizer.encode.
+    The other arguments are those of LLM.chat, and max_tokens as in Tokenizer.encode.
     """
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
     if tokenizer is None:
@@ -65,12 +65,12 @@ def render_chat(
         **(chat_template_kwargs or {}),
     )
     text += answer_begin
-    # The template has written every special token: adding BOS here would duplicate it.
+    # The template has written every special token, and another BOS would duplicate it.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
 
 def with_text_content(messages: Any) -> list[dict[str, object]]:
-    """The messages with their contents as strings: text parts are joined by newlines, as in vLLM, and None is no text.
+    """Return the messages with strings as contents: text parts are joined by newlines, as in vLLM, and None becomes "".
 
     >>> with_text_content([{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}])
     [{'role': 'user', 'content': 'Hello\\nthere'}]
@@ -96,11 +96,11 @@ def constrain_calls(
     parallel_tool_calls: bool = True,
     is_harmony: bool | None = None,
 ) -> SamplingParams:
-    """Return params with the grammar of the calls that are required, or strict.
+    """Return params with the grammar of required or strict calls.
 
-    A required call takes the place of a structured output, because the answer has no other content.
+    A required call replaces a structured output, because the answer has no other content.
 
-    The other arguments are those of tool_call_grammar. is_harmony: whether the model is gpt-oss. None: the prompt says so.
+    The other arguments are those of tool_call_grammar. is_harmony: whether the model is gpt-oss. None: the prompt shows it.
     """
     begun = begun_message(prompt)
     harmony_ids = None
@@ -134,7 +134,7 @@ def _text(content: object, index: int) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
             raise UnsupportedError(f"messages[{index}]: a part of type {kind!r} is not supported; give text parts only")
-        text = part.get(kind) if isinstance(kind, str) else None  # {"type": "refusal", "refusal": ...} is OpenAI's
+        text = part.get(kind) if isinstance(kind, str) else None  # OpenAI also has {"type": "refusal", "refusal": ...}
         if not isinstance(text, str):
             example = '{"type": "text", "text": "..."}'
             raise InvalidTypeError(f"messages[{index}]: a part of content must be {example}, got {shown(part)}")

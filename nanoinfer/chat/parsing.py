@@ -1,4 +1,4 @@
-"""An answer's text -> the assistant's message: content, reasoning, tool calls.
+"""Parse an answer's text into the assistant's message: content, reasoning, tool calls.
 
 In: pieces of text, as they are generated. Out: ChatDeltas in the shapes of OpenAI's API. A stream and a whole answer pass
 through the same parser, so every split of a text gives the same message. The format is that of Qwen3 (hermes):
@@ -13,7 +13,7 @@ through the same parser, so every split of a text gives the same message. The fo
     </tool_call>
 
 transformers' ResponseParser (from 5.16) reads this format too. It returns a call when the call is complete, raises on malformed
-JSON, and ends a call at a </tool_call> inside a JSON string. This one streams the arguments as they are written, and text that
+JSON, and ends a call at a </tool_call> inside a JSON string. This parser streams arguments as they are written, and text that
 is not a call stays content.
 """
 
@@ -26,16 +26,16 @@ from typing import Any, Literal, TypedDict
 
 THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
-LONG_HEADER = 1024  # characters, from which on the beginning of a call is not parsed at every token
+LONG_HEADER = 1024  # in characters. The beginning of a longer call is not parsed at every token
 
-# The beginning of a call whose arguments can be streamed. A different order of the keys is read when the call is complete.
+# The beginning of a call whose arguments can be streamed. If the keys have another order, the call is read when it is complete.
 CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
 class ToolCall(TypedDict, total=False):
-    """What a piece of text adds to a call, as OpenAI's chunks do. The first piece of a call has its id and its name."""
+    """The addition of a piece of text to a call, as in OpenAI's chunks. The first piece of a call has its id and its name."""
 
-    index: int  # which call of the message it is
+    index: int  # the index of the call in the message
     id: str
     type: str
     function: dict[str, str]
@@ -43,13 +43,13 @@ class ToolCall(TypedDict, total=False):
 
 @dataclass(slots=True)
 class ChatDelta:
-    """What a piece of text adds to a message.
+    """The addition of a piece of text to a message.
 
     The arguments of all deltas of a call, joined, are the arguments as the model wrote them.
     """
 
-    content: str = ""  # for the user
-    reasoning: str = ""  # of the think block
+    content: str = ""  # what the user reads
+    reasoning: str = ""  # the text in the think block
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def fields(self) -> dict[str, object]:
@@ -69,12 +69,12 @@ class ChatDelta:
 class ChatParser:
     """Parses one answer.
 
-    Whitespace beside a tag belongs to the tag, unless it separates two pieces of content. Without tags, the content is the
-    text. Malformed JSON after a call's name and the opening brace of its arguments stays in the arguments, as in OpenAI's API.
+    Whitespace next to a tag belongs to the tag, unless it separates two pieces of content. Without tags, all text is
+    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API.
 
     Attributes:
-        has_tool_calls: Whether a call is complete.
-        end_of_reasoning: The text of the token that ends it.
+        has_tool_calls: whether a call is complete.
+        end_of_reasoning: the text of the token that ends the reasoning.
     """
 
     end_of_reasoning = END_THINK
@@ -86,25 +86,25 @@ class ChatParser:
         """Begin an answer.
 
         Args:
-            prompt: The rendered prompt. Some chat templates end it with <think>.
-            reasoning: Parse a think block. If False, it is content.
-            tool_calls: Parse tool calls. If False, they are content.
-            parallel_tool_calls: If False, calls after the first are dropped.
+            prompt: the rendered prompt. Some chat templates end it with <think>.
+            reasoning: whether to parse a think block. If False, it is content.
+            tool_calls: whether to parse tool calls. If False, they are content.
+            parallel_tool_calls: if False, calls after the first are dropped.
         """
         self.has_tool_calls = False
         self._parses_reasoning, self._parses_calls = reasoning, tool_calls
         self._keeps_later_calls = parallel_tool_calls
         self._num_calls = 0
         self._buffer = ""  # text that is not parsed yet
-        self._held: list[str] = []  # text after it that was not looked at yet, and its length
+        self._held: list[str] = []  # later text that was not looked at yet, and its length
         self._num_held = 0
         self._is_last = False
         self._parts: list[ChatDelta] = []
-        self._whitespace = ""  # after the latest content or reasoning. It may belong to a tag
+        self._whitespace = ""  # the whitespace after the latest content or reasoning, which may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
-        self._written: set[str] = set()  # "content", "reasoning"
+        self._written: set[str] = set()  # subset of {"content", "reasoning"}
         self._parse_next: Callable[[], bool] = self._parse_reasoning if self._is_after_tag else self._parse_start
-        # of the JSON of a call's arguments
+        # the state of the JSON in a call's arguments
         self._depth = 0
         self._is_in_string = self._is_escaped = False
 
@@ -118,7 +118,7 @@ class ChatParser:
         return merged
 
     def push_parts(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
-        """Parse as push does, and return the parts in the order of the text. Each has reasoning, content or tool calls."""
+        """Parse like push, and return the parts in the order of the text. Each has reasoning, content or tool calls."""
         self._held.append(text)
         self._num_held += len(text)
         self._is_last = is_last
@@ -134,14 +134,14 @@ class ChatParser:
         return self._parts
 
     def _waits_for_more(self) -> bool:
-        """Whether a long beginning of a call, which is searched from its first character, has grown by less than an eighth."""
+        """Whether a long beginning of a call has grown by less than an eighth. Each search starts at its first character."""
         is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 
-    # ---- the states. Each returns whether a different state can go on with the buffer.
+    # ---- the states. Each returns whether another state can continue with the buffer.
 
     def _parse_start(self) -> bool:
-        """A think block is read at the very beginning only."""
+        """Parse a think block, which can only be at the very beginning."""
         text = self._buffer.lstrip()
         if self._parses_reasoning and text.startswith(THINK):
             self._buffer = text.removeprefix(THINK)
@@ -173,7 +173,7 @@ class ChatParser:
         return is_complete
 
     def _parse_call(self) -> bool:
-        """The text after <tool_call>, up to the arguments."""
+        """Parse the text after <tool_call>, up to the arguments."""
         if header := CALL_HEADER.match(self._buffer):
             self._buffer = self._buffer[header.end() :]
             self._begin_call(header[1])
@@ -188,13 +188,13 @@ class ChatParser:
             self._add_arguments(call[1])
             self.has_tool_calls = True
             self._buffer = rest
-        else:  # no call: the tag is content, and so is what follows, up to the next tag
+        else:  # not a call: the tag and the text up to the next tag are content
             self._write("content", TOOL_CALL)
         self._parse_next = self._parse_content
         return True
 
     def _parse_arguments(self) -> bool:
-        """The JSON object of the arguments, passed on as it is written."""
+        """Parse the JSON object of the arguments, which is passed on as it is written."""
         for position, char in enumerate(self._buffer):
             if self._is_in_string:
                 if self._is_escaped:
@@ -224,7 +224,7 @@ class ChatParser:
         return False
 
     def _parse_call_end(self) -> bool:
-        """The text after the arguments says nothing, up to </tool_call>."""
+        """Drop the text between the arguments and </tool_call>."""
         _, is_complete = self._take_until(END_TOOL_CALL)
         if is_complete:
             self._parse_next = self._parse_content
@@ -237,7 +237,7 @@ class ChatParser:
         return text
 
     def _take_until(self, tag: str) -> tuple[str, bool]:
-        """Take the text before a tag, and the tag, or the text that no tag can change. Returns whether the tag is there."""
+        """Take the text before a tag, and the tag, or all text that is part of no tag. Also returns whether there is a tag."""
         text, found, rest = self._buffer.partition(tag)
         if found:
             self._buffer = rest
@@ -246,14 +246,14 @@ class ChatParser:
         return self._take(start if start >= 0 and self._may_begin(tag, start) else len(text)), False
 
     def _may_begin(self, tag: str, position: int) -> bool:
-        """Whether a tag is at this position of the buffer, or can be there when more text has come."""
+        """Whether a tag is at this position of the buffer, or can be when more text has come."""
         text = self._buffer[position : position + len(tag)]
         return text == tag or (tag.startswith(text) and not self._is_last)
 
     # ---- the parts
 
     def _part(self, name: str) -> ChatDelta:
-        """The latest part if it has this field, or a new one."""
+        """Return the latest part if it has this field, or add a part."""
         if not self._parts or not getattr(self._parts[-1], name):
             self._parts.append(ChatDelta())
         return self._parts[-1]
@@ -296,13 +296,13 @@ class ChatParser:
 
 
 def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
-    """Parse a whole answer, in Qwen3's format (hermes) or gpt-oss's, into an assistant message that can join the conversation.
+    """Parse a whole answer, in the format of Qwen3 (hermes) or gpt-oss, into an assistant message for the conversation.
 
     >>> parse_chat_answer("<think>\\nEasy.\\n</think>\\n\\nFour.")["content"]
     'Four.'
 
     Args:
-        text: The text of an answer of LLM.chat. gpt-oss's needs SamplingParams(skip_special_tokens=False).
+        text: the text of an answer of LLM.chat. For gpt-oss, it needs SamplingParams(skip_special_tokens=False).
         prompt: RequestOutput.prompt. Some chat templates end it with <think>.
 
     Returns:
@@ -316,7 +316,7 @@ def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
 
 
 def calls_as_hermes(template: str) -> bool:
-    """Whether a chat template writes tool calls as here. Qwen3-Coder and others write XML into the same tags."""
+    """Whether a chat template writes tool calls in this format. Qwen3-Coder and others write XML into the same tags."""
     return TOOL_CALL in template and re.search(r'\\?"arguments\\?"', template) is not None
 
 
@@ -326,12 +326,12 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def closes_thinking(prompt: str) -> bool:
-    """Whether the prompt ends with </think>: a template writes an empty think block so that there is none in the answer."""
+    """Whether the prompt ends with </think>: some templates write an empty think block, so that the answer has none."""
     return prompt.rstrip().endswith(END_THINK)
 
 
 def _parse_whole_call(body: str) -> tuple[str, str] | None:
-    """A call's name and arguments, from a JSON object with the keys in any order. The arguments may be a string with JSON."""
+    """Return a call's name and arguments, from a JSON object in any key order. The arguments may be JSON in a string."""
     try:
         call = json.loads(body, strict=False)
         arguments = call.get("arguments")

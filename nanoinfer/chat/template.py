@@ -1,9 +1,9 @@
-"""Chat messages -> text, with a Jinja template, in a process of its own that is stopped at a limit.
+"""Render chat messages as text by a Jinja template, in a separate process that is stopped at a limit.
 
 In: a template, messages, the template's variables. Out: the text, or an InvalidPromptError.
 
-A chat template is a program that comes with a checkpoint. jinja2's sandbox limits what it reaches, not what it costs, and one
-operation of it ("a" * 10**10) takes any time and memory, and cannot be interrupted in Python. A process can be stopped. The
+A chat template is a program that comes with a checkpoint. jinja2's sandbox limits what it reaches, not what it costs: a single
+operation ("a" * 10**10) may take any time and memory, and Python cannot interrupt it. A process can be stopped. The
 renderer is started at the first chat (0.7 s, most of it transformers' import) and kept: a later chat waits some 0.3 ms for it.
 """
 
@@ -14,22 +14,22 @@ from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-MAX_SECONDS = 1.0  # of the processor
-MAX_STOPPED_SECONDS = 3.0  # after which a renderer that neither replies nor ends is killed
-MAX_WAIT_SECONDS = 5.0  # for the chats of others
-MAX_BYTES = 2**28  # beyond what the renderer takes before its first template
+MAX_SECONDS = 1.0  # seconds of the processor
+MAX_STOPPED_SECONDS = 3.0  # a renderer that has neither replied nor ended after this time is killed
+MAX_WAIT_SECONDS = 5.0  # the longest wait for the chats of others
+MAX_BYTES = 2**28  # the most memory beyond that of a renderer before its first template
 MAX_CHARACTERS = 2**23
-# Characters from which on a chat has a renderer of its own, so that others do not wait for it. They include the template, so
-# they are twice work_threads.LARGE, lest a small chat with a long template waits for large ones.
+# Longer requests, in characters with the template, use a second renderer, so that small chats need not wait. The limit is
+# twice work_threads.LARGE, since a small chat may have a long template.
 LARGE_REQUEST = 2**17
 
 
 def apply_chat_template(
     tokenizer: Tokenizer, messages: list[dict[str, object]], /, chat_template: str | None = None, **variables: object
 ) -> str:
-    """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
+    """Return chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
-    chat_template: instead of the tokenizer's. variables: of the template, where add_generation_prompt is True by default.
+    chat_template: None: the tokenizer's. variables: the template's, of which add_generation_prompt is True by default.
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise InvalidPromptError(
@@ -39,7 +39,7 @@ def apply_chat_template(
     arguments |= {"conversation": messages, "chat_template": chat_template}
     try:
         request = json.dumps([tokenizer.hf.chat_template, arguments])
-    except Exception as error:  # also of the user's own classes
+    except Exception as error:  # may be raised by the user's own classes
         raise InvalidPromptError(f"messages and chat_template_kwargs must be JSON ({first_line(error)})") from error
     reply = (_renderer if len(request) <= LARGE_REQUEST else _large_renderer).ask(request)
     if reply is None:
@@ -55,11 +55,11 @@ _renderer, _large_renderer = (
 )
 
 
-# ---- in the other process
+# ---- in the renderer's process
 
 
 def _prepare() -> Callable[[bytes], dict[str, str]]:
-    """Return the function that renders one conversation."""
+    """Return the function that renders a conversation."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +71,7 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
             text = tokenizer.apply_chat_template(**arguments, tokenize=False)
         except MemoryError:
             return {"error": f"it takes more than {MAX_BYTES >> 20} MiB"}
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             return {"error": first_line(error)[:500]}
         if len(text) > MAX_CHARACTERS:
             return {"error": f"its text has {len(text)} characters, more than {MAX_CHARACTERS}"}

@@ -1,7 +1,7 @@
-"""Tools that a model may call -> what the chat template reads, and the grammar of calls that are required or strict.
+"""Describe tools to the chat template, and write the grammar of required or strict calls.
 
-In: tools as functions or in OpenAI's form, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. The format of
-a call is that of parsing.py.
+In: tools as functions or in OpenAI's form, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. Calls have
+the format of parsing.py.
 """
 
 import json
@@ -19,15 +19,15 @@ from nanoinfer.structured.parameters import StructuredOutputsParams
 Tool = Callable[..., object] | Mapping[str, object]
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}
 
-# Qwen3 was trained on json.dumps(call). {"type": "object"} is any object.
+# Qwen3 was trained on json.dumps(call). {"type": "object"} allows any object.
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-MAX_ARGUMENTS = 2**18  # characters of a call's arguments in a message that are parsed, so that none take long
+MAX_ARGUMENTS = 2**18  # Longer arguments, in characters, of calls in messages are not parsed, so that none take long
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, object]]:
-    """The tools in OpenAI's form. A function is described by its signature and its docstring.
+    """Return the tools in OpenAI's format. A function is described by its signature and its docstring.
 
     >>> tool_schemas([{"type": "function", "function": {"name": "night"}}])
     [{'type': 'function', 'function': {'name': 'night'}}]
@@ -43,7 +43,7 @@ def _tool_schema(tool: Any, index: int) -> dict[str, object]:
 
         try:
             return dict(get_json_schema(tool))
-        except Exception as error:  # of two classes that transformers does not export, and others
+        except Exception as error:  # two classes that transformers does not export, and others
             reason = first_line(error)
             raise InvalidValueError(f"tools[{index}] needs type hints and a Google style docstring ({reason})") from error
     function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -60,7 +60,7 @@ def _tool_schema(tool: Any, index: int) -> dict[str, object]:
 
 
 def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The name of the tool that must be called, or None for "auto", "none" and "required"."""
+    """Return the name of the tool that must be called. None for "auto", "none" and "required"."""
     if tool_choice in ("auto", "none") or (tool_choice == "required" and tools):
         return None
     names = [tool["function"]["name"] for tool in tools]
@@ -78,10 +78,10 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
 
 
 def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, object]:
-    """A message in OpenAI's form as templates read it.
+    """Convert a message from OpenAI's format to the one that templates read.
 
-    The arguments of calls are objects instead of JSON text. Text that is no JSON object, or very long, stays, so that a
-    conversation goes on after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes
+    The arguments of calls become objects. Text that is no JSON object, or very long, stays as it is, so that a
+    conversation goes on after a malformed call. A null is left out, but a call's content becomes "". "reasoning" becomes
     "reasoning_content" too, and before a call without content also "thinking", which gpt-oss's template reads.
     """
     message = {name: value for name, value in message.items() if value is not None}
@@ -110,7 +110,7 @@ def _with_object(call: Any) -> object:
 
 
 def requires_call(tool_choice: ToolChoice | None) -> bool:
-    """Whether the answer must be a call, so that it has no other content."""
+    """Whether the answer must be a call, and so has no other content."""
     return tool_choice not in (None, "auto", "none")
 
 
@@ -122,17 +122,17 @@ def tool_call_grammar(
     parallel_tool_calls: bool = True,
     harmony_ids: Mapping[str, int] | None = None,
 ) -> str | None:
-    """The grammar of the whole answer, for StructuredOutputsParams(grammar=...), or None if the answer is free.
+    """Return the grammar of the whole answer, for StructuredOutputsParams(grammar=...). None: the answer is free.
 
-    With tool_choice "required" or a named tool, the answer is calls whose arguments satisfy the tools' schemas. With "auto" and
-    a tool with strict=true, each call in the answer is one. A think block may precede them, unless the prompt has closed it.
+    With tool_choice "required" or a named tool, the answer consists of calls that satisfy the tools' schemas. With "auto" and
+    a tool with strict=true, each call must satisfy a schema. A think block may precede them, unless the prompt has closed it.
     Arguments that a schema does not name are left out, unless it has additionalProperties.
 
     Args:
-        tools: The tools in OpenAI's form.
-        prompt: The rendered conversation.
-        parallel_tool_calls: Whether a required call may be followed by others.
-        harmony_ids: The ids of gpt-oss's marks (harmony.py), in whose format one call ends an answer. None: Qwen3's format.
+        tools: the tools in OpenAI's format.
+        prompt: the rendered conversation.
+        parallel_tool_calls: whether further calls may follow a required call.
+        harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a single call. None: Qwen3's format.
     """
     name = check_tool_choice(tool_choice, tools)
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
@@ -144,7 +144,7 @@ def tool_call_grammar(
         is_free = is_auto and not function.get("strict")
         parameters = {"type": "object"} if is_free else function.get("parameters") or _NO_ARGUMENTS
         if "properties" in parameters and not parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
-            parameters = {"additionalProperties": False, **parameters}  # unless the schema says otherwise
+            parameters = {"additionalProperties": False, **parameters}  # the schema may override it
         check_schema(f"parameters of the tool {function['name']!r}", parameters)
         schemas.append((function["name"], f"%json {json.dumps({**parameters, **_SPACING})}"))
     if harmony_ids is not None:
@@ -160,8 +160,8 @@ def tool_call_grammar(
         answer = 'OPEN call ("\\n" OPEN call)*'
     else:
         answer = "OPEN call"
-    # Where one text only may follow, llguidance encodes it, and it does not know the tags as tokens. A newline may precede each
-    # tag, so that something else may follow, and the model chooses the token.
+    # If only one text may follow, llguidance encodes it without the tokens of the tags. So a newline may precede each tag:
+    # something else may follow, and the model chooses the token.
     lines = [
         f"start: {thinking} {answer}",
         _THINKING,
@@ -175,9 +175,9 @@ def tool_call_grammar(
 
 
 def _harmony_grammar(schemas: Sequence[tuple[str, str]], ids: Mapping[str, int], *, is_auto: bool) -> str:
-    """The grammar of an answer to a prompt that ends with <|start|>assistant. A mark is a token, which no text contains.
+    """Return the grammar of an answer to a prompt that ends with <|start|>assistant. A mark is a token that no text contains.
 
-    schemas: The name of each tool, and the rule of its arguments.
+    schemas: the name of each tool, with the rule of its arguments.
     """
     start, channel, constrain, message, end = (f"<[{ids[mark]}]>" for mark in MARKS)
     calls = [f'{_quoted(f"{name} ")} {constrain} "json" {message} {schema}' for name, schema in schemas]
@@ -193,7 +193,7 @@ def _harmony_grammar(schemas: Sequence[tuple[str, str]], ids: Mapping[str, int],
 
 
 def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
-    """The same form for an answer that may begin with a think block, unless the prompt has closed it."""
+    """Return the same format for an answer that may begin with a think block, unless the prompt has closed it."""
     if closes_thinking(prompt):
         return params
     if params.grammar is not None:
@@ -215,11 +215,11 @@ def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOu
 
 _THINKING = f"thinking[lazy]: TEXT {json.dumps(END_THINK)}"
 _TEXT = r"TEXT: /(.|\n)*/"
-_ESCAPES = {"/": r"\/", "\\\n": r"\n"}  # what a regular expression between slashes writes differently
+_ESCAPES = {"/": r"\/", "\\\n": r"\n"}  # characters that a regular expression between slashes writes differently
 
 
 def _think_block(prompt: str) -> str:
-    """The part of a grammar that comes first: the rest of the prompt's think block, nothing, or a block that may be there."""
+    """Return the first part of the grammar: the rest of the prompt's think block, nothing, or an optional block."""
     if opens_thinking(prompt):
         return 'thinking "\\n\\n"'
     return "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'

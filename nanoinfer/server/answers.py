@@ -1,6 +1,6 @@
-"""The answers to one HTTP request, as one JSON object or as server-sent events.
+"""Answer an HTTP request, as a JSON object or as server-sent events.
 
-In: an Answers with a RequestStream for each prompt, and the endpoint's Choices. Out: a Response. However it ends, and also if
+In: an Answers with a RequestStream for each prompt, and the endpoint's Choices. Out: a Response. However that ends, and also if
 it never starts, the streams are closed, so that the engine frees their blocks.
 """
 
@@ -26,17 +26,17 @@ from nanoinfer.server.protocol import JsonObject, StreamOptions
 T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices
 DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED_REQUEST = 499  # nginx's status, for a response that nobody reads
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that nobody reads
 
 
 class Answers:
-    """The streams of one HTTP request, one for each prompt, with n answers each. With is_prompt_only they count no tokens."""
+    """The streams of an HTTP request, a stream with n answers for each prompt. With is_prompt_only they count no tokens."""
 
     def __init__(self, n: int, *, is_prompt_only: bool = False) -> None:
         self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
-        self._num_tokens = 0  # of all answers until now
+        self._num_tokens = 0  # of all answers so far
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
@@ -82,14 +82,14 @@ class Answers:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The outputs of the streams that have ended."""
+        """Return the outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage until now."""
+        """Return OpenAI's usage so far."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self._num_tokens
-        cached = sum(one.request.sequences[0].num_cached_tokens for one in self.streams if one.request is not None)
+        cached = sum(stream.request.sequences[0].num_cached_tokens for stream in self.streams if stream.request is not None)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -104,7 +104,7 @@ class Answers:
 
 
 def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
-    """Return the status and the message of a failed answer, because OpenAI's finish_reasons have none for it."""
+    """Return the status and the message of a failed answer. OpenAI has no finish_reason for it."""
     if answer.finish_reason == "abort":
         return 503, answer.error or "the request was aborted"
     if answer.finish_reason == "timeout":
@@ -113,7 +113,7 @@ def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
 
 
 async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stream: bool) -> Response:
-    """Answer an HTTP request whose prompts are submitted."""
+    """Answer an HTTP request whose prompts have been submitted."""
     if is_stream:
         return EventStream(answers, reply.events(answers))
 
@@ -124,14 +124,14 @@ async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stre
 
 
 async def respond_whole(request: Request, answers: Answers, make: Callable[[], Awaitable[Response]]) -> Response:
-    """Wait for the answers to end, and return the response that is made then."""
+    """Wait until the answers have ended, and return the response that `make` then makes."""
     with closing(answers):
         outputs = await until_disconnect(request, answers.finished())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else await make()
 
 
 class Reply(Protocol):
-    """What an endpoint makes of the answers to a request."""
+    """Turns the answers to a request into an endpoint's response."""
 
     def whole(self, answers: Answers) -> JsonObject:
         """Return the JSON object for answers that have ended."""
@@ -161,7 +161,7 @@ class ChoicesReply:
         return self._head(answers, choices.object_name) | {"choices": whole, "usage": answers.usage()} | fields
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        """Yield the events. The fields that all of them share are rendered once."""
+        """Yield the events. Their common fields are rendered only once."""
         choices, options = self._choices, self._options
         prefix = b"data: " + to_json(self._head(answers, choices.chunk_name))[:-1] + b',"choices":['
         usage: JsonObject = {"usage": None} if options.include_usage else {}
@@ -186,12 +186,12 @@ class ChoicesReply:
 
 
 def _end_of_event(fields: Mapping[str, object]) -> bytes:
-    """Render what follows the choices."""
+    """Render the end of an event, after its choices."""
     return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, whose streams are closed however it ends, and also if its generator was never started."""
+    """Server-sent events, whose streams are closed however the response ends, even if its generator never started."""
 
     media_type = "text/event-stream"
 

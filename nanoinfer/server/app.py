@@ -37,27 +37,27 @@ STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-str
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the server behaves towards its clients."""
+    """The server's settings for its clients."""
 
-    served_model_names: tuple[str, ...]  # names that a request's "model" may have, of which answers contain the first
-    api_keys: tuple[str, ...] = ()  # the keys of which POST requests, and those to /v1 and /trace, need one, if there are any
-    allowed_hosts: tuple[str, ...] | None = None  # names that the Host header may have besides addresses. None means any name
-    max_body_bytes: int = 2**22  # of a request
-    ignore_unknown_fields: bool = False  # accept every field of a body, instead of those alone that are known
+    served_model_names: tuple[str, ...]  # names that a request's "model" may have. Answers contain the first
+    api_keys: tuple[str, ...] = ()  # POST requests, and those to /v1 and /trace, need one of these keys. (): they need none
+    allowed_hosts: tuple[str, ...] | None = None  # names that the Host header may have besides addresses. None: any name
+    max_body_bytes: int = 2**22  # the limit of a request's body
+    ignore_unknown_fields: bool = False  # accept unknown fields of a body
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
     reasoning_parser: str | None = None  # "qwen3", "openai_gptoss" or "none". None: by the chat template
     tool_call_parser: str | None = None  # "hermes", "openai" or "none". None: by the chat template
-    max_stored_responses: int = 0  # of /v1/responses, that a request can continue by their ids
-    weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: it may not
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # further names, which clients may change with lora_updates
+    max_stored_responses: int = 0  # the number of responses of /v1/responses that requests can continue by id
+    weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: no trainer may
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # names that lora_updates may change
     lora_updates: bool = False
-    recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None means no replays
+    recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None: no replays
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Make the application of an AsyncLLM, which the caller shuts down. Raises: what LLM.generate does for a bad adapter."""
+    """Make the application of an AsyncLLM, which the caller shuts down. Raises: as LLM.generate for a bad adapter."""
     for adapter in settings.adapters.values():
-        async_llm.engine.inputs.adapter_of(adapter)  # read now, and not in the event loop
+        async_llm.engine.inputs.adapter_of(adapter)  # read now, outside of the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
@@ -96,8 +96,8 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         prepares: Sequence[Callable[..., PreparedRequest]],
         reply: Reply,
     ) -> Response:
-        """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
-        check_model(body.model, settings)  # again: an adapter may have been dropped
+        """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
+        check_model(body.model, settings)  # again, because an adapter may have been dropped
         lora_request = settings.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else inputs.adapter_of(lora_request)
@@ -138,7 +138,7 @@ def _add_chat_apis(
     chat_format: ChatFormat,
     answer: Callable[[StrictRequest, protocol.ChatCompletionRequest, Reply], Awaitable[Response]],
 ) -> None:
-    """Add the APIs whose requests become chat requests, to which answer gives the reply."""
+    """Add the APIs whose requests become chat requests. answer: answers a chat request by an endpoint's reply."""
     engine = async_llm.engine
 
     @app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)
@@ -240,7 +240,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        async_llm.check_health()  # 503 if it raises
+        async_llm.check_health()  # an error becomes status 503
         return Response()
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -253,21 +253,21 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
 
 
 def check_length(tokens: list[int], most: int) -> list[int]:
-    """Return the tokens of a text, of which the beginning alone may have been encoded if it has more than this maximum."""
+    """Return a text's tokens. Raises: RequestError for more than `most`, of which only the beginning may be encoded."""
     if len(tokens) > most:
         raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
     return tokens
 
 
 def check_body(body: protocol.ModelBody, settings: ServerSettings) -> str:
-    """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
+    """Refuse unknown fields of a body, and a model that is not served. Returns the model name for the answer."""
     if not settings.ignore_unknown_fields:
         body.check_unknown_fields()
     return check_model(body.model, settings)
 
 
 def check_texts_body(body: TextsRequest, settings: ServerSettings) -> str:
-    """Check a body as check_body does, and refuse adapters."""
+    """Check a body like check_body, and refuse adapters."""
     model = check_body(body, settings)
     if model in settings.adapters:
         raise RequestError(400, f"{model} is an adapter, which embeddings and scores do not use; name the model", param="model")
@@ -275,7 +275,7 @@ def check_texts_body(body: TextsRequest, settings: ServerSettings) -> str:
 
 
 def check_model(name: str | None, settings: ServerSettings) -> str:
-    """Return the model name that an answer contains. A model that is not served is refused."""
+    """Return the model name for the answer. A model that is not served is refused."""
     names = (*settings.served_model_names, *settings.adapters)
     if name is not None and name not in names:
         served = ", ".join(names)

@@ -1,8 +1,8 @@
-"""A batch job: the requests of a file, answered by the server's application in this process, without a socket.
+"""Answer the requests of a file, a batch job, by the server's application in this process, without a socket.
 
-In: a JSONL file in OpenAI's batch format. Out: one result per request, in the order in which they end. Each is checked and
-answered as a request to `nanoinfer serve`, with a seed that is computed from the job's seed and its custom_id unless it has its
-own. So the answers do not depend on the order of the requests, nor, where LLM.batch_independent holds, on what else runs.
+In: a JSONL file in OpenAI's batch format. Out: a result per request, in the order in which they end. A request is checked and
+answered like a request to `nanoinfer serve`, with a seed that is computed from the job's seed and its custom_id unless it has a
+seed. So the answers do not depend on the order of the requests, nor, if LLM.batch_independent holds, on other requests.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
     {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
@@ -33,12 +33,12 @@ from nanoinfer.server.protocol import JsonObject
 logger = logging.getLogger(__name__)
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-MAX_LISTED = 10  # invalid lines in an error message
-FSYNC_SECONDS = 5.0  # the results that a power failure may lose, while a killed process loses none
+MAX_LISTED = 10  # the most invalid lines in an error message
+FSYNC_SECONDS = 5.0  # the results of these seconds may be lost by a power failure, but not by a killed process
 
 
 class BatchRequest(BaseModel):
-    """One line of the input."""
+    """A line of the input."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     custom_id: str = Field(min_length=1, max_length=512)
@@ -53,13 +53,13 @@ class Manifest:
 
     input_digest: str
     num_requests: int
-    model: dict[str, str]  # the files of the checkpoint, and their digests
-    options: JsonObject  # of the engine, that may change tokens
+    model: dict[str, str]  # name -> digest, of the checkpoint's files
+    options: JsonObject  # the engine's options that may change tokens
     seed: int
 
 
 def check_requests(path: Path) -> tuple[str, int]:
-    """Read the whole input before anything is computed, refuse invalid lines, and return its digest and number of requests."""
+    """Read the whole input before the job starts, refuse invalid lines, and return its digest and number of requests."""
     digest, num_requests, problems = hashlib.blake2b(digest_size=16), 0, []
     lines_by_id: dict[int, int] = {}
     with path.open("rb") as file:
@@ -71,7 +71,7 @@ def check_requests(path: Path) -> tuple[str, int]:
             try:
                 request = BatchRequest.model_validate(from_json(line))
             except ValidationError as error:
-                message, _ = validation_message([one | {"loc": ("line", *one["loc"])} for one in error.errors()])
+                message, _ = validation_message([issue | {"loc": ("line", *issue["loc"])} for issue in error.errors()])
                 problems.append(f"line {number}: {message}"[:200])
             except ValueError as error:
                 problems.append(f"line {number} is not JSON: {error}"[:200])
@@ -94,11 +94,11 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 class ResultFile:
-    """The results of one job, which a single process writes."""
+    """The results of a job, written by a single process."""
 
     def __init__(self, output: Path, manifest: Manifest, *, retry_errors: bool = False) -> None:
-        """Begin a job, or continue it. retry_errors removes the results that are errors: they are answered again."""
-        self.num_errors = 0  # results that are errors
+        """Begin a job, or continue it. retry_errors: whether requests whose results are errors are answered again."""
+        self.num_errors = 0  # the number of results that are errors
         self._output = output
         self._partial = output.with_name(output.name + ".partial")
         self.manifest = manifest
@@ -138,7 +138,7 @@ class ResultFile:
         return (request for request in read_requests(path) if _key(request.custom_id) not in self._finished)
 
     def append(self, result: JsonObject) -> None:
-        """Add a result, which is in the file when this returns, and on the disk after at most some seconds."""
+        """Add a result, which is in the file when this returns, and on the disk within some seconds."""
         assert self._file is not None, "an output that has its final name is complete"
         self._file.write(to_json(result) + b"\n")
         self._count(result)
@@ -168,7 +168,7 @@ class ResultFile:
             )
 
     def _read(self, found: Path, *, retry_errors: bool) -> None:
-        """Read the results, and remove an incomplete last line, which a killed process or a full disk has left."""
+        """Read the results, and remove an incomplete last line, which a killed process or a full disk may leave."""
         kept = found.with_name(found.name + ".new").open("wb") if retry_errors else None
         end = 0
         with found.open("rb") as file:
@@ -200,7 +200,7 @@ def manifest_path(output: Path) -> Path:
 
 
 def read_manifest(output: Path) -> Manifest | None:
-    """Return the manifest of a job that was begun, or None if there is none or it cannot be read."""
+    """Return the manifest of a job that was begun. None: there is none, or it cannot be read."""
     try:
         return Manifest(**json.loads(manifest_path(output).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -232,7 +232,7 @@ async def answer_all(
 ) -> None:
     """Answer every request, num_concurrent at a time, and pass each result to write.
 
-    Raises:
+    EngineDeadError: the engine has failed. Requests without a result are then unfinished.
         EngineDeadError: If the engine fails. The requests without a result are then unfinished.
     """
 
@@ -264,7 +264,7 @@ async def answer(app: ASGIApp, request: BatchRequest, job_seed: int) -> JsonObje
 
 
 def to_result(request: BatchRequest, job_seed: int, status: int, reply: dict[str, Any]) -> JsonObject:
-    """Make a line of the output, without what differs from run to run, so that equal jobs give equal bytes."""
+    """Return a line of the output, without what differs from run to run, so that equal jobs give equal bytes."""
     identity, error = f"{request_seed(job_seed, request.custom_id):016x}", None
     if status == 200:
         kind = reply["id"].partition("-")[0]
@@ -304,7 +304,7 @@ async def post(app: ASGIApp, path: str, body: JsonObject) -> tuple[int, Any]:
     try:
         await app(scope, receive, send)
     except Exception:
-        if status != 500:  # Starlette raises an internal error again, after the response
+        if status != 500:  # after its response, Starlette raises an internal error again
             raise
         logger.exception("a request of the batch failed")
     return status, from_json(received)

@@ -1,7 +1,7 @@
-"""An answer as a list of blocks, whole and as events with names: what /v1/messages and /v1/responses have in common.
+"""An answer as a list of blocks, whole or as named events, for /v1/messages and /v1/responses.
 
 In: the text of an answer, from which a ChatParser makes reasoning, content and tool calls. Out: Blocks, and server-sent events
-for each that begins, grows or ends. messages.py and responses.py have the JSON of the blocks and the events.
+for each block that begins, grows or ends. messages.py and responses.py have the JSON of the blocks and the events.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ Change = Literal["begins", "grows", "ends"]
 class Block:
     """A part of an answer.
 
-    kind: "reasoning", "content" or "call". call_id, name: of a call. pieces: of its text, or of a call's arguments as JSON.
-    is_cut: whether the answer has ended within the block because it became too long.
+    kind: "reasoning", "content" or "call". call_id, name: those of a call. pieces: of the text, or of a call's JSON arguments.
+    is_cut: whether the answer ended within the block because it became too long.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one answer until now. Every split of a text into pieces gives the same blocks."""
+    """The blocks of an answer so far. Every split of a text into pieces gives the same blocks."""
 
     def __init__(self, parser: ChatParser, *, keeps_reasoning: bool = True) -> None:
         self.all: list[Block] = []
@@ -49,9 +49,9 @@ class Blocks:
         self._keeps_reasoning = keeps_reasoning
 
     def push(self, text: str, finish_reason: str | None = None) -> Iterator[tuple[Change, Block, str]]:
-        """Parse the next piece of text, and yield how the blocks change, and for one that grows the new text.
+        """Parse the next piece of text, and yield each change of a block, with the new text of one that grows.
 
-        finish_reason: Of the answer, with its last piece.
+        finish_reason: the answer's, with its last piece. None: the answer goes on.
         """
         for part in self.parser.push_parts(text, is_last=finish_reason is not None):
             for kind, call, new in _pieces(part):
@@ -60,7 +60,7 @@ class Blocks:
                 if not self.all or kind != self.all[-1].kind or "id" in call:
                     if self.all:
                         yield "ends", self.all[-1], ""
-                        new = new.lstrip() if kind == "content" else new  # whitespace between blocks is in none
+                        new = new.lstrip() if kind == "content" else new  # whitespace between blocks is dropped
                     name = call["function"]["name"] if call else ""
                     self.all.append(Block(kind, len(self.all), call.get("id", ""), name))
                     yield "begins", self.all[-1], ""
@@ -73,7 +73,7 @@ class Blocks:
 
 
 def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
-    """Yield the kind of block, the tool call if it is one, and the text."""
+    """Yield the kind of block, the tool call if it is a call, and the text."""
     for call in part.tool_calls:
         yield "call", call, call["function"]["arguments"]
     if part.reasoning:
@@ -83,7 +83,7 @@ def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
 
 
 class BlockReply(ABC):
-    """The reply of an endpoint whose answers are blocks. There is one answer, because neither API has n."""
+    """The reply of an endpoint whose answers are blocks. A request has a single answer, because neither API has n."""
 
     def __init__(
         self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str, *, keeps_reasoning: bool = True

@@ -31,7 +31,7 @@ LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Which fields are parsed from the answers of a model. The rest of the text is content. parser: for the model's format."""
+    """The fields that are parsed from a model's answers. Other text is content. parser: the class for the model's format."""
 
     reasoning: bool
     tool_calls: bool
@@ -39,7 +39,7 @@ class ChatFormat:
 
     @classmethod
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
-        """Choose by vLLM's names of parsers, or by the format that the chat template writes where the name is None."""
+        """Choose by vLLM's names of parsers. None: the format that the chat template writes."""
         names = reasoning_parser, tool_call_parser
         for option, name, known in (
             ("--reasoning-parser", reasoning_parser, ("qwen3", "openai_gptoss")),
@@ -49,7 +49,7 @@ class ChatFormat:
                 raise InvalidValueError(
                     f"{option} must be {', '.join(known)} or none, got {name!r}; without it, the template decides"
                 )
-        is_named = ["openai" in name for name in names if name not in (None, "none")]  # for each, whether it is harmony
+        is_named = ["openai" in name for name in names if name not in (None, "none")]  # whether each name is harmony's
         if len({*is_named}) > 1:
             raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")
         is_harmony = is_named[0] if is_named else CHANNEL in template and names != ("none", "none")
@@ -60,8 +60,8 @@ class ChatFormat:
         )
 
     def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
-        """Make the parser for one answer to this rendered prompt."""
-        if prompt.endswith(FINAL):  # a grammar follows, in whose texts a mark is text
+        """Make the parser for an answer to this rendered prompt."""
+        if prompt.endswith(FINAL):  # a grammar follows, in whose texts marks are plain text
             return ChatParser(reasoning=False, tool_calls=False)
         return self.parser(
             prompt,
@@ -71,7 +71,7 @@ class ChatFormat:
         )
 
     def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: object) -> TokensPrompt:
-        """Render the conversation, and refuse tools that the model does not know. more: arguments of render_chat."""
+        """Render the conversation, and refuse tools if the model knows none. more: further arguments of render_chat."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
             raise RequestError(
@@ -83,7 +83,7 @@ class ChatFormat:
         return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **more)
 
     def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
-        """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
+        """Render and check the conversation, and constrain the answer by a grammar if calls are required or strict."""
         tool_choice = "auto" if request.tool_choice is None else request.tool_choice
         is_structured = params.structured_outputs is not None and not requires_call(tool_choice)
         is_harmony = self.parser is HarmonyParser
@@ -115,7 +115,7 @@ def _offered_tools(request: ChatCompletionRequest) -> list[JsonObject]:
 
 
 class ChatChoices:
-    """The choices of one chat request. Their message is what a ChatParser makes of the text."""
+    """The choices of a chat request. A ChatParser parses their text into messages."""
 
     object_name, chunk_name, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -160,7 +160,7 @@ class ChatChoices:
 
 
 class CompletionChoices:
-    """The choices of one completion request. With echo, their text begins with the prompt."""
+    """The choices of a completion request. With echo, their text begins with the prompt."""
 
     object_name, chunk_name, id_prefix = "text_completion", "text_completion", "cmpl"
 
@@ -187,9 +187,9 @@ class CompletionChoices:
     def _first(
         self, index: int, prompt: str | None, ids: list[int], logprobs: PromptLogprobs, answer: CompletionOutput | Delta
     ) -> JsonObject:
-        """Make a choice, or the first chunk of one, which begins with the prompt if that is requested and not empty.
+        """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty.
 
-        prompt, ids, logprobs: The prompt's.
+        prompt, ids, logprobs: those of the prompt.
         """
         skips_special = self._request.skip_special_tokens is not False
         as_ids = bool(self._request.return_tokens_as_token_ids)
@@ -207,9 +207,9 @@ class CompletionChoices:
         return choice | _prompt_fields(self._request, ids, logprobs)
 
     def _choice(self, index: int, answer: CompletionOutput | Delta) -> dict[str, Any]:
-        """Make a choice without its prompt, or a chunk of one."""
+        """Make a choice without its prompt, or a chunk of it."""
         text, token_ids, positions = answer.text, answer.token_ids, answer.logprobs or ()
-        if self._request.max_tokens == 0:  # the engine has generated one token
+        if self._request.max_tokens == 0:  # the engine has still generated a token
             text, token_ids, positions = "", [], ()
         return {
             "index": index,
@@ -220,11 +220,11 @@ class CompletionChoices:
 
 
 def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: PromptLogprobs) -> JsonObject:
-    """Return the fields by which vLLM describes a prompt, if they are requested."""
+    """Return the fields by which vLLM describes a prompt, if requested."""
     fields: dict[str, Any] = {"prompt_token_ids": token_ids} if request.return_token_ids else {}
     if request.prompt_logprobs is not None and logprobs is not None:
         fields["prompt_logprobs"] = [
-            position and {str(i): asdict(one) | {"logprob": max(one.logprob, LOWEST)} for i, one in position.items()}
+            position and {str(i): asdict(entry) | {"logprob": max(entry.logprob, LOWEST)} for i, entry in position.items()}
             for position in logprobs
         ]
     return fields
@@ -238,7 +238,7 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, as_ids: bool) -> JsonObject:
-    """Make the "logprobs" of a chat's choice. as_ids: The text of a token is "token_id:5"."""
+    """Make the "logprobs" of a chat's choice. as_ids: write the text of a token as "token_id:5"."""
 
     def entry(token_id: int, logprob: float) -> JsonObject:
         data = _bytes(tokenizer, token_id)
@@ -248,16 +248,16 @@ def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta,
     content = []
     for token_id, position in zip(answer.token_ids, answer.logprobs or (), strict=True):
         top = sorted(position.items(), key=lambda item: -item[1].logprob)[:num_top]
-        top_entries = [entry(other, one.logprob) for other, one in top]
+        top_entries = [entry(other, logprob.logprob) for other, logprob in top]
         content.append(entry(token_id, position[token_id].logprob) | {"top_logprobs": top_entries})
     return {"content": content, "refusal": None}
 
 
 class LegacyLogprobs:
-    """Makes the "logprobs" of a completion's choice, and keeps the offset in the text from chunk to chunk."""
+    """Makes the "logprobs" of a completion's choice, and keeps the text offset from chunk to chunk."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, skips_special: bool, as_ids: bool) -> None:
-        """skips_special: Special tokens are not in the text. as_ids: The text of a token is "token_id:5"."""
+        """skips_special: the text has no special tokens. as_ids: write the text of a token as "token_id:5"."""
         self._tokenizer = tokenizer
         self._skips_special, self._as_ids = skips_special, as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -268,7 +268,7 @@ class LegacyLogprobs:
     ) -> dict[str, list[object]]:
         """Make the entries of the next tokens. The first token of a prompt has no log-probability.
 
-        prompt: The text, if the tokens are the prompt's. It has those special tokens that the tokenizer has not added.
+        prompt: the text, with special tokens that the tokenizer has not added. None: the tokens are not the prompt's.
         """
         chunk: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, position in zip(token_ids, positions, strict=True):
@@ -286,8 +286,8 @@ class LegacyLogprobs:
 
     def _top(self, position: LogprobsOnePosition) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, one in position.items():
-            top.setdefault(self._text(token_id), max(one.logprob, LOWEST))  # of two ids with one text, the likelier
+        for token_id, entry in position.items():
+            top.setdefault(self._text(token_id), max(entry.logprob, LOWEST))  # of two ids with one text, the likelier
         return top
 
     def _text(self, token_id: int) -> str:

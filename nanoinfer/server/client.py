@@ -20,9 +20,9 @@ MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 2**16, 300
 
 
 class Client:
-    """Sends requests to one server, each on a connection of its own.
+    """Sends requests to a server, each on its own connection.
 
-    Every method raises NanoinferError if the server cannot be reached, refuses the request or breaks off.
+    Every method raises NanoinferError if the server cannot be reached, refuses the request, or closes the connection early.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
@@ -30,8 +30,8 @@ class Client:
 
         Args:
             url: http://host:port, to which /v1 is added, or a URL with a path such as https://host/api/v1.
-            api_key: The key that every request sends.
-            timeout: Seconds without a byte after which an answer counts as broken. None means no limit.
+            api_key: the key that every request sends. None: no key.
+            timeout: the seconds without a byte after which an answer counts as broken. None: no limit.
         """
         try:
             split = urlsplit(url)
@@ -59,12 +59,12 @@ class Client:
         return str(listed[0].get("id"))
 
     def stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
+        """Post a body, and yield the chunks of the answer. Closing the generator closes the connection."""
         with self._send(path, self.stream_request(path, body)) as response:
             yield from self._chunks(response)
 
     def stream_request(self, path: str, body: dict[str, object]) -> bytes:
-        """Return the bytes that stream() sends, for a caller with a connection of its own."""
+        """Return the bytes that stream() sends, for a caller with its own connection."""
         return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
     def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
@@ -74,7 +74,7 @@ class Client:
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """The settings of TLS, or None without https."""
+        """The settings of TLS. None: the URL is not https."""
         return ssl.create_default_context() if self._is_secure else None
 
     def _new_connection(self) -> HTTPConnection:
@@ -108,7 +108,7 @@ class Client:
 
     @contextmanager
     def _response(self, path: str, received: Any, request: bytes = b"") -> Iterator[HTTPResponse]:
-        """Yield the response if its status is 200. A request is sent before."""
+        """Yield the response if its status is 200, after sending the request if there is any."""
         try:
             if request:
                 received.sendall(request)
@@ -157,7 +157,7 @@ def _is_chunk(value: dict[str, object]) -> bool:
     return (
         isinstance(value.get("usage") or {}, dict)
         and isinstance(choices, list)
-        and all(isinstance(one, dict) and isinstance(one.get("delta") or {}, dict) for one in choices)
+        and all(isinstance(choice, dict) and isinstance(choice.get("delta") or {}, dict) for choice in choices)
     )
 
 

@@ -29,9 +29,9 @@ from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_ERRORS, MAX_CHARACTERS = 10, 200  # in the message for a body that does not validate
-MAX_MESSAGE = 2000  # characters of any other message
-RETRY_AFTER = {429: "1", 503: "10"}  # seconds, which OpenAI's client follows up to 120
+MAX_ERRORS, MAX_CHARACTERS = 10, 200  # the most errors, and characters of each, in the message for an invalid body
+MAX_MESSAGE = 2000  # the most characters of any other message
+RETRY_AFTER = {429: "1", 503: "10"}  # in seconds, which OpenAI's client follows up to 120
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MESSAGES = "/v1/messages"
 _MESSAGES_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -44,7 +44,7 @@ _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
 
 
 class ErrorFields(BaseModel):
-    """What every error has. param: the field that is wrong. code: for programs."""
+    """The fields of every error. param: the field that is wrong. code: for programs."""
 
     message: str
     type: str
@@ -94,9 +94,9 @@ class RequestError(HTTPException):
 
 
 def describe_errors(schema: dict[str, Any]) -> None:
-    """Remove the errors that a path does not return from the schema of an application whose responses are ERRORS.
+    """Remove errors that a path does not return from the schema of an application whose responses are ERRORS.
 
-    FastAPI adds 422 with its own error, instead of which the server returns 400.
+    FastAPI adds 422 with its own error, but the server returns 400 instead.
     """
     for operations in schema["paths"].values():
         for method, operation in operations.items():
@@ -119,7 +119,7 @@ def error_body(
 
 
 def without_paths(message: str) -> str:
-    """Remove paths of this machine from the message of an error, of which the end is cut if it is long.
+    """Remove paths of this machine from an error message, and cut off the end of a long message.
 
     >>> without_paths("OSError: cannot read /home/me/model/config.json; see docs/models.md, 1/2")
     'OSError: cannot read <path>; see docs/models.md, 1/2'
@@ -128,7 +128,7 @@ def without_paths(message: str) -> str:
 
 
 def subject(message: str) -> str | None:
-    """Return the parameter that the message of an error begins with, if it does.
+    """Return the parameter with which an error message begins, or None.
 
     >>> subject("top_p must be in (0, 1], got 2"), subject("each id of logit_bias must be >= 0, got -1"), subject("no text")
     ('top_p', 'logit_bias', None)
@@ -143,12 +143,12 @@ def error_response(status: int, message: str, *, param: str | None = None, code:
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    content = to_json(value, inf_nan_mode="null")  # which a model may write as a tool's argument
+    content = to_json(value, inf_nan_mode="null")  # a model may write infinity as a tool's argument
     return Response(content, status, headers, media_type="application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception by an error body."""
+    """Answer every exception with an error body."""
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -187,7 +187,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _prompt_of(request: Request) -> str:
-    """Return the field that holds the prompt."""
+    """Return the name of the field that holds the prompt."""
     path = request.url.path
     if path.startswith(("/v1/responses", "/v1/embeddings")):
         return "input"
@@ -197,10 +197,10 @@ def _prompt_of(request: Request) -> str:
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Return one short message of pydantic's errors, and the first field."""
+    """Return a short message for pydantic's errors, and the first field."""
     lines = []
     for error in errors[:MAX_ERRORS]:
-        field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # <ids> is a form of a field
+        field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # tags such as <ids>
         message, value = str(error["msg"]).removeprefix("Value error, "), error.get("input", [])
         if error["type"] != "value_error" and (value is None or isinstance(value, str | int | float)):
             message += f", got {shown(value)}"

@@ -1,6 +1,6 @@
 """The sockets of a server, and the names under which clients may address it.
 
-In: --host and --port. Out: bound sockets, before a model is loaded, or one sentence about why there are none.
+In: --host and --port. Out: bound sockets, before a model is loaded, or a sentence that says why there are none.
 """
 
 import errno
@@ -11,11 +11,11 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a host. They do not listen yet, so that clients are refused until the model is loaded.
+    """Bind a socket to each address of a host. They do not listen yet, so clients are refused until the model is loaded.
 
     Raises:
-        InvalidValueError: The host is not an address of this machine.
-        NanoinferError: The port is in use, or not allowed.
+        InvalidValueError: the host is not an address of this machine.
+        NanoinferError: the port is in use, or not allowed.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -25,18 +25,18 @@ def bind(host: str, port: int) -> list[socket.socket]:
     reason: OSError | None = None
     for family, kind, protocol, _, address in dict.fromkeys(found):
         try:
-            one = socket.socket(family, kind, protocol)
-        except OSError as error:  # the family is not enabled
+            bound = socket.socket(family, kind, protocol)
+        except OSError as error:  # this kind of address is not enabled
             reason = error
             continue
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of a former server linger
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of a former server linger
         if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # 0.0.0.0 has a socket of its own
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # 0.0.0.0 has a socket of its own
         try:
-            one.bind(address)
-            sockets.append(one)
+            bound.bind(address)
+            sockets.append(bound)
         except OSError as error:
-            one.close()
+            bound.close()
             reason = error
             if error.errno != errno.EADDRNOTAVAIL:
                 while sockets:
@@ -60,14 +60,14 @@ def cannot_listen(host: str, port: int, error: OSError) -> NanoinferError:
 
 
 def host_names(host: str, further: list[str]) -> tuple[str, ...]:
-    """Return the names that requests may address: this machine's, the one that the server was given, and further ones."""
+    """Return the names that requests may address: this machine's, the given host, and further names."""
     return tuple(name.lower() for name in ("localhost", socket.gethostname(), host, *further))
 
 
 def is_allowed(host_header: str, names: tuple[str, ...]) -> bool:
-    """Whether a Host header has one of these names, or an address, which no DNS server can turn into another.
+    """Whether a Host header has one of these names, or is an address, to which no DNS server can map another name.
 
-    A page whose name is turned into 127.0.0.1 (DNS rebinding) could otherwise read the answers of a server without a key.
+    Otherwise a page whose name maps to 127.0.0.1 (DNS rebinding) could read the answers of a server without a key.
 
     >>> is_allowed("[::1]:8000", ()), is_allowed("LocalHost:8000", ("localhost",)), is_allowed("evil.example", ("localhost",))
     (True, True, False)

@@ -18,7 +18,7 @@ from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
 
-SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
+SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its signatures, and clients drop a block without one
 
 
 StopSequence = Annotated[protocol.StopString, Field(min_length=1)]
@@ -77,7 +77,7 @@ class ToolChoice(protocol.Body):
 
 class Thinking(protocol.Body):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # a target, which a model's template cannot express
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # a target, which chat templates cannot express
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -92,7 +92,7 @@ class OutputConfig(protocol.Body):
 
 
 class _Conversation(protocol.ModelBody):
-    """What becomes the prompt."""
+    """The fields that become the prompt."""
 
     model_config = ConfigDict(json_schema_extra=protocol.add_accepted_fields)
 
@@ -126,7 +126,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompleti
     fields: protocol.JsonObject = {"messages": [*system, *messages], "tools": tools}
     if not messages:
         raise RequestError(400, "messages has no content; give a text, or at least one block", param="messages")
-    if messages[-1]["role"] == "assistant":  # it is continued, as in Anthropic's API
+    if messages[-1]["role"] == "assistant":  # the answer continues it, as in Anthropic's API
         if messages[-1].get("tool_calls"):
             raise RequestError(400, "messages must not end with a tool_use block; add its tool_result", param="messages")
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -146,7 +146,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompleti
 
 
 def _chat_messages(message: Message) -> Iterator[protocol.JsonObject]:
-    """Yield a message as a chat has it, in which each result of a tool is a message of its own."""
+    """Yield the chat messages of a message. Each tool result becomes a message of its own."""
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     kinds = {"assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "user": (TextBlock, ToolResultBlock)}
     if wrong := [block for block in blocks if not isinstance(block, kinds.get(message.role, TextBlock))]:
@@ -237,18 +237,18 @@ def _json_of(block: Block) -> protocol.JsonObject:
     if block.kind == "content":
         return {"type": "text", "text": block.text}
     try:
-        arguments = from_json(block.text or "{}", allow_partial=True)  # a call may be cut. Anthropic's client reads it so too
+        arguments = from_json(block.text or "{}", allow_partial=True)  # Anthropic's client reads a call that is cut off so too
     except ValueError:
         arguments = {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _finite(arguments)}
 
 
 def _finite(value: object) -> object:
-    """Replace infinities, as which numbers such as 1e999 are read, by the largest number."""
+    """Replace infinities, which JSON numbers such as 1e999 become, by the largest number."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return math.copysign(sys.float_info.max, value) if isinstance(value, float) and math.isinf(value) else value
 
 

@@ -1,6 +1,6 @@
 """Prometheus metrics, with vLLM's names under the prefix nanoinfer: instead of vllm:.
 
-In: the engine's metrics (LLM.get_metrics), and the deltas of each step for what the engine does not count. Out: the text of
+In: the engine's metrics (LLM.get_metrics), and the deltas of each step for metrics that the engine lacks. Out: the text of
 /metrics.
 """
 
@@ -24,13 +24,13 @@ COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1,
 
 
 class Metrics(Collector):
-    """The metrics of one AsyncLLM: those of its engine, and those of the server alone."""
+    """The metrics of an AsyncLLM: those of its engine, and those of the server."""
 
     def __init__(self, async_llm: AsyncLLM, model_name: str) -> None:
         self._async_llm = async_llm
         self._registry = CollectorRegistry()
         self._last_token_times: dict[tuple[str, int], float] = {}  # by request and answer
-        self._of_engine: list[engine_metrics.Metric] = []  # when text() was called
+        self._of_engine: list[engine_metrics.Metric] = []  # as of the call of text()
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         self._registry.register(self)
 
@@ -40,7 +40,7 @@ class Metrics(Collector):
         finished = Counter(
             "nanoinfer:request_success", "Answers that have ended.", [*labels, "finished_reason"], registry=self._registry
         )
-        self._finished_by = {one: finished.labels(**labels, finished_reason=one) for one in get_args(FinishReason)}
+        self._finished_by = {reason: finished.labels(**labels, finished_reason=reason) for reason in get_args(FinishReason)}
         self._itl = histogram("inter_token_latency_seconds", "Time between two steps of an answer.", TOKEN_BUCKETS)
         self._tpot = histogram("request_time_per_output_token_seconds", "Time per token after the first.", TOKEN_BUCKETS)
         self._num_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNT_BUCKETS)
@@ -48,13 +48,13 @@ class Metrics(Collector):
         async_llm.on_deliver = self.observe
 
     def observe(self, news: list[list[Delta]]) -> None:
-        """Count the deltas that one step has added to all streams."""
+        """Count the deltas that a step has added to all streams."""
         now, last_times = time.perf_counter(), self._last_token_times
         for deltas in news:
             for delta in deltas:
                 key = delta.request_id, delta.index
                 before = last_times.get(key)
-                if before is not None and before < now:  # a step may have several deltas of one answer
+                if before is not None and before < now:  # a step may have several deltas of an answer
                     self._itl.observe(now - before)
                 last_times[key] = now
                 if delta.finish_reason is not None:

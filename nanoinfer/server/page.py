@@ -1,7 +1,7 @@
 """The web page at /, and with `nanoinfer serve --trace` the replays of recent answers.
 
-In: page.html, and a RecentRecorder, which is the LLM's tracer. Out: two HTML pages, which may only run their own scripts and
-must not call other servers.
+In: page.html, and a RecentRecorder, which is the LLM's tracer. Out: two HTML pages, which may run only their own scripts and
+may not call other servers.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from nanoinfer.server.errors import RequestError
 from nanoinfer.tracing import viewer
 from nanoinfer.tracing.recent import RecentRecorder
 
-MAX_REPLAYS = 100  # answers whose replays can be requested
+MAX_REPLAYS = 100  # the number of answers whose replays are kept
 _TEMPLATE = Path(__file__).with_name("page.html")
 _SHOWN_DEFAULTS = "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 
@@ -36,7 +36,7 @@ class Replays:
             del self._answers[next(iter(self._answers))]
 
     async def page(self, response_id: str) -> str:
-        """Return the replay of the answer with this id, such as "chatcmpl-...", if it is kept."""
+        """Return the replay of the answer with this id, such as "chatcmpl-...". Raises: RequestError, 404, without one."""
         answers = self._answers.get(response_id.replace("_", "-").partition("-")[2])
         page = None
         if answers is not None:

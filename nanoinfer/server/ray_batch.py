@@ -1,7 +1,7 @@
 """A batch job on many machines: Ray Data gives batches of requests to actors, and each actor holds an engine.
 
-In: BatchRequests. Out: their results, in the order in which batches end, which only this process, the driver, writes. Ray
-restarts an actor that dies and repeats its batches without a limit, so Attempts counts how often each batch has begun. If
+In: BatchRequests. Out: their results, in the order in which batches end, written only by this process, the driver. Ray
+restarts an actor that dies and repeats its batches without limit, so Attempts counts how often each batch was begun. If
 MAX_DEATHS actors die during a batch, its requests are answered one by one. A request during which MAX_DEATHS more die gets an
 error as its result.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
 
 MAX_DEATHS = 2
-BATCHES_PER_ACTOR = 2  # in flight, so that the engine has requests while a batch ends
-LOCAL_OBJECT_STORE_BYTES = 2**28  # for all requests, sent to it before the job starts. What does not fit is spilled to disk
+BATCHES_PER_ACTOR = 2  # batches in flight, so that the engine has requests while a batch ends
+LOCAL_OBJECT_STORE_BYTES = 2**28  # for all requests, which are stored before the job starts. The rest is spilled to disk
 
 
 @contextmanager
 def connected(address: str, *, num_cpus: int) -> Iterator[None]:
-    """Join a Ray cluster, or start one on this machine for as long as the context lasts.
+    """Join a Ray cluster, or start a cluster on this machine for as long as the context lasts.
 
     Args:
         address: "local", "auto" or host:port.
-        num_cpus: The CPUs that a local cluster offers, which Ray only counts and does not reserve on the machine.
+        num_cpus: the number of CPUs of a local cluster, which Ray only counts, without reserving them.
     """
     local = {"num_cpus": num_cpus, "object_store_memory": LOCAL_OBJECT_STORE_BYTES, "include_dashboard": False}
     try:
@@ -68,7 +68,7 @@ def answer_all_on_ray(
     resources: dict[str, float],
     write: Callable[[JsonObject], object],
 ) -> None:
-    """Answer every request on the actors of the cluster that this process is connected to, and pass each result to write.
+    """Answer every request on the actors of the connected cluster, and pass each result to write.
 
     Each actor makes an AsyncLLM by load, takes batch_size requests at a time and reserves the resources, num_cpus and num_gpus.
     An error of load or the engine in an actor is raised here as a NanoinferError, and the requests without a result are then
@@ -93,7 +93,7 @@ def answer_all_on_ray(
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
             for result in batch["result"]:
                 write(from_json(result.as_py()))
-    except RayError as error:  # only its text, with the actor's traceback, names the class of the actor's error
+    except RayError as error:  # only its text, with the actor's traceback, names the actor's error class
         own = re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
         if not own:
             raise
@@ -101,10 +101,10 @@ def answer_all_on_ray(
 
 
 class Attempts:
-    """An actor that keeps, for each unfinished batch, what must survive the death of a BatchReplica.
+    """An actor that keeps, for each unfinished batch, the state that must survive the death of a BatchReplica.
 
-    This is how often the batch has begun, and the results of requests that were answered alone. Each such result sets the count
-    to MAX_DEATHS, plus one for the attempt that is running, so the attempts beyond MAX_DEATHS are those at the next request.
+    This is the number of attempts, and the results of requests that were answered alone. Each such result sets the number
+    to MAX_DEATHS plus the running attempt, so the attempts beyond MAX_DEATHS are those at the next request.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Attempts:
 
 
 class BatchReplica:
-    """An actor that answers batches, up to BATCHES_PER_ACTOR of them at once in one event loop."""
+    """An actor that answers batches, up to BATCHES_PER_ACTOR of them at once in an event loop."""
 
     def __init__(self, load: Callable[[], "AsyncLLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
         self._app = create_app(load(), settings)
@@ -139,7 +139,7 @@ class BatchReplica:
 
     async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """Turn a column "request" of JSON into a column "result" of JSON."""
-        requests = [BatchRequest.model_validate(from_json(one.as_py())) for one in batch["request"]]
+        requests = [BatchRequest.model_validate(from_json(cell.as_py())) for cell in batch["request"]]
         key = requests[0].custom_id
         num_deaths, results = await self._attempts.get.remote(key)
         if num_deaths < MAX_DEATHS:
@@ -147,7 +147,7 @@ class BatchReplica:
                 await self._attempts.begin.remote(key)
                 await answer_all(self._app, iter(requests), seed=self._seed, num_concurrent=len(requests), write=results.append)
         else:
-            async with self._alone, self._turns, self._turns:  # all turns, so that nothing else can kill the actor meanwhile
+            async with self._alone, self._turns, self._turns:  # all turns, so that no other batch can kill the actor
                 await self._attempts.begin.remote(key)
                 for request in requests[len(results) :]:
                     results.append(await self._answer_alone(request, num_deaths - MAX_DEATHS))

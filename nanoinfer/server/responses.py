@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's Responses API.
 
 In: a body of that API, which becomes a chat request. Out: an answer as a response of items, whole or as events. With
---max-stored-responses, the latest responses are kept in memory, so that a request can continue one by its id.
+--max-stored-responses, the latest responses are kept in memory, so that a request can continue a response by its id.
 """
 
 import time
@@ -22,7 +22,7 @@ from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-MAX_STORED_BYTES = 2**28  # of all stored conversations
+MAX_STORED_BYTES = 2**28  # the limit of all stored conversations
 _RETURNED = set(
     "instructions max_output_tokens metadata parallel_tool_calls previous_response_id reasoning text tool_choice".split()
 )
@@ -108,7 +108,7 @@ class TextConfig(protocol.Body):
 
 class Reasoning(protocol.Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None  # there is none, because the reasoning itself is in the answer
+    summary: Literal["auto"] | None = None  # accepted without a summary, because the reasoning itself is in the answer
 
 
 class ResponseStreamOptions(protocol.Body):
@@ -140,7 +140,7 @@ class ResponsesRequest(protocol.SamplingRequest):
 def to_chat(
     body: ResponsesRequest, previous: Sequence[protocol.JsonObject] = ()
 ) -> tuple[protocol.ChatCompletionRequest, list[protocol.JsonObject]]:
-    """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
+    """Return the chat request for a body that continues the previous messages, and the messages to store.
 
     Raises: RequestError, 400.
     """
@@ -153,7 +153,7 @@ def to_chat(
     stored = [*messages]
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    while [message["role"] for message in messages[:2]] == ["system"] * 2:  # many templates have a place for one
+    while [message["role"] for message in messages[:2]] == ["system"] * 2:  # many templates have a place for only one
         first, second, *rest = messages
         messages = [first | {"content": f"{first['content']}\n\n{second['content']}"}, *rest]
     fields: protocol.JsonObject = {"messages": messages, "max_tokens": body.max_output_tokens}
@@ -171,11 +171,11 @@ def to_chat(
 
 
 def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> None:
-    """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
+    """Add an item to a chat, whose assistant messages have reasoning, then content, then calls."""
     if isinstance(item, CallOutputItem):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": protocol.joined(item.output)})
     elif isinstance(item, MessageItem) and item.role != "assistant":
-        role = "system" if item.role == "developer" else item.role  # which few templates know
+        role = "system" if item.role == "developer" else item.role  # few templates know it
         messages.append({"role": role, "content": protocol.joined(item.content)})
     else:
         last = messages[-1] if messages else {}
@@ -183,7 +183,7 @@ def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | Cal
         if is_new or (isinstance(item, MessageItem) and last.keys() & {"content", "tool_calls"}):
             messages.append({"role": "assistant"})
         else:
-            messages[-1] = dict(last)  # the other one belongs to a stored response, too
+            messages[-1] = dict(last)  # the original belongs to a stored response, too
         if isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             calls = messages[-1].get("tool_calls", [])
@@ -199,7 +199,7 @@ def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | Cal
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """json: as it was sent. messages: of the conversation until then, without instructions. num_bytes: of all of these."""
+    """json: the response as it was sent. messages: the conversation with it, without instructions. num_bytes: of both."""
 
     json: protocol.JsonObject
     messages: list[protocol.JsonObject]
@@ -207,20 +207,20 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses, at most max_responses and MAX_STORED_BYTES."""
+    """The latest responses, up to max_responses and MAX_STORED_BYTES."""
 
     def __init__(self, max_responses: int) -> None:
         self.max_responses = max_responses
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def keeps(self, store: bool | None) -> bool:
-        """Whether the response to a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
+        """Whether to keep the response to a request with this "store". Raises: RequestError, 400, if it cannot be kept."""
         if store and not self.max_responses:
             raise RequestError(400, "store=true needs a server with --max-stored-responses", param="store", code="unsupported")
         return self.max_responses > 0 and store is not False
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a stored response. Raises: RequestError, 404, which says that it may have been forgotten."""
+        """Return a stored response. Raises: RequestError, 404, if it was not stored or is forgotten."""
         if response_id in self._kept:
             return self._kept[response_id]
         reason = f"was not stored, or is forgotten: the server keeps the latest {self.max_responses} responses in memory"
@@ -230,13 +230,13 @@ class ResponseStore:
         raise RequestError(404, message, param=param, code="response_not_found")
 
     def add(self, messages: list[protocol.JsonObject], num_bytes: int, response: protocol.JsonObject) -> None:
-        """Keep a response after these messages, which have num_bytes, and forget the oldest ones beyond the limits."""
+        """Keep a response after these messages, which have num_bytes, and forget the oldest responses beyond the limits."""
         messages = [*messages]
         for item in _ITEMS.validate_python(response["output"]):
             _add(messages, item)
         num_bytes += len(to_json(response["output"]))
         self._kept[str(response["id"])] = StoredResponse(response, messages, num_bytes)
-        while len(self._kept) > self.max_responses or sum(one.num_bytes for one in self._kept.values()) > MAX_STORED_BYTES:
+        while len(self._kept) > self.max_responses or sum(kept.num_bytes for kept in self._kept.values()) > MAX_STORED_BYTES:
             self._kept.popitem(last=False)
 
     def delete(self, response_id: str) -> None:
@@ -279,7 +279,7 @@ class ResponsesReply(BlockReply):
 
     @cached_property
     def _given(self) -> protocol.JsonObject:
-        """The fields of the request that its response repeats."""
+        """Return the fields of the request that its response repeats."""
         given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
@@ -365,7 +365,7 @@ class ResponsesReply(BlockReply):
 
 
 def _item(answers: Answers, block: Block, *, is_open: bool = False) -> protocol.JsonObject:
-    """Return an item of the output. is_open: It has begun and not ended."""
+    """Return an item of the output. is_open: whether the item has not ended yet."""
     status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
     item: protocol.JsonObject = {"id": _item_id(answers, block), "status": status}
     if block.kind == "call":

@@ -1,7 +1,7 @@
-"""The server as a process: uvicorn, and its shutdown.
+"""Run the server as a process: uvicorn, and its shutdown.
 
 In: an AsyncLLM and the settings. After SIGTERM or Ctrl-C the server accepts no more requests. Running requests may finish until
-a time limit and end with an error after it, so that no client waits for ever. A second Ctrl-C ends the server at once.
+a time limit, after which they end with an error, so that no client waits forever. A second Ctrl-C ends the server at once.
 """
 
 import atexit
@@ -17,10 +17,10 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 
-logger = logging.getLogger("uvicorn.error")  # uvicorn's own, which also has what is not an error
+logger = logging.getLogger("uvicorn.error")  # uvicorn's, which also logs non-errors
 KEEP_ALIVE_SECONDS = 5
-SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits (Python's default is 0.005)
-FLUSH_SECONDS = 5  # for the last bytes of aborted requests, after which clients that do not read them are disconnected
+SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while others wait (Python's default is 0.005)
+FLUSH_SECONDS = 5  # the time for the last bytes of aborted requests. Then clients that do not read them are disconnected
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -45,7 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which would wait for its connections, and they for the engine, without a time limit.
+    """uvicorn's server, with time limits: it would wait for its connections, and they for the engine.
 
     Its run(sockets) serves on bound sockets until a signal, and then shuts the AsyncLLM down.
     """
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
 
 
 def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> str:
-    """Return what a server prints when it listens."""
+    """Return the text that a server prints when it listens."""
     info, name = async_llm.llm.info, settings.served_model_names[0]
     num_cached, num_bytes = info.num_blocks * info.block_size, info.num_cache_bytes
     num_seqs = async_llm.engine.scheduler.config.max_num_seqs
@@ -96,6 +96,6 @@ def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) 
 def share_the_process() -> None:
     """Reduce the time that the engine's thread and the event loop's thread wait for each other."""
     gc.collect()
-    gc.freeze()  # otherwise the collector examines all of torch now and then, for which every stream waits about 0.2 s
-    atexit.register(gc.unfreeze)  # so that at the end modules are collected. Triton's reports on stderr if it is not
+    gc.freeze()  # otherwise the collector now and then examines all of torch, while every stream waits about 0.2 s
+    atexit.register(gc.unfreeze)  # so that modules are collected at the end. Otherwise Triton reports it on stderr
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -1,8 +1,8 @@
-"""The endpoints that change what a server answers with, under vLLM's names. Two options of `serve` add them.
+"""Endpoints that change the weights or the adapters of a server, under vLLM's names. Two options of `serve` add them.
 
 For a trainer, --enable-weight-update, with a checkpoint or its tensors:
 
-    POST /pause?mode=wait|abort   no further requests are accepted (503), and those that run end
+    POST /pause?mode=wait|abort   no further requests are accepted (503), and running requests end
     POST /update_weights          {"path": folder}, which this machine can read: all weights are replaced
                                   a safetensors file as application/octet-stream: the weights in it are replaced
     POST /resume                  requests are accepted again
@@ -11,9 +11,9 @@ For a trainer, --enable-weight-update, with a checkpoint or its tensors:
 For adapters, --enable-lora-update:
 
     POST /v1/load_lora_adapter     {"lora_name": name, "lora_path": folder}: a request's model may have this name from now on
-    POST /v1/unload_lora_adapter   {"lora_name": name}: requests that use it go on, and no others get it
+    POST /v1/unload_lora_adapter   {"lora_name": name}: running requests keep it, and new requests cannot use it
 
-Whoever may call them decides what this server answers, and may make it read any folder, and download any repository of the hub.
+Their callers decide what this server answers, and may make it read any folder, or download any repository of the hub.
 Use them with --api-key.
 """
 
@@ -38,13 +38,13 @@ from nanoinfer.training import rollouts
 
 
 class UpdateRequest(Body):
-    """The body of /update_weights in JSON. path: a checkpoint of the same model, or a .safetensors file."""
+    """The body of /update_weights as JSON. path: a checkpoint of the same model, or a .safetensors file."""
 
     path: str
 
 
 _CONTENT = {"application/json": UpdateRequest.model_json_schema(), FILE: {"type": "string", "format": "binary"}}
-_TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": one} for kind, one in _CONTENT.items()}}}
+_TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": content} for kind, content in _CONTENT.items()}}}
 
 
 def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
@@ -72,7 +72,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
             await update(await _path_of(http))
             return json_response(state())
         async with one_file_at_a_time:
-            with NamedTemporaryFile(suffix=".safetensors") as file:  # which only this user can read
+            with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
                 try:
                     async for chunk in http.stream():
                         await asyncio.to_thread(file.write, chunk)
@@ -83,7 +83,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
         return json_response(state())
 
     async def update(path: str) -> None:
-        await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # 400 if it does not fit
+        await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400
 
     @app.get("/get_world_size")
     async def get_world_size() -> Response:
@@ -94,7 +94,7 @@ async def _path_of(http: StrictRequest) -> str:
     try:
         body = UpdateRequest.model_validate(await http.json())
     except ValidationError as error:
-        raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
     body.check_unknown_fields()
     return body.path
 
@@ -119,8 +119,8 @@ class UnloadAdapterRequest(Body):
 
 
 def add_adapters(app: FastAPI, async_llm: AsyncLLM, served: dict[str, LoRARequest], model_names: Sequence[str]) -> None:
-    """Add the endpoints. served: the adapters by their names, which are changed."""
-    lock, ids = asyncio.Lock(), count(1 + max((one.lora_int_id for one in served.values()), default=0))
+    """Add the endpoints. served: name -> adapter, which the endpoints change."""
+    lock, ids = asyncio.Lock(), count(1 + max((adapter.lora_int_id for adapter in served.values()), default=0))
 
     @app.post("/v1/load_lora_adapter", response_class=Response, responses=SENTENCE)
     async def load(body: LoadAdapterRequest) -> PlainTextResponse:
@@ -131,7 +131,7 @@ def add_adapters(app: FastAPI, async_llm: AsyncLLM, served: dict[str, LoRAReques
                 message = f"the name {name[:100]!r} is taken; choose another, or load an adapter again with load_inplace"
                 raise RequestError(400, message, param="lora_name")
             request = LoRARequest(name, next(ids), body.lora_path)
-            await async_llm.add_lora(request)  # 400 if it does not fit
+            await async_llm.add_lora(request)  # an error becomes status 400
             previous, served[name] = served.get(name), request
             if previous is not None:
                 await async_llm.remove_lora(previous.lora_int_id)

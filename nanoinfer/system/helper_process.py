@@ -1,7 +1,7 @@
-"""A second Python process for work that may crash or never end, because a process can be stopped and a thread cannot.
+"""A second Python process for work that may crash or never end, because a process can be stopped, unlike a thread.
 
 In: a request. Out: the reply, or None if the request takes too long or crashes. Requests and replies are lines of JSON. The
-process is started at the first request, and again after it has ended. A request during which it ended is tried once more.
+process is started at the first request, and again after it has ended. A request during which it ended is tried again.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from nanoinfer.errors import HelperProcessError, QueueFullError
 MAX_ATTEMPTS = 2
 MAX_START_SECONDS = 30.0
 
-# The signals that end a request for a reason of its own: its limit of time, or an error in a library. Windows lacks most.
+# The signals that end a request for a reason of its own: its time limit, or an error in a library. Windows lacks most.
 _LIMIT = signal.Signals.__members__.get("SIGPROF")
 _CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")}
 
@@ -28,9 +28,9 @@ class HelperProcess:
     """Runs `python -m module`, which calls serve(). Any thread may use it.
 
     Args:
-        subject: What the process works on, for messages.
-        max_wait: Seconds that a request may wait for others.
-        max_seconds: Seconds after which a process that neither replies nor ends, because it is stopped, is killed.
+        subject: what the process works on, for messages.
+        max_wait: the seconds that a request may wait for others.
+        max_seconds: the seconds after which a process that neither replies nor ends is killed.
     """
 
     def __init__(self, module: str, subject: str, *, max_wait: float, max_seconds: float) -> None:
@@ -38,14 +38,14 @@ class HelperProcess:
         self._max_wait, self._max_seconds = max_wait, max_seconds
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it, because a fork starts its own
+        self._owner = 0  # the id of the process that started it, because each fork starts its own
 
     def ask(self, request: str) -> Any:
-        """Return the reply to a request in JSON, or None if the request takes too long, or crashes as often as it is tried.
+        """Return the reply to a request in JSON, or None if the request takes too long, or crashes at every attempt.
 
         Raises:
-            QueueFullError: The requests of others took longer than max_wait.
-            HelperProcessError: The process did not start, or was killed, as often as the request was tried.
+            QueueFullError: the requests of others took longer than max_wait.
+            HelperProcessError: the process did not start, or was killed, at every attempt.
         """
         if not self._lock.acquire(timeout=self._max_wait):
             raise QueueFullError(f"too many {self._subject} wait already; try again later")
@@ -59,7 +59,7 @@ class HelperProcess:
                 self.close()
                 if (ended_by := -process.returncode) == _LIMIT:
                     return None
-        except BaseException:  # such as Ctrl-C, after which the next reply would be to this request
+        except BaseException:  # such as Ctrl-C. The next line would be the reply to this request
             self.close()
             raise
         finally:
@@ -79,13 +79,13 @@ class HelperProcess:
         self._process = None
 
     def _running(self) -> "subprocess.Popen[bytes] | None":
-        """Return the process if it can be asked. It may have been killed since the last request."""
+        """Return the process if it still runs. It may have been killed since the last request."""
         if self._process is not None and (self._owner != os.getpid() or self._process.poll() is not None):
             self.close()
         return self._process
 
     def _start(self) -> "subprocess.Popen[bytes] | None":
-        """Start the process with the modules that this one finds. Returns None if it does not become ready."""
+        """Start the process with this process's module path. Returns None if it does not become ready."""
         if not self._owner:  # the first start
             atexit.register(self.close)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -129,12 +129,12 @@ def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: floa
     """Answer requests in the second process until the pipe is closed.
 
     Args:
-        prepare: Imports what is needed, and returns the function that turns a request, in JSON, into the reply.
-        max_seconds: The limit of a request, in seconds of the processor, so that a busy machine ends none. One that takes
+        prepare: imports what is needed, and returns the function that turns a JSON request into the reply.
+        max_seconds: the limit of a request in processor seconds, so that a busy machine ends none. A request that takes
             longer ends the process.
-        max_bytes: The limit, on Linux only, of memory beyond what the process takes before its first request.
+        max_bytes: the limit, on Linux only, of memory beyond that of the process before its first request.
     """
-    replies, sys.stdout = sys.stdout.buffer, sys.stderr  # so that what a library prints is not taken for a reply
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr  # so that a library's output is not taken for a reply
     answer = prepare()
     _limit_memory(max_bytes)
     replies.write(b"ready\n")
@@ -148,13 +148,13 @@ def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: floa
 
 
 def _limit_time(max_seconds: float) -> None:
-    """End the process after these seconds. The signal has no handler, so no library can prevent it. 0 is without limit."""
+    """End the process after these seconds. The signal has no handler, so no library can prevent it. 0: no limit."""
     if _LIMIT is not None:
         signal.setitimer(signal.ITIMER_PROF, max_seconds)
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Lower the limit of address space, and keep a lower one that there is (`ulimit -v`, a cluster's)."""
+    """Lower the limit of address space, unless it is lower already (`ulimit -v`, a cluster's)."""
     if sys.platform == "linux":
         import resource
 

@@ -1,10 +1,10 @@
-"""How this nanoinfer was installed, for messages that name a command of pip."""
+"""Find out how nanoinfer was installed, for messages that name a command of pip."""
 
 import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]  # of a checkout, or site-packages
+ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
 
 
 def install_command(extra: str) -> str:

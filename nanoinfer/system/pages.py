@@ -1,6 +1,6 @@
-"""Give the memory of a tensor back to the system, and keep its address.
+"""Return the memory of a tensor to the system, but keep its address.
 
-In: a tensor on a CPU. Out: nothing. What is read from it later is what a mapped file holds, or zeros.
+In: a tensor on a CPU. Later reads return the contents of a mapped file, or zeros.
 """
 
 import ctypes
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Return the whole pages of a contiguous tensor to the system, where the system has madvise. Its values are lost.
+    """Return the whole pages of a contiguous tensor to the system, if it has madvise. The values are lost.
 
-    The pages of a privately mapped file are read from the file again. Any other memory is zeros, and takes pages when it is
+    The pages of a privately mapped file are read from the file again. Other memory becomes zeros, and takes pages when it is
     written.
     """
     try:
         madvise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED
-    except (OSError, AttributeError, TypeError):  # a system without it
+    except (OSError, AttributeError, TypeError):  # the system lacks it
         return
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE

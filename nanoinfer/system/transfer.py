@@ -17,10 +17,10 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int[Tensor, "..."]]:
-    """Return a tensor of each list, all of which are slices of one tensor that is copied in one transfer."""
+    """Return a tensor of each list, as slices of a single tensor that is copied in one transfer."""
     if device.type == "cpu":
         return list(torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64).split(list(map(len, lists))))
-    # Each starts at a multiple of 16 bytes, because Triton compiles another kernel for other pointers.
+    # Each starts at a multiple of 16 bytes, because Triton compiles a separate kernel for other pointers.
     even = [numbers + [0] * (len(numbers) % 2) for numbers in lists]
     slices = on_device(torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64), device).split(list(map(len, even)))
     return [padded[: len(numbers)] for padded, numbers in zip(slices, lists, strict=True)]

@@ -1,4 +1,4 @@
-"""Threads for the work on requests before they reach the engine, in which a small request never waits for a large one.
+"""Threads that prepare requests for the engine, such that a small request never waits for a large one.
 
 In: a function, and whether its request is large. Out: its result, in the event loop.
 """
@@ -12,13 +12,13 @@ from typing import TypeVar
 from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
-LARGE = 2**16  # bytes of a request, or characters or ids of a prompt, from which on it is large
+LARGE = 2**16  # from this many bytes of a request, or characters or ids of a prompt, on it is large
 NUM_SMALL_THREADS = 4
-RETURN_SECONDS = 1.0  # from a large request until its memory is given back to the system, together with that of others
+RETURN_SECONDS = 1.0  # from a large request until its memory, with that of others, is returned to the system
 
 
 class WorkThreads:
-    """One thread for large requests, which bounds what they take of memory and the interpreter, and others for small ones."""
+    """A thread for large requests, which limits their memory and use of the interpreter, and several for small requests."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "nanoinfer small requests")
@@ -26,7 +26,7 @@ class WorkThreads:
         self._is_return_planned = False
 
     async def run(self, function: Callable[[], T], *, is_large: bool) -> T:
-        """Call a function in a thread. Raises: what it raises."""
+        """Call a function in a thread. Raises: the function's errors."""
         loop = asyncio.get_running_loop()
         if not is_large:
             return await loop.run_in_executor(self._small, function)
@@ -39,10 +39,10 @@ class WorkThreads:
 
     def _return_memory(self) -> None:
         self._is_return_planned = False
-        with suppress(RuntimeError):  # close() was called meanwhile
+        with suppress(RuntimeError):  # close() has been called
             self._large.submit(return_freed_memory)
 
     def close(self) -> None:
-        """Refuse further work. What is running ends."""
+        """Refuse further work. Running work ends normally."""
         self._small.shutdown(wait=False)
         self._large.shutdown(wait=False)

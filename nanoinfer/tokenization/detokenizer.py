@@ -1,4 +1,4 @@
-"""Token ids -> text, released incrementally, in whole characters.
+"""Turn token ids into text, released incrementally, in whole characters.
 
 In: one token id at a time. Out: the text that no later id can change. A character of several bytes may be split over several
 tokens (an emoji is 4 bytes, often 2 to 4 tokens). It is released with its last byte.
@@ -8,13 +8,13 @@ from tokenizers.decoders import DecodeStream
 
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # U+FFFD, which bytes that are no character decode to
+REPLACEMENT = "\ufffd"  # U+FFFD, to which bytes decode that are no character
 
 
 class Detokenizer:
     """The text of one sequence's ids, decoded by the tokenizers library's DecodeStream.
 
-    The returned texts of push and finish, joined, equal tokenizer.decode of all ids without an incomplete end, for byte-level
+    The joined texts of push and finish equal tokenizer.decode of all ids, without an incomplete end, for byte-level
     tokenizers such as GPT-2's and Qwen's. Other tokenizers may change earlier text, and released text is never changed.
     """
 
@@ -26,11 +26,11 @@ class Detokenizer:
 
     @property
     def num_held_ids(self) -> int:
-        """The number of ids whose character is not complete."""
+        """The number of ids whose character is incomplete."""
         return len(self._held)
 
     def push(self, token_id: int) -> str:
-        """Add an id and return the text that it releases: "" while a character is incomplete."""
+        """Add an id and return the text that it releases, or "" while a character is incomplete."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
@@ -45,16 +45,16 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text of the held ids, when no id follows. An incomplete character is left out."""
+        """Return the text of the held ids when no id follows. An incomplete character is left out."""
         text = self._decode_complete(self._held)
         self._held.clear()
         return text
 
     def added_texts(self, token_ids: list[int]) -> list[str]:
-        """What each of these ids would be shown as if it came next, for log-probabilities.
+        """Return the text that each of these ids would add if it came next, for log-probabilities.
 
-        It is the text of the id alone, except for a piece of a character. Such an id is shown as what it adds to the held ids:
-        nothing, or the character that it completes.
+        It is the text of the id alone, except for a piece of a character, which adds to the held ids either
+        nothing or the character that it completes.
         """
         before = self._decode_complete(self._held)
         texts = []
@@ -70,5 +70,5 @@ class Detokenizer:
 
 
 def without_incomplete_end(text: str) -> str:
-    """A decoded text without the replacement characters that an incomplete character at its end decodes to."""
+    """Return a decoded text without the replacement characters of an incomplete character at its end."""
     return text.rstrip(REPLACEMENT)

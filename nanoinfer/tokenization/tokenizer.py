@@ -1,4 +1,4 @@
-"""Text -> token ids and back, with the checkpoint's tokenizer files.
+"""Turn text into token ids and back, with the checkpoint's tokenizer files.
 
 In: a checkpoint's folder. Out: a Tokenizer that wraps transformers' fast tokenizer. `load` imports transformers, so that
 importing this module is fast.
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-# Characters from which on a text is encoded as a batch of one: without Python's lock, which encode keeps to its end. Streams of
-# other requests would wait 25 ms for 100,000 characters. Batches use threads, of which tokenizers warns in a later fork.
+# A text with at least this many characters is encoded as a batch of one text: without Python's lock, which encode would hold
+# while other streams wait, 25 ms for 100,000 characters. Batches use threads, about which tokenizers warns in a later fork.
 LONG_TEXT = 2**14
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
-MAX_TOKEN_ID = 2**22  # The library makes tables of that length. The largest vocabularies have a million tokens.
+MAX_TOKEN_ID = 2**22  # The library makes tables of this length. The largest vocabularies have a million tokens.
 
 # The characters that byte-level tokenizers (GPT-2's, Qwen's) write for bytes: visible ones for themselves, others from 256 on.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE}
 _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
-# How Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
+# The form in which Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 @contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. It is a BaseException."""
+    """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. A panic is a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -45,9 +45,9 @@ def panics_raised() -> Iterator[None]:
 
 
 def _check_ids(path: Path) -> None:
-    """Refuse a vocabulary whose ids are far apart, which takes the library gigabytes, or are those of several tokens.
+    """Refuse a vocabulary whose ids are far apart, which would cost the library gigabytes, or have several tokens.
 
-    Raises: CheckpointError, and what json raises for a file that is not JSON.
+    Raises: CheckpointError, and the errors of json for a file that is not JSON.
     """
     file, keys = path / "tokenizer.json", ["model", "vocab"]
     if not file.exists():
@@ -55,7 +55,7 @@ def _check_ids(path: Path) -> None:
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(content, dict):  # a list has its positions as ids. Whatever else it is, transformers refuses it
+    if not isinstance(content, dict):  # in a list, the positions are the ids. Anything else is refused by transformers
         return
     token_of: dict[int, str] = {}
     for token, token_id in content.items():
@@ -71,7 +71,7 @@ def _check_ids(path: Path) -> None:
 
 
 def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
-    """Change a decoder that removes the first space of a text, as Llama's does, because its tokenizer writes one there."""
+    """Change a decoder that removes the first space of a text, as Llama's does, because its tokenizer inserts one there."""
     if backend.decoder is None:
         return
     state = json.loads(backend.decoder.__getstate__())
@@ -84,11 +84,11 @@ def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer.
+    """The tokenizer of a checkpoint.
 
     Attributes:
-        hf: transformers' tokenizer.
-        backend: A copy of the tokenizers library's object inside it. Truncation and padding are its state, so without a copy a
+        hf: the tokenizer of transformers.
+        backend: a copy of the tokenizers library's object inside hf. Truncation and padding are its state, so without a copy a
             user's call of `hf` with truncation=True would truncate later prompts. The copy keeps the space of a first token: an
             answer continues a prompt, so the space is a part of its text.
     """
@@ -102,7 +102,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
-        """The tokenizer in a folder, or None if there are no tokenizer files."""
+        """Return the tokenizer in a folder, or None without tokenizer files."""
         if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
         from transformers import AutoTokenizer
@@ -110,7 +110,7 @@ class Tokenizer:
         try:
             _check_ids(path)
             with panics_raised():
-                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
+                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # else a checkpoint could ask for it
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises many classes for damaged files
@@ -124,17 +124,17 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer adds, such as BOS, unless add_special_tokens is False.
+        """Return the ids of a text. add_special_tokens: with the special tokens that the tokenizer adds, such as BOS.
 
-        max_tokens: The length beyond which the ids cannot be used. Of a text with more than twice as many, they may be those of
-        the beginning only, since a token takes 400 bytes while a text is encoded. They are still more than twice as many.
+        max_tokens: the most ids that can be used. If a text has more than twice as many, the returned ids may be those of
+        its beginning, since encoding takes 400 bytes a token. They are still more than twice as many. None: no limit.
 
         Raises: InvalidPromptError if the text has a lone surrogate, which is not valid Unicode.
         """
         if max_tokens is not None:
             ids: list[int] = []
             size = max(LONG_TEXT, 2 * max_tokens)
-            for start in range(0, len(text), size) if len(text) > 4 * size else ():  # a cut adds few tokens, if any
+            for start in range(0, len(text), size) if len(text) > 4 * size else ():  # a cut adds few tokens
                 ids += self.encode(text[start : start + size], add_special_tokens=False)
                 if len(ids) > 2 * max_tokens:
                     return ids
@@ -151,10 +151,10 @@ class Tokenizer:
             ) from error
 
     def word_forms(self, word: str) -> list[tuple[int, ...]]:
-        """The ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
+        """Return the ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
 
-        These differ in their number. Byte-level tokenizers have one token for many a word with a space before it, and several
-        without. Tokenizers that write a space before every text have a form of their own after a line break.
+        Their numbers differ. Byte-level tokenizers have a single token for many words with a space before it, and several
+        without. Tokenizers that write a space before every text encode a word differently after a line break.
         """
         word = word.lstrip()
         try:
@@ -172,22 +172,22 @@ class Tokenizer:
         return list(dict.fromkeys(forms))
 
     def special_tokens_among(self, texts: Iterable[str]) -> dict[int, str]:
-        """{id: text} of those of the texts that are special tokens, which decode() leaves out."""
+        """Return {id: text} for those texts that are special tokens, which decode() leaves out."""
         special = {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
         return {special[text]: text for text in texts if text in special}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""
+        """Return the text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""
         if len(token_ids) > LONG_TEXT:  # without Python's lock, as in encode
             return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one id alone, also of a special token."""
+        """Return the text of a single id, which may be a special token."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id alone: of a part of a character, those that token_text shows as U+FFFD."""
+        """Return the bytes of a single id, also those of a part of a character, which token_text shows as U+FFFD."""
         text = self.token_text(token_id)
         token = self.backend.id_to_token(token_id) or ""
         if "\ufffd" in text:
@@ -198,7 +198,7 @@ class Tokenizer:
         return text.encode()
 
     def get_chat_template(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
-        """The Jinja template for a conversation, or "". Some checkpoints have one for tools beside the default one."""
+        """Return the Jinja template for a conversation, or "". Some checkpoints have another template for tools."""
         try:
             return str(self.hf.get_chat_template(chat_template, tools=[{}] if has_tools else None))
         except ValueError:

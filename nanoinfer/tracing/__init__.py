@@ -1,6 +1,6 @@
 """The events that the engine emits, and the Recorder that keeps them.
 
-The names are imported when they are first used, so a run without a tracer reads neither the events nor their pages. Emitters
+The names are imported when they are first used, so a run without a tracer imports neither the events nor their pages. Emitters
 therefore write `tracing.TokenAppended(...)`, and quote these names in annotations, which Python would evaluate.
 """
 

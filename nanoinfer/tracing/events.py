@@ -6,7 +6,7 @@ object. The classes are in the order of a token's journey.
 
 The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".
 A step's TokenAppended events precede its StepTimed. With async_scheduling the next step's StepScheduled may precede both. Beam
-search runs steps of its own, and emits the block events and BatchBuilt for them.
+search runs its own steps, and emits the block events and BatchBuilt for them.
 """
 
 from collections import deque
@@ -44,9 +44,9 @@ class RequestAdded:
 
 @dataclass(frozen=True)
 class SomeBlocks:
-    """Some blocks of the KV cache, and the sequence whose they are.
+    """Some blocks of the KV cache, and the sequence to which they belong.
 
-    group: the KV group of their block table, for models with windows. Among them, -1 is a block that the window has left.
+    group: the KV group of their block table, for models with windows. -1 among the blocks: a block that the window has left.
     """
 
     sequence_id: str
@@ -55,7 +55,7 @@ class SomeBlocks:
 
 
 class BlocksShared(SomeBlocks):
-    """A prefix cache hit: the keys and values of the sequence's first tokens were in these blocks already."""
+    """A prefix cache hit: these blocks already had the keys and values of the sequence's first tokens."""
 
 
 class BlocksAllocated(SomeBlocks):
@@ -123,12 +123,12 @@ class TokensDrafted:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The tensors of a step were built. A sequence with draft tokens is there once more for each, as a row of one token."""
+    """The tensors of a step were built. A sequence with drafts is there again for each draft, as a row with a single token."""
 
     sequence_ids: tuple[str, ...]
     query_start_loc: tuple[int, ...]  # sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1
     seq_lens: tuple[int, ...]  # the length of each sequence after the step
-    input_ids: tuple[int, ...]  # -1 for a token that is on the device only (async_scheduling)
+    input_ids: tuple[int, ...]  # -1 for a token that is only on the device (async_scheduling)
     positions: tuple[int, ...]
     slot_mapping: tuple[int, ...]
     logits_indices: tuple[int, ...]  # the packed tokens whose hidden rows enter the LM head
@@ -146,7 +146,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StageApplied:
-    """A stage of the sampler changed a row's logits. The row is the one from which the token at `position` is drawn.
+    """A stage of the sampler changed the logits of the row from which the token at `position` is drawn.
 
     The first stage of a row is named "model". Its candidates have the model's probabilities, both before and after. The
     candidates are the most probable tokens before a stage, those after it, and the drawn token, sorted by falling `before`.
@@ -174,14 +174,14 @@ class Interval:
 class TokenDrawn:
     """A token was drawn by inverse-CDF sampling: u is in the token's interval [low, high).
 
-    `intervals` has the widest ones and the drawn token's, by token id. The intervals of all other tokens fill the gaps.
+    `intervals` has the widest intervals and the drawn token's, by token id. The intervals of all other tokens fill the gaps.
     """
 
     sequence_id: str
     position: int
     token_id: int
     token: str
-    u: float | None  # the uniform random number. None for a greedy row, which takes the most probable token
+    u: float | None  # the uniform random number. None: a greedy row takes the most probable token
     low: float
     high: float
     intervals: tuple[Interval, ...]
@@ -196,9 +196,9 @@ class TokenAppended:
     token_id: int
     token: str
     text: str  # the text that this token released
-    held: str  # text held back, because it may be the beginning of a stop string
+    held: str  # text that is held back, because it may be the beginning of a stop string
     num_held_ids: int  # the number of newest ids that do not form a whole character yet
-    finish_reason: str | None  # set if this token was the last, as is stop_reason
+    finish_reason: str | None  # set, like stop_reason, if this token was the last
     stop_reason: int | str | None
 
 
@@ -229,7 +229,7 @@ class StepTimed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """All answers of a request have ended. finish_reasons has one entry per answer."""
+    """All answers of a request have ended. finish_reasons has an entry per answer."""
 
     request_id: str
     finish_reasons: tuple[str, ...]
@@ -245,10 +245,10 @@ Event = (
 
 @runtime_checkable
 class Tracer(Protocol):
-    """Receives the engine's events. An attribute `wants_stages` that is true requests StageApplied and TokenDrawn, too.
+    """Receives the engine's events. If it has an attribute `wants_stages` that is true, also StageApplied and TokenDrawn.
 
-    The engine emits the events of a step when the step has ended, in order. It also emits after a model was loaded, after
-    requests were aborted and after a beam search. An exception of the tracer ends the engine's call. If a stage of the sampler
+    The engine emits the events of a step when the step has ended, in order. Others follow the load of a model, an abort and a
+    beam search. An exception of the tracer ends the engine's call. If a stage of the sampler
     raises, that step emits no StageApplied.
     """
 
@@ -256,7 +256,7 @@ class Tracer(Protocol):
 
 
 class EventBuffer:
-    """Keeps events until the engine is in a state that an exception of the user's tracer may interrupt."""
+    """Keeps events until the engine is in a state in which an exception of the user's tracer does no harm."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.wants_stages = bool(getattr(tracer, "wants_stages", False))

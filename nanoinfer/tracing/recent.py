@@ -1,4 +1,4 @@
-"""A Recorder for a process that runs for long, such as a server: it keeps the newest events, and shows one request's steps."""
+"""A Recorder for a long-running process, such as a server: it keeps the newest events, and shows a request's steps."""
 
 from itertools import accumulate, takewhile
 
@@ -17,7 +17,7 @@ from nanoinfer.tracing.events import (
 )
 from nanoinfer.tracing.recorder import Recorder, rows
 
-MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one. 20 to 40 MB
+MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one sequence, 20 to 40 MB
 
 _LONG_FIELDS = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
 _STATE = (RequestAdded, SomeBlocks, BlockCopied, BlocksForked)
@@ -26,7 +26,7 @@ _STATE = (RequestAdded, SomeBlocks, BlockCopied, BlocksForked)
 class RecentRecorder(Recorder):
     """Keeps the events of the newest steps, and the prompts and blocks of the requests that were unfinished before.
 
-    An event has size 1, and 1 more for each sequence, packed token or prompt token in it. When the size of the steps exceeds
+    An event has size 1, plus 1 for each sequence, packed token or prompt token in it. When the size of the steps exceeds
     max_size, the older half is dropped.
     """
 
@@ -38,7 +38,7 @@ class RecentRecorder(Recorder):
     def emit(self, event: Event) -> None:
         super().emit(event)
         self._size += _size_of(event)
-        if self._size > self._limit:  # drop the older half
+        if self._size > self._limit:  # the older half is dropped
             sizes = accumulate(map(_size_of, reversed(self.events)))
             num_kept = sum(1 for _ in takewhile(lambda size: size <= self._max_size // 2, sizes))
             self.events = _with_state(self.events, _next_step(self.events, len(self.events) - num_kept))
@@ -46,11 +46,11 @@ class RecentRecorder(Recorder):
             self._limit = self._size + self._max_size // 2
 
     def replay(self, request_ids: list[str]) -> str | None:
-        """The page that replays some requests, from their first steps to their last. None if no step of them is kept.
+        """Return the page that replays some requests, from their first steps to their last. None: no step of them is kept.
 
-        It shows all sequences of these steps. It opens at the first step of the first request.
+        The page shows all sequences of these steps, and opens at the first step of the first request.
         """
-        events = list(self.events)  # the engine's thread adds further ones
+        events = list(self.events)  # the engine's thread may add events meanwhile
         wanted = set(request_ids)
         added = [i for i, event in enumerate(events) if isinstance(event, RequestAdded) and event.request_id in wanted]
         if not added:
@@ -72,12 +72,12 @@ def _size_of(event: Event) -> int:
 
 
 def _next_step(events: list[Event], index: int) -> int:
-    """The index of the next StepScheduled, or of the end."""
+    """Return the index of the next StepScheduled, or of the end."""
     return next((i for i in range(index, len(events)) if isinstance(events[i], StepScheduled)), len(events))
 
 
 def _end_of_step(events: list[Event], index: int) -> int:
-    """The index behind the step in which events[index] was emitted. An abort's RequestFinished is in none."""
+    """Return the index after the step that emitted events[index]. An abort's RequestFinished is in no step."""
     for i in range(index, len(events)):
         if isinstance(events[i], StepTimed | StepScheduled):
             return i + isinstance(events[i], StepTimed)
@@ -85,7 +85,7 @@ def _end_of_step(events: list[Event], index: int) -> int:
 
 
 def _with_state(events: list[Event], start: int) -> list[Event]:
-    """events[start:], behind what explains it: the engine, and the prompts and blocks of requests that are unfinished there."""
+    """Return events[start:] after what explains them: the engine, and the prompts and blocks of unfinished requests."""
     before = events[:start]
     finished = {event.request_id for event in before if isinstance(event, RequestFinished)}
 

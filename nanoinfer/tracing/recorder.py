@@ -16,7 +16,7 @@ E = TypeVar("E")
 MAX_FRAME_CHARS = 3_000_000  # of a page inside a notebook, which saves it with the cell
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
-_PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these
+_PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
 
 
 class Recorder:
@@ -32,8 +32,8 @@ class Recorder:
     def __init__(self, *, stages: bool = False) -> None:
         """
         Args:
-            stages: Also record StageApplied and TokenDrawn. The sampler then uses its plain path, which is slower and draws the
-                same tokens.
+            stages: whether to record StageApplied and TokenDrawn. The sampler then takes its plain path: slower, with
+                the same tokens.
         """
         self.wants_stages = stages
         self.events: list[Event] = []
@@ -42,7 +42,7 @@ class Recorder:
         self.events.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one class."""
+        """Return the events of a class."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def clear(self) -> None:
@@ -53,16 +53,16 @@ class Recorder:
         return f"Recorder({len(self.events)} events)"
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """One event a line, as {"event": its class, its fields ...}, in UTF-8."""
+        """Write an event per line, as {"event": its class, its fields ...}, in UTF-8."""
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(self.events))
 
     @classmethod
     def from_jsonl(cls, path: str | os.PathLike[str]) -> "Recorder":
-        """A recorder with the events that to_jsonl wrote.
+        """Return a recorder with the events that to_jsonl wrote.
 
         Raises:
-            InvalidValueError: If a line is not an event. The message names the line.
+            InvalidValueError: a line is not an event. The message names the line.
         """
         recorder = cls()
         with open(path, "rb") as file:
@@ -78,34 +78,34 @@ class Recorder:
         return recorder
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page that replays the recorded events: one file, which needs no network and opens from a disk.
+        """Write a page that replays the recorded events: a single file, which needs no network and opens from a disk.
 
-        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB of it: record tens of requests, not
+        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB: record tens of requests, not
         hundreds.
 
         Raises:
-            InvalidValueError: If no step was recorded.
+            InvalidValueError: no step was recorded.
         """
         Path(path).write_text(viewer.page(rows(self._run_to_show())), encoding="utf-8")
 
     def to_comparison(
         self, path: str | os.PathLike[str], other: "Recorder", *, names: tuple[str, str] = ("this run", "the other run")
     ) -> None:
-        """Write a page that replays this run and another one side by side, and marks the tokens that differ.
+        """Write a page that replays this run and another run side by side, and marks the tokens that differ.
 
         The pages are aligned by token or by step. Answers to equal prompts belong together.
 
         Args:
-            names: What this run and the other one are called on the page.
+            names: the names of this run and the other run on the page.
 
         Raises:
-            InvalidValueError: If one of them has no step.
+            InvalidValueError: one of the runs has no step.
         """
         page = viewer.comparison_page((rows(self._run_to_show()), rows(other._run_to_show())), names)
         Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str | None:
-        """The page of to_html in a frame, which Jupyter shows. Without a step it shows repr()."""
+        """Return the page of to_html in a frame, which Jupyter shows, or without a step repr()."""
         events = self._last_run()
         if not events:
             return None
@@ -119,7 +119,7 @@ class Recorder:
         )
 
     def _run_to_show(self) -> list[Event]:
-        """The events of _last_run, which must have a step."""
+        """Return the events of _last_run. Raises: InvalidValueError if it has no step."""
         events = self._last_run()
         if not events:
             raise InvalidValueError(
@@ -129,19 +129,19 @@ class Recorder:
         return events
 
     def _last_run(self) -> list[Event]:
-        """The events from the last EngineStarted on, or none if there is no step among them."""
+        """Return the events from the last EngineStarted on, or none if there is no step among them."""
         starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
         events = self.events[starts[-1] :] if starts else []
         return events if any(isinstance(event, StepScheduled) for event in events) else []
 
 
 def rows(events: Iterable[Event]) -> Iterable[viewer.Row]:
-    """The events as plain dicts: {"event": its class, its fields ...}."""
+    """Yield the events as plain dicts: {"event": its class, its fields ...}."""
     return ({"event": type(event).__name__} | asdict(event) for event in events)
 
 
 def _value(name: str, value: object) -> object:
-    """A field's value. Lists of JSON become tuples, in some fields of dataclasses."""
+    """Return a field's value. Lists of JSON become tuples, of dataclasses in some fields."""
     if isinstance(value, list):
         return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)
     return value

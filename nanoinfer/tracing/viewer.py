@@ -1,4 +1,4 @@
-"""Events -> one HTML page that replays a generation, or two of them side by side. It needs no network and no other file.
+"""Make an HTML page of events that replays a generation, or two side by side. It needs no network and no other file.
 
 In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: page/replay.html with its style sheet, its script and
 the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a
@@ -20,12 +20,12 @@ _SCRIPTS = ("elements.js", "recording.js", "timeline.js", "step.js", "token.js",
 
 
 def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None) -> str:
-    """The page of some events.
+    """Return the page of some events.
 
     Args:
-        rows: Dicts {"event": its class, its fields ...}.
-        at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
-        differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
+        rows: the events as dicts {"event": its class, its fields ...}.
+        at: where the page opens, such as "step=17&token=4". The fragment of an address has precedence.
+        differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
     """
     code = {"/* STYLE */": read("colours.css") + read("replay.css"), "/* SCRIPT */": "\n".join(map(read, _SCRIPTS))}
     values = {
@@ -48,21 +48,21 @@ def read(name: str) -> str:
 
 
 def as_script(value: object) -> str:
-    """A literal of JavaScript. A text in it may contain "</script>"."""
+    """Return a literal of JavaScript. Texts in it may contain "</script>"."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def frame(page: str) -> str:
-    """An HTML element that contains the whole page. Its scripts cannot reach the notebook around it."""
-    source = page.replace("&", "&amp;").replace("'", "&#39;")  # single quotes: JSON is full of double ones
+    """Return an HTML element that contains the whole page, whose scripts cannot reach the notebook around it."""
+    source = page.replace("&", "&amp;").replace("'", "&#39;")  # JSON is full of double quotes
     style = "width: 100%; height: 800px; border: 0"
     return f"<iframe sandbox='allow-scripts' style='{style}' srcdoc='{source}'></iframe>"
 
 
 def _shortened(value: object) -> object:
-    """The value with floats rounded to nine digits, and with integers beyond JavaScript's range as strings.
+    """Return the value with floats rounded to nine digits, and with integers beyond JavaScript's range as strings.
 
-    Nine digits distinguish all float32 values. More would be an eighth of the page.
+    Nine digits distinguish all float32 values. More digits would be an eighth of the page.
     """
     if isinstance(value, float):
         return float(f"{value:.9g}")
@@ -77,7 +77,7 @@ def _shortened(value: object) -> object:
 
 
 def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> str:
-    """The page of two runs. The events are dicts {"event": its class, its fields ...}."""
+    """Return the page of two runs, whose events are dicts {"event": its class, its fields ...}."""
     events = [list(run) for run in runs]
     first, second = map(_answers, events)
     differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # of each run, as page() takes them
@@ -118,7 +118,7 @@ def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int,
 
 
 def _facts(events: list[Row]) -> Row:
-    """What a run needed."""
+    """Return the figures of a run."""
     scheduled = [event for event in events if event["event"] == "StepScheduled"]
     return {
         "steps": len(scheduled),
