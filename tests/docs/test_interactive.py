@@ -38,6 +38,7 @@ def data():
     return interactive.DATA["game"]()
 
 
+@pytest.mark.slow
 def test_the_outcomes_depend_on_nothing_but_the_choices(data):
     cost = game.read_cost()
     for trace, shown in zip(game.make_traces(), data["traces"], strict=True):

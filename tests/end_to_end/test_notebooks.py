@@ -46,9 +46,10 @@ LESS = {
     "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 10"},
     "09_why_the_same_prompt_can_give_other_bits": {"for _ in range(3):": "for _ in range(1):"},
     "11_fast_top_k_and_top_p": {"repeats=2": "repeats=1", "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)"},
-    "12a_write_your_own_model": {"0.7, num=12)": "0.7, num=4)"},
+    "12a_write_your_own_model": {"0.7, num=12)": "0.7, num=4)", "for window in (10**9, 32):": "for window in (32,):"},
     "13_speculative_decoding": {"prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)"},
     "16_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
+    "19_reinforcement_learning_with_an_engine": {"SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100"},
 }
 
 

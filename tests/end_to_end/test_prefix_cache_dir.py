@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lora.request import LoRARequest
-from tests.helpers import tiny_models
+from tests.helpers import forked, tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,12 @@ SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed
 PROMPT = [i * i % 60 for i in range(1, 42)]  # ten blocks of 4, and a token
 OTHER = [i * i * i % 60 for i in range(1, 42)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks():
+    with forked.ranks():
+        yield
 
 
 @pytest.fixture(scope="module")

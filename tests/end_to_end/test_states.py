@@ -165,6 +165,7 @@ def log_probabilities(llm, prompts):
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in generate(llm, prompts, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_together_after_a_hit_and_with_drafts_the_bits_are_the_same(path, dtype):

@@ -119,7 +119,7 @@ def test_batch_invariant_gives_the_same_bits_alone_together_behind_hits_and_pree
     settings = SIZES | {"batch_invariant": True}
     rng = random.Random(5)
     shared = ids(rng, 50)
-    prompts = [shared[: rng.randrange(51)] + ids(rng, rng.randrange(1, 60)) for _ in range(12)]
+    prompts = [shared[: rng.randrange(51)] + ids(rng, rng.randrange(1, 60)) for _ in range(8)]
     params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, logprobs=2, detokenize=False)
 
     def answers(llm, prompts):
@@ -171,6 +171,7 @@ def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as
     ]
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_windows_goes_back_after_a_rejected_draft(path, expected, request, tmp_path):
     """Windows free blocks up to the verified tokens only. Drafts of the model itself are right, those of another are not."""
     for model, is_right in ((path, True), (tiny_models.save(request.node.callspec.params["path"], tmp_path, seed=1), False)):

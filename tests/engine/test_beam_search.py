@@ -69,9 +69,12 @@ def likely_ends(model, prompt):
     return sorted({best[1], best[4]})
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.8, 1.0, 2.0])
-@pytest.mark.parametrize("width", [2, 4, 7])
+# The whole grid for one family, since the search sees nothing of a model but its log-probabilities.
+GRID = [("qwen3", *values) for values in itertools.product([2, 4, 7], [0.0, 0.8, 1.0, 2.0], [False, True, "never"])]
+OTHERS = [(family, *values) for family in ("gpt2", "qwen2") for values in ((2, 0.0, True), (4, 0.8, "never"), (7, 2.0, False))]
+
+
+@pytest.mark.parametrize(("path", "width", "length_penalty", "early_stopping"), GRID + OTHERS, indirect=["path"])
 def test_beams_and_scores_are_those_of_transformers(path, oracle, width, length_penalty, early_stopping):
     """All prompts in one call here, one at a time there; with two EOS ids in reach."""
     ends = likely_ends(oracle, PROMPTS[0])

@@ -51,7 +51,7 @@ def llm_with(path, capture, **options):
 @pytest.fixture
 def path(tmp_path):
     record.sizes, record.draws = [], []
-    return tiny_models.save("qwen3", tmp_path)
+    return tiny_models.save("qwen3", tmp_path, num_hidden_layers=1)
 
 
 def tokens_of(llm, params=PARAMS):

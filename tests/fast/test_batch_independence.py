@@ -38,9 +38,9 @@ def logprobs_of(llm, prompts, max_tokens=6):
 def test_at_the_width_of_real_models_a_prompt_gets_the_same_log_probabilities_alone_and_beside_others(wide, dtype):
     llm = LLM(wide, dtype=dtype, kv_cache_memory=2**26, enable_prefix_caching=False)
     rng = random.Random(0)
-    prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.randrange(1, 131))] for _ in range(20)]
+    prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.randrange(1, 131))] for _ in range(12)]
     together = logprobs_of(llm, prompts)
-    different = [i for i in range(8) if logprobs_of(llm, [prompts[i]]) != [together[i]]]
+    different = [i for i in range(5) if logprobs_of(llm, [prompts[i]]) != [together[i]]]
     assert llm.batch_independent
     assert different == []
 

@@ -43,6 +43,7 @@ def test_requests_of_every_kind_are_preempted_forked_aborted_and_evict_and_hit_w
         assert all(counts[what] >= 25 for what in ("preempted", "hits", "evicted", "forked", "copied", "aborted")), summary
 
 
+@pytest.mark.slow
 def test_a_plan_depends_on_no_hash():
     names = ["states/3", "adapters/2", "store/1", "windows/5"]
     for seed in "1", "2":

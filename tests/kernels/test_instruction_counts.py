@@ -17,8 +17,15 @@ def comparable():
         pytest.skip(reason)
 
 
+# A driver is compiled and run for 2 s of CPU. By default, those that take most of a decode step are counted.
+COUNTED = [name for name, driver in DRIVERS.items() if driver.counted_rows]
+BY_DEFAULT = ("dense_linear", "quantized_linear", "paged_decode")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, driver in DRIVERS.items() if driver.counted_rows])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.long]) for name in COUNTED]
+)
 def test_a_kernel_takes_the_instructions_that_are_recorded(name, comparable):
     recorded = {
         key: count for key, count in recorded_counts.read("kernel_instructions")[1].items() if key.startswith(f"{name}, ")

@@ -116,6 +116,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantization", "bar"),
     [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])],

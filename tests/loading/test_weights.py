@@ -137,6 +137,7 @@ def test_weights_beyond_the_machines_memory_are_refused_before_they_are_read(qwe
         load(qwen3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eos", [96, -1, 10**30])
 def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, caplog, eos):
     """transformers writes GPT-2's 50256 into the config of a smaller GPT-2, so this is no error."""

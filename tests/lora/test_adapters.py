@@ -60,6 +60,7 @@ def merged_tokens(base, requests, prompts=PROMPTS, **settings):
     return [tokens(llms[path], [prompt])[0] for path, prompt in zip(paths, prompts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "gpt2_n_inner", "qwen3", "qwen2_moe", "qwen3_5", "gemma3_window"])
 def test_rows_of_several_adapters_have_the_tokens_of_the_merged_models(tmp_path, family, enforce_eager):
@@ -72,6 +73,7 @@ def test_rows_of_several_adapters_have_the_tokens_of_the_merged_models(tmp_path,
     tiny_models.assert_nothing_is_left(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"quantization": "int8", "enforce_eager": True}, {"quantization": "int8"}, {"dtype": "bfloat16"}]
 )
@@ -261,6 +263,7 @@ def test_several_answers_drafts_and_forms_work_with_adapters(qwen3):
         assert llm.engine.speculator.metrics.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_streams_and_chats_with_a_grammar_have_adapters(tmp_path):
     write_adapter(tmp_path / "a", linear_shapes(BUNDLED / "tiny-qwen3"), lora_alpha=16)
     request = LoRARequest("a", 1, str(tmp_path / "a"))

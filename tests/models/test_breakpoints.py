@@ -70,6 +70,7 @@ def test_a_breakpoint_stops_at_every_line_of_forward_in_every_step_and_sees_the_
     assert all(type(x) is torch.Tensor and x.isfinite().all() and x.any() for x in q)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_in_a_compiled_model_the_layers_lines_are_not_run():
     """The twin: what is compiled does not stop there."""

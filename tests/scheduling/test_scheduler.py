@@ -131,6 +131,7 @@ class InOrder(machines.Load):
         assert running + waiting == unfinished  # every running one arrived before every waiting one
 
 
+@pytest.mark.slow
 def test_random_loads_are_served_in_the_order_of_their_arrival():
     machines.check_scheduler(Scheduler, machine=InOrder)
 

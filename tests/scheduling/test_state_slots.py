@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
@@ -237,6 +238,7 @@ def test_every_state_is_where_its_sequence_reads_it():
         machines.check_block_manager(with_states(num_slots), BlocksAndStates, max_examples=40)
 
 
+@pytest.mark.slow
 def test_the_scheduler_keeps_its_rules_with_few_slots_and_with_many():
     for scheduler, num_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
         machines.check_scheduler(scheduler, with_states(num_slots), LoadWithStates, max_examples=25)

@@ -126,6 +126,7 @@ def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monke
     assert not server.post("/resume", {}).json()["is_paused"]
 
 
+@pytest.mark.slow
 def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server):
     with http_server.serving() as plain:
         assert [plain.post(path, {}).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3

@@ -78,6 +78,7 @@ def prompts_of(*lengths):
     return [[random.Random(length).randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_drafts_are_what_the_checkpoint_says_also_after_a_prefix_hit(path, eager, monkeypatch):
     llm, oracle = LLM(path, enforce_eager=eager, speculative_config=MTP, **SETTINGS), Oracle(path)
@@ -95,6 +96,7 @@ def test_the_drafts_are_what_the_checkpoint_says_also_after_a_prefix_hit(path, e
     assert compared > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, eager, tmp_path):
     shapes = {name: shape for name, shape in linear_shapes(path).items() if not name.startswith("mtp.")}

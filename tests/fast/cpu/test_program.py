@@ -52,6 +52,7 @@ print(json.dumps([num_early(5, 100), num_early(8, 100), *answers]))
 """
 
 
+@pytest.mark.slow
 def test_more_threads_than_cores_end_and_give_the_bits_of_one_thread(tmp_path):
     """5 and 8 threads. On a machine with more cores the barrier's test still makes them sleep."""
     source = tmp_path / "late.cpp"

@@ -5,7 +5,7 @@ import pytest
 from nanoinfer.lab.bench import roofline
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_roofline(monkeypatch):
     monkeypatch.setitem(roofline.READ_BYTES, "cpu", 2**24)
     monkeypatch.setitem(roofline.GEMM_SIZE, "cpu", 256)

@@ -231,6 +231,7 @@ def test_an_unwritten_workbook_fails_in_plain_words(run):
     assert run().output.splitlines()[0].startswith("t01_rotary.py")
 
 
+@pytest.mark.slow
 def test_a_solved_workbook_passes_and_writes_the_engines_text(run):
     for name in NAMES:
         assert run("solve", name, "--yes").exit_code == 0
@@ -294,6 +295,7 @@ def test_other_folders_and_names_are_refused(run, monkeypatch, tmp_path):
     assert "nanoinfer learn start FOLDER" in run().output
 
 
+@pytest.mark.slow
 def test_generating_imports_nothing_of_it():
     code = "import nanoinfer.llm, sys; print([name for name in sys.modules if name.startswith('nanoinfer.lab.learn')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

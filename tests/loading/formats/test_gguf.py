@@ -195,6 +195,7 @@ def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp
         assert ((kernel(x).float() - exact).abs() <= rounding + 2**-8 * exact.abs()).all()
 
 
+@pytest.mark.slow
 def test_a_layer_with_queries_in_four_and_values_in_eight_bits_runs_in_four(tmp_path):
     """As `llama-quantize --tensor-type attn_v=q8_0` makes files. Once, the values were read as if they had four bits."""
     errors = {}
