@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from nanoinfer.arguments import check_argument_names
 from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import (
@@ -32,7 +33,6 @@ from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
-from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor

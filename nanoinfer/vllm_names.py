@@ -6,12 +6,10 @@ docs/vllm.md lists all of them. Nothing here is imported before a script asks fo
 """
 
 import argparse
-import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.abc import Loader
@@ -19,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from nanoinfer.config import NEUTRAL
 from nanoinfer.errors import UnsupportedError
 
 # vLLM's modules that nanoinfer does not have -> the names that scripts import from them. "" is the package itself, and config
@@ -66,12 +65,12 @@ HOMES = {
     **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), "nanoinfer.pooling"),
 }
 
-_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
+_POOLING = NEUTRAL["task"][1]
 _WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
 _BETWEEN_STEPS = "; with AsyncLLM: await async_llm.between_steps(lambda: async_llm.llm.METHOD())"
 _PAUSE = "use LLM.pause() and LLM.resume(); with AsyncLLM: its pause(), and between_steps(async_llm.llm.resume)"
 _INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its model_runner.model the model"
-_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
+_PROFILE = NEUTRAL["profiler_config"][1]
 
 # The other names, which do nothing but say what to do instead.
 PLACEHOLDERS = {
@@ -79,10 +78,10 @@ PLACEHOLDERS = {
     **dict.fromkeys(("PyNcclCommunicator", "StatelessProcessGroup"), _WEIGHTS),
     "AttentionConfig": "use LLM(attention_backend=...)",
     "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
-    "KVTransferConfig": "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files",
+    "KVTransferConfig": NEUTRAL["kv_transfer_config"][1],
     "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
     "ProfilerConfig": _PROFILE,
-    "StructuredOutputsConfig": "llguidance is the one backend; leave it out",
+    "StructuredOutputsConfig": NEUTRAL["structured_outputs_config"][1],
     "Worker": _INSIDE,
     "add_dataset_parser": "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench",
     "fetch_image": "no model of nanoinfer reads images; use text prompts",
@@ -102,41 +101,6 @@ METHODS = {
     "reset_prefix_cache": f"use LLM.reset_prefix_cache(){_BETWEEN_STEPS}",
     "get_tokenizer": "use async_llm.llm.get_tokenizer()",
     "preprocess_chat": "use llm.render_chat(messages)",
-}
-
-_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
-_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
-_IDS = "prompts are text or token ids; use {'prompt_token_ids': ids}"
-
-# Arguments of NEUTRAL_VALUES with any other value. Without a sentence here, the way out is to leave the argument out.
-WAYS_OUT = {
-    "runner": _POOLING,
-    "task": _POOLING,
-    "convert": _POOLING,
-    "lora_request": "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)",
-    "pipeline_parallel_size": _RANKS,
-    "data_parallel_size": _RANKS,
-    "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
-    "enable_expert_parallel": "use tensor_parallel_size=N, which splits every expert",
-    "worker_cls": _WORKERS,
-    "worker_extension_cls": _WORKERS,
-    "load_format": "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
-    "config_format": "a checkpoint needs Hugging Face's config.json",
-    "tokenizer_mode": "a checkpoint needs Hugging Face's tokenizer.json",
-    "hf_overrides": "copy the checkpoint, and change its config.json; Qwen3-Reranker needs none",
-    "use_activation": "the checkpoint's modules.json says whether embeddings are normalised",
-    "pooler_config": "the checkpoint's modules.json and 1_Pooling/config.json say how hidden rows are pooled",
-    "override_generation_config": "use SamplingParams for each call",
-    "enable_prompt_embeds": _IDS,
-    "prompt_embeds": _IDS,
-    "kv_transfer_config": PLACEHOLDERS["KVTransferConfig"],
-    "profiler_config": _PROFILE,
-    "compilation_config": "use enforce_eager=True to run the model's file, or leave it out",
-    "num_gpu_blocks_override": "use kv_cache_memory=bytes",
-    "structured_outputs_config": PLACEHOLDERS["StructuredOutputsConfig"],
-    "backend": "llguidance is the one backend of structured outputs; leave it out",
-    "multi_modal_data": "no model of nanoinfer reads images, sound or video; use text",
-    "truncate_prompt_tokens": "pass the last tokens yourself, prompt_token_ids[-n:]",
 }
 
 
@@ -215,33 +179,3 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         dashed = [re.sub(r"^--[^=]+", lambda option: option[0].replace("_", "-"), one) for one in given]
         return super().parse_known_args(dashed, namespace)
-
-
-def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, further: Mapping[str, tuple[object, ...]]) -> None:
-    """Add an option for each field of a dataclass of arguments that a command line can give, and for vLLM's further arguments.
-
-    further: vLLM's further arguments, with their neutral values. They are in the parsed arguments only if they were given.
-    """
-    for field in fields(arguments):
-        kind = re.search(r"bool|int|float|str|Mapping", str(field.type))
-        if kind is not None:
-            default = None if field.default is MISSING else field.default
-            _add_option(parser, field.name, kind[0], default)
-    for name, (neutral, *_) in further.items():
-        _add_option(parser, name, "bool" if isinstance(neutral, bool) else "JSON", argparse.SUPPRESS)
-
-
-def _add_option(parser: argparse.ArgumentParser, name: str, kind: str, default: object) -> None:
-    option = "--" + name.replace("_", "-")
-    if kind == "bool":
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
-    else:
-        converters: dict[str, Callable[[str], object]] = {"int": int, "float": float, "str": str, "Mapping": json.loads}
-        parser.add_argument(option, type=converters.get(kind, _json_or_text), default=default)
-
-
-def _json_or_text(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

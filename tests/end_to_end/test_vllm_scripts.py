@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, rollouts
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config, pooling, rollouts, sampling_params
 from nanoinfer.config import CompilationConfig
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES
-from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, WAYS_OUT, find_spec
+from nanoinfer.prompts import NEUTRAL_IN
+from nanoinfer.sampling_params import BEAM_NEUTRAL
+from nanoinfer.structured import parameters
+from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, find_spec
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -190,10 +192,6 @@ def test_a_method_that_is_missing_says_what_to_do(kind):
         llm.generat  # noqa: B018
 
 
-def test_a_way_out_is_one_of_an_argument_that_is_accepted_with_neutral_values():
-    assert set(WAYS_OUT) <= {name for names in NEUTRAL_VALUES.values() for name in names} | {"prompt_embeds"}
-
-
 def test_another_name_of_an_argument_is_the_argument():
     assert SamplingParams(guided_decoding=None) == SamplingParams()
     given = nanoinfer.EngineArgs(kv_cache_memory_bytes=2**22)
@@ -214,13 +212,15 @@ def tables() -> dict[str, str]:
         for name in names.split()
     ]
     methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
-    neutral: dict[str, tuple[object, ...]] = {}
-    for owner in NEUTRAL_VALUES.values():
-        neutral |= owner
-    arguments = [f"`{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
+    # Each name once, with what the last of these says of it.
+    neutral = {**config.NEUTRAL}
+    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, sampling_params.NEUTRAL, parameters.NEUTRAL, BEAM_NEUTRAL):
+        neutral |= accepted
+    arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
     arguments += [
-        f"`{name}` | {', '.join(f'`{value!r}`' for value in values)} | {WAYS_OUT.get(name, '')}"
-        for name, values in neutral.items()
+        f"`{name}` | {', '.join(f'`{value!r}`' for value in accepted[0])} | {accepted[1]}"
+        for name, accepted in neutral.items()
+        if not isinstance(accepted, str)
     ]
     return {
         "names": table("import | it", imports),
