@@ -21,7 +21,8 @@ from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from nanoinfer.config import AsyncEngineArgs, EngineArgs
+from nanoinfer.arguments import arguments_of, check_argument_names
+from nanoinfer.config import NEUTRAL, AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -30,10 +31,9 @@ from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
-from nanoinfer.prompts import PromptType
+from nanoinfer.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
-from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
@@ -63,7 +63,7 @@ class AsyncLLM:
     ', there was'
     """
 
-    @arguments_of(AsyncEngineArgs, "AsyncLLM()")
+    @arguments_of(AsyncEngineArgs, "AsyncLLM()", NEUTRAL)
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._streams: dict[str, RequestStream] = {}  # of accepted requests that were not delivered to the end, by id
         self._unused_ids = map(str, count())
@@ -100,7 +100,7 @@ class AsyncLLM:
 
     # ---- requests
 
-    @check_argument_names("generate()")
+    @check_argument_names("generate()", NEUTRAL_IN["generate()"])
     async def generate(
         self,
         prompt: PromptType,

@@ -5,13 +5,25 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 """
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
+from annotated_types import Ge, Interval
+from typing_extensions import Doc
+
+from nanoinfer.arguments import (
+    Allowed,
+    Neutral,
+    OneOf,
+    WayOut,
+    add_cli_arguments,
+    declarations,
+    declared,
+    read_fields,
+)
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -22,7 +34,6 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
-from nanoinfer.vllm_compat import NEUTRAL_VALUES, named_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +57,7 @@ DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }  # vLLM's spellings, and the short ones -> torch's
-LOGPROBS_MODES = {"raw": "raw", "raw_logprobs": "raw", "processed": "processed", "processed_logprobs": "processed"}
+LOGPROBS_MODES = ("raw", "raw_logprobs", "raw_logits", "processed", "processed_logprobs", "processed_logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +74,9 @@ class CacheConfig:
     prefix_cache_size: int = 4 * 2**30
 
     def __post_init__(self) -> None:
-        check_integer("block_size", self.block_size, 1, None, ">= 1", or_none=True)
-        check_integer("kv_cache_memory", self.kv_cache_memory, 1, None, ">= 1", or_none=True)
-        if not is_one_of(self.kv_cache_dtype, ("auto", "int8")):
-            raise InvalidValueError(f"kv_cache_dtype must be 'auto' or 'int8', got {shown(self.kv_cache_dtype)}")
-        # The range is open at 0, so the lower bound is the smallest number above it.
-        check_number("gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0.0), 1.0, "in (0, 1]")
-        check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        check_integer("prefix_cache_size", self.prefix_cache_size, 1, None, ">= 1")
         if (folder := self.prefix_cache_dir) is not None and not (isinstance(folder, str) and self.enable_prefix_caching):
             raise InvalidValueError(f"prefix_cache_dir must be a folder, with enable_prefix_caching, got {shown(folder)}")
+        read_fields(self, EngineArgs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +92,12 @@ class SchedulerConfig:
     scheduler_cls: "type[Scheduler] | None" = None
 
     def __post_init__(self) -> None:
-        if not is_one_of(self.scheduling_policy, ("fcfs", "priority", "deadline")):
-            raise InvalidValueError(
-                f"scheduling_policy must be 'fcfs', 'priority' or 'deadline', got {shown(self.scheduling_policy)}; "
-                "scheduler_cls takes a class of your own"
-            )
+        read_fields(self, EngineArgs)
         if self.scheduler_cls is not None and self.scheduling_policy != "fcfs":
             raise InvalidValueError(
                 f"scheduling_policy={self.scheduling_policy!r} and scheduler_cls={shown(self.scheduler_cls)} were given; "
                 "leave one out"
             )
-        check_integer("max_num_seqs", self.max_num_seqs, 1, None, ">= 1")
-        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, None, ">= 1")
-        check_integer("chunk_size", self.chunk_size, 1, None, ">= 1")
-        check_flag("batch_invariant", self.batch_invariant)
-        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
 
     @property
     def chunk_grid(self) -> int:
@@ -113,40 +108,43 @@ class SchedulerConfig:
 _METHODS = "'ngram', 'draft_model' or 'mtp'"
 
 
+@declared({})
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.
 
-    Args:
-        method: "ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model.
-            "mtp" asks the layer for multi-token prediction that Qwen3.5's checkpoints have.
-        num_speculative_tokens: The most tokens that are guessed per sequence and step, 1 .. 64.
-        adaptive: Guess only as many as pay, by the time that steps take and by the share of guesses that were right.
-        prompt_lookup_min: The fewest newest tokens that must have occurred before ("ngram").
-        prompt_lookup_max: The most newest tokens that are looked up ("ngram").
-        model: A folder, a hub name or a bundled model with the same vocabulary ("draft_model").
+    Args: as declared below.
     """
 
-    method: str
-    num_speculative_tokens: int = 8
-    adaptive: bool = True
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    model: str | None = None
+    # fmt: off
+    method: Annotated[str, Doc(
+        '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller '
+        "model. \"mtp\" asks the layer for multi-token prediction that Qwen3.5's checkpoints have."
+    )]
+    num_speculative_tokens: Annotated[int, Interval(ge=1, le=64), Doc(
+        "The most tokens that are guessed per sequence and step."
+    )] = 8
+    adaptive: Annotated[bool, Doc(
+        "Guess only as many as pay, by the time that steps take and by the share of guesses that were right."
+    )] = True
+    prompt_lookup_min: Annotated[int, Ge(1), Doc('The fewest newest tokens that must have occurred before ("ngram").')] = 2
+    prompt_lookup_max: Annotated[int, Doc('The most newest tokens that are looked up ("ngram").')] = 4
+    model: Annotated[str | None, Doc(
+        'A folder, a hub name or a bundled model with the same vocabulary ("draft_model").'
+    )] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
         if not is_one_of(self.method, ("ngram", "draft_model", "mtp")):
             raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64, "in 1 .. 64")
-        check_flag("adaptive", self.adaptive)
-        check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, None, ">= 1")
-        low = self.prompt_lookup_min
-        check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
         if (self.method == "draft_model") != isinstance(self.model, str):
             way_out = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
             raise InvalidValueError(
                 f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {way_out}"
             )
+        read_fields(self)
+        low = self.prompt_lookup_min
+        check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
 
     @classmethod
     def of(cls, given: object) -> "SpeculativeConfig | None":
@@ -214,6 +212,7 @@ class EngineConfig:
 
     model: str | None = None
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"  # a key of DTYPES
     quantization: str | None = None
@@ -231,40 +230,22 @@ class EngineConfig:
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None
     logits_processors: "tuple[type[LogitsProcessor], ...]" = ()
-    logprobs_mode: str = "raw"  # a key of LOGPROBS_MODES
+    logprobs_mode: str = "raw"  # one of LOGPROBS_MODES
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("model", "a string or a path"), ("tokenizer", "a string or a path"), ("revision", "a string")):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name} must be {kind}, got {shown(value)}")
-        for name in ("dtype", "device", "attention_backend"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidTypeError(f"{name} must be a string, got {shown(getattr(self, name))}")
+        check_flag("enable_lora", self.enable_lora)
+        if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
+            raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
+        read_fields(self, EngineArgs)
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
-        if not is_one_of(self.quantization, (None, "int8", "int4")):
-            raise InvalidValueError(f"quantization must be None, 'int8' or 'int4', got {shown(self.quantization)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
             raise InvalidValueError(
                 f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
             )
-        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, None, ">= 1")
-        check_flag("enable_lora", self.enable_lora)
-        if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
-            raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
-        check_integer("max_loras", self.max_loras, 1, None, ">= 1")
-        check_integer("max_lora_rank", self.max_lora_rank, 1, None, ">= 1")
-        check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
-        check_flag("enforce_eager", self.enforce_eager)
-        if self.async_scheduling is not None:
-            check_flag("async_scheduling", self.async_scheduling)
-        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1", or_none=True)
-        if not is_one_of(self.logprobs_mode, tuple(LOGPROBS_MODES)):
-            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {shown(self.logprobs_mode)}")
         if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
             raise InvalidTypeError(
                 f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {shown(self.stages)}"
@@ -286,115 +267,201 @@ class EngineConfig:
         return max(num_rows, min(MAX_ROWS_WITH_DRAFTS, num_rows * (1 + self.speculative.num_speculative_tokens)))
 
 
-@named_arguments
+_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
+_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
+_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
+_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
+
+# vLLM's further arguments of LLM: the values that change nothing, and the way out of all others. Or nanoinfer's own name.
+NEUTRAL: Neutral = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "runner": (("generate", "auto", "pooling"), _POOLING),  # every LLM generates, embeds and scores
+    "task": (("generate", "auto", None, "embed", "embedding", "score"), _POOLING),
+    "convert": (("none", "auto", "embed"), _POOLING),
+    "pooler_config": ((None,), "the checkpoint's modules.json and 1_Pooling/config.json say how hidden rows are pooled"),
+    "pipeline_parallel_size": ((1,), _RANKS),
+    "data_parallel_size": ((1,), _RANKS),
+    "data_parallel_backend": (("mp",), ""),
+    "distributed_executor_backend": (
+        (None, "uni", "mp", "external_launcher"),  # LLM finds out who starts the ranks
+        "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
+    ),
+    "enable_expert_parallel": ((False,), "use tensor_parallel_size=N, which splits every expert"),
+    "worker_cls": (("auto",), _WORKERS),
+    "worker_extension_cls": ((None, ""), _WORKERS),
+    "trust_remote_code": ((False, True), ""),  # a permission: there is no remote code to run
+    "disable_log_stats": ((True, False), ""),
+    "load_format": (
+        ("auto", "safetensors"),
+        "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
+    ),
+    "config_format": (("auto", "hf"), "a checkpoint needs Hugging Face's config.json"),
+    "generation_config": (("auto",), ""),
+    "override_generation_config": ((None, {}), "use SamplingParams for each call"),
+    "hf_overrides": ((None, {}), "copy the checkpoint, and change its config.json; Qwen3-Reranker needs none"),
+    "hf_token": ((None,), ""),
+    "download_dir": ((None,), ""),
+    "code_revision": ((None,), ""),
+    "allowed_local_media_path": (("",), ""),
+    "tokenizer_revision": ((None,), ""),
+    "tokenizer_mode": (("auto",), "a checkpoint needs Hugging Face's tokenizer.json"),
+    "disable_sliding_window": ((False,), ""),
+    "disable_custom_all_reduce": ((False, True), ""),  # there is one device
+    "disable_chunked_mm_input": ((False, True), ""),  # there are no images
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids; use {'prompt_token_ids': ids}"),
+    "enable_sleep_mode": ((False, True), ""),  # sleep() needs no preparation
+    "max_cpu_loras": ((None, 1, 2), ""),  # all that were named are kept
+    "kv_transfer_config": ((None,), "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"),
+    "profiler_config": ((None,), _PROFILE),
+    "limit_mm_per_prompt": ((None, {}), ""),
+    "mm_processor_kwargs": ((None,), ""),
+    "max_logprobs": ((-1,), ""),  # no limit
+    "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
+    "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),
+    "num_gpu_blocks_override": ((None,), "use kv_cache_memory=bytes"),
+    "cpu_offload_gb": ((0,), ""),
+    "swap_space": ((0, 4), ""),  # GiB that may be swapped out, 4 was vLLM's default
+}
+
+
+@declared(NEUTRAL)
 @dataclass(frozen=True)
 class EngineArgs:
     """The arguments of LLM.
 
-    Args:
-        model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
-            "tiny-gpt2"). None is tiny-qwen3. docs/supported.md lists the families.
-        tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
-        revision: Branch, tag or commit of a hub model.
-        dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
-            "float16"/"half", or torch's own.
-        quantization: "int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.
-        lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a dict
-            of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
-        enable_lora: Let each request have an adapter of its own, generate(lora_request=...).
-        max_loras: The most of these adapters in a step. Their matrices are beside the weights, where kernels read them.
-        max_lora_rank: Their highest rank.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
-        tensor_parallel_size: Number of processes, or GPUs, among which the model is split (docs/scaling.md).
-        block_size: Tokens per cache block. None is the attention backend's own.
-        max_num_seqs: Maximum number of running sequences. None is the default.
-        max_num_batched_tokens: Maximum number of prompt tokens per step, to which every running sequence adds its one token.
-            None is the default.
-        scheduling_policy: Which request starts first, and is preempted last: "fcfs" (first come, first
-            served), "priority" (the lowest `priority` of generate()), or "deadline" (the earliest arrival + `timeout` of
-            SamplingParams).
-        scheduler_cls: A subclass of nanoinfer.scheduling.scheduler.Scheduler, or its name "module.Class", for a policy of your
-            own. The tokens stay the same (docs/usage.md).
-        block_manager_cls: A subclass of nanoinfer.scheduling.block_manager.BlockManager, or its name, for example one that
-            evicts other blocks from the prefix cache.
-        enable_chunked_prefill: False computes each prompt in one step, which requires max_num_batched_tokens >= max_model_len.
-            None is the default.
-        chunk_size: Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if
-            that is smaller.
-        max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.
-        kv_cache_memory: Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the
-            weights, and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
-        kv_cache_dtype: "auto" is the model's dtype. "int8" keeps keys and values in 8 bits, with a scale per token and head,
-            on a CPU: twice as many tokens in the same memory as with bfloat16, and half of it to read for each new token.
-        gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
-        enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
-        prefix_cache_dir: A folder that keeps the cached prefixes for the next process (docs/usage.md).
-        prefix_cache_size: The most bytes that the files in prefix_cache_dir may take.
-        batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any
-            batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
-            `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes
-            1.1 to 1.3 times as long. Checked when the model is loaded, and refused where it cannot be kept. Without
-            batch_invariant, `LLM.batch_independent` says whether the bits are the same in any batch, prefix hits and
-            preemptions aside.
-        attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
-            "flash", "triton" or "reference".
-        enforce_eager: Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint
-            in the model's file stops. `batch_independent` is then False.
-        async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.
-        speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
-            earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and
-            {"method": "mtp"} a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. The tokens are
-            those of plain decoding (see `LLM.batch_independent`).
-        seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers. None
-            draws a seed from the operating system and logs it at level INFO.
-        stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
-        logits_processors: Classes of vLLM's V1 form, or their names "module:Class": subclasses of LogitsProcessor from
-            nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.
-        logprobs_mode: "raw" (or "raw_logprobs") returns the model's own log-probabilities, "processed" (or
-            "processed_logprobs") those after all stages.
-        tracer: Receives the engine's events, see nanoinfer.Recorder.
+    Args: as declared below.
 
-    vLLM's further arguments are accepted with the values that change nothing here, such as pipeline_parallel_size=1 (see
-    vllm_compat.NEUTRAL_VALUES).
+    vLLM's further arguments are accepted with the values that change nothing here, such as pipeline_parallel_size=1.
     """
 
-    model: str | os.PathLike[str] | None = None
+    # fmt: off
+    model: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
+        'A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3", '
+        '"tiny-gpt2"). None is tiny-qwen3. docs/supported.md lists the families.'
+    )] = None
     _: KW_ONLY
-    tokenizer: str | os.PathLike[str] | None = None
-    revision: str | None = None
-    dtype: "str | torch.dtype" = "auto"
-    quantization: str | None = None
-    lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None
-    enable_lora: bool = EngineConfig.enable_lora
-    max_loras: int = EngineConfig.max_loras
-    max_lora_rank: int = EngineConfig.max_lora_rank
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    block_size: int | None = None
-    max_num_seqs: int | None = SchedulerConfig.max_num_seqs
-    max_num_batched_tokens: int | None = SchedulerConfig.max_num_batched_tokens
-    scheduling_policy: str = SchedulerConfig.scheduling_policy
-    scheduler_cls: "str | type[Scheduler] | None" = None
-    block_manager_cls: "str | type[BlockManager] | None" = None
-    enable_chunked_prefill: bool | None = SchedulerConfig.enable_chunked_prefill
-    chunk_size: int = SchedulerConfig.chunk_size
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
-    kv_cache_dtype: str = CacheConfig.kv_cache_dtype
-    gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization
-    enable_prefix_caching: bool | None = CacheConfig.enable_prefix_caching
-    prefix_cache_dir: str | os.PathLike[str] | None = None
-    prefix_cache_size: int = CacheConfig.prefix_cache_size
-    batch_invariant: bool = SchedulerConfig.batch_invariant
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    async_scheduling: bool | None = None
-    speculative_config: Mapping[str, object] | None = None
-    seed: int | None = None
-    stages: "Sequence[Stage] | None" = None
-    logits_processors: "Sequence[str | type[LogitsProcessor]] | None" = None
-    logprobs_mode: str = "raw"
-    tracer: "Tracer | None" = None
+    tokenizer: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
+        "Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False."
+    )] = None
+    skip_tokenizer_init: Annotated[bool, Doc(
+        "Load no tokenizer. Prompts are token ids then, and requests need detokenize=False."
+    )] = EngineConfig.skip_tokenizer_init
+    revision: Annotated[str | None, Doc("Branch, tag or commit of a hub model.")] = None
+    dtype: Annotated["str | torch.dtype", Doc(
+        "\"auto\" (the checkpoint's own, or float32 on a CPU that is slow at it), \"float32\"/\"float\", \"bfloat16\", "
+        "\"float16\"/\"half\", or torch's own."
+    )] = "auto"
+    quantization: Annotated[str | None, OneOf((None, "int8", "int4")), Doc(
+        '"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.'
+    )] = None
+    lora: Annotated[str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None, Doc(
+        "LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, "
+        'or a dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.'
+    )] = None
+    enable_lora: Annotated[bool, Doc(
+        "Let each request have an adapter of its own, generate(lora_request=...)."
+    )] = EngineConfig.enable_lora
+    max_loras: Annotated[int, Ge(1), Doc(
+        "The most of these adapters in a step. Their matrices are beside the weights, where kernels read them."
+    )] = EngineConfig.max_loras
+    max_lora_rank: Annotated[int, Ge(1), Doc("The highest rank of these adapters.")] = EngineConfig.max_lora_rank
+    device: Annotated[str, Doc('"auto" (a GPU if there is one), "cpu", "cuda", or one of the GPUs, "cuda:0".')] = "auto"
+    tensor_parallel_size: Annotated[int, Ge(1), Doc(
+        "Number of processes, or GPUs, among which the model is split (docs/scaling.md)."
+    )] = 1
+    block_size: Annotated[int | None, Ge(1), Doc("Tokens per cache block. None is the attention backend's own.")] = None
+    max_num_seqs: Annotated[int | None, Ge(1), Doc(
+        "Maximum number of running sequences. None is the default."
+    )] = SchedulerConfig.max_num_seqs
+    max_num_batched_tokens: Annotated[int | None, Ge(1), Doc(
+        "Maximum number of prompt tokens per step, to which every running sequence adds its one token. None is the default."
+    )] = SchedulerConfig.max_num_batched_tokens
+    scheduling_policy: Annotated[
+        str, OneOf(("fcfs", "priority", "deadline")), WayOut("scheduler_cls takes a class of your own"), Doc(
+        'Which request starts first, and is preempted last: "fcfs" (first come, first served), "priority" (the lowest '
+        '`priority` of generate()), or "deadline" (the earliest arrival + `timeout` of SamplingParams).'
+    )] = SchedulerConfig.scheduling_policy
+    scheduler_cls: Annotated["str | type[Scheduler] | None", Doc(
+        'A subclass of nanoinfer.scheduling.scheduler.Scheduler, or its name "module.Class", for a policy of your own. The '
+        "tokens stay the same (docs/usage.md)."
+    )] = None
+    block_manager_cls: Annotated["str | type[BlockManager] | None", Doc(
+        "A subclass of nanoinfer.scheduling.block_manager.BlockManager, or its name, for example one that evicts other blocks "
+        "from the prefix cache."
+    )] = None
+    enable_chunked_prefill: Annotated[bool | None, Doc(
+        "False computes each prompt in one step, which requires max_num_batched_tokens >= max_model_len. None is the default."
+    )] = SchedulerConfig.enable_chunked_prefill
+    chunk_size: Annotated[int, Ge(1), Doc(
+        "Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if that is "
+        "smaller."
+    )] = SchedulerConfig.chunk_size
+    max_model_len: Annotated[int | None, Ge(1), Doc(
+        "Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds."
+    )] = None
+    kv_cache_memory: Annotated[int | None, Ge(1), Doc(
+        "Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights, and on a "
+        "CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use."
+    )] = None
+    kv_cache_dtype: Annotated[str, OneOf(("auto", "int8")), Doc(
+        "\"auto\" is the model's dtype, and \"int8\" keeps keys and values in 8 bits, on a CPU. A scale per token "
+        "and head is kept with them: twice as many tokens in the same memory as with bfloat16, and half of it to "
+        "read for each new token."
+    )] = CacheConfig.kv_cache_dtype
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1), Doc(
+        "Share of the GPU's memory for weights and cache. No effect on a CPU."
+    )] = CacheConfig.gpu_memory_utilization
+    enable_prefix_caching: Annotated[bool | None, Doc(
+        "Compute common prefixes of prompts once. None is the default."
+    )] = CacheConfig.enable_prefix_caching
+    prefix_cache_dir: Annotated[str | os.PathLike[str] | None, Doc(
+        "A folder that keeps the cached prefixes for the next process (docs/usage.md)."
+    )] = None
+    prefix_cache_size: Annotated[int, Ge(1), Doc(
+        "The most bytes that the files in prefix_cache_dir may take."
+    )] = CacheConfig.prefix_cache_size
+    batch_invariant: Annotated[bool, Doc(
+        "Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any batch, as prompt "
+        "or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal `prompt_logprobs` of the "
+        "same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes 1.1 to 1.3 times as long. "
+        "Checked when the model is loaded, and refused where it cannot be kept. Without batch_invariant, "
+        "`LLM.batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside."
+    )] = SchedulerConfig.batch_invariant
+    attention_backend: Annotated[str, Doc(
+        '"auto" (the best one that is installed and supports the model, which the log explains), "cpu", "flash", "triton" '
+        'or "reference".'
+    )] = "auto"
+    enforce_eager: Annotated[bool, Doc(
+        "Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint in the "
+        "model's file stops. `batch_independent` is then False."
+    )] = False
+    async_scheduling: Annotated[bool | None, Doc(
+        "Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only."
+    )] = None
+    speculative_config: Annotated[Mapping[str, object] | None, Doc(
+        'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier '
+        'text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and '
+        "{\"method\": \"mtp\"} a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. "
+        "The tokens are those of plain decoding (see `LLM.batch_independent`)."
+    )] = None
+    seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
+        "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "
+        "the operating system and logs it at level INFO."
+    )] = None
+    stages: Annotated["Sequence[Stage] | None", Doc(
+        "The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own."
+    )] = None
+    logits_processors: Annotated["Sequence[str | type[LogitsProcessor]] | None", Doc(
+        "Classes of vLLM's V1 form, or their names \"module:Class\": subclasses of LogitsProcessor from "
+        "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step."
+    )] = None
+    logprobs_mode: Annotated[str, OneOf(LOGPROBS_MODES), Allowed("'raw', 'processed', 'raw_logits' or 'processed_logits'"), Doc(
+        "\"raw\" (or \"raw_logprobs\") returns the model's own log-probabilities, \"processed\" (or "
+        '"processed_logprobs") those after all stages. "raw_logits" and "processed_logits" return logits '
+        "instead."
+    )] = "raw"
+    tracer: Annotated["Tracer | None", Doc("Receives the engine's events, see nanoinfer.Recorder.")] = None
+    # fmt: on
 
     def to_config(self) -> EngineConfig:
         """Check the arguments, and split them by owner.
@@ -428,35 +495,36 @@ class EngineArgs:
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add an option for each argument to the parser of a script, and return the parser, as vLLM does."""
-        from nanoinfer.vllm_names import add_cli_arguments
-
-        add_cli_arguments(parser, cls, NEUTRAL_VALUES["LLM()"])
+        add_cli_arguments(parser, cls, NEUTRAL)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Return the arguments among those that a parser with add_cli_args has read. Others of the script are left out."""
-        names = {field.name for field in fields(cls)} | NEUTRAL_VALUES["LLM()"].keys()
+        names = {field.name for field in fields(cls)} | NEUTRAL.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
-@named_arguments
+@declared(NEUTRAL)
 @dataclass(frozen=True, kw_only=True)
 class AsyncEngineArgs(EngineArgs):
     """The arguments of AsyncLLM: those of LLM, and two of its own.
 
-    Args:
-        max_num_queued_requests: How many requests may wait while max_num_seqs run. One with n answers counts n times. None is
-            no limit.
-        streaming: False delivers answers when they end, and nothing before, which costs less for those who read no stream.
+    Args: as declared below.
     """
 
-    max_num_queued_requests: int | None = None
-    streaming: bool = True
+    # fmt: off
+    max_num_queued_requests: Annotated[int | None, Ge(0), Doc(
+        "How many requests may wait while max_num_seqs run. One with n answers counts n times. None is no limit."
+    )] = None
+    streaming: Annotated[bool, Doc(
+        "False delivers answers when they end, and nothing before, which costs less for those who read no stream."
+    )] = True
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_integer("max_num_queued_requests", self.max_num_queued_requests, 0, None, ">= 0", or_none=True)
-        check_flag("streaming", self.streaming)
+        for name in ("max_num_queued_requests", "streaming"):  # to_config() reads the others
+            declarations(AsyncEngineArgs)[name].read(getattr(self, name))
 
 
 if not TYPE_CHECKING:

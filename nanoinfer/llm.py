@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoinfer.config import EngineArgs
+from nanoinfer.arguments import arguments_of, check_argument_names
+from nanoinfer.config import NEUTRAL, EngineArgs
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -23,9 +24,8 @@ from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
-from nanoinfer.prompts import PromptType, TokensPrompt
+from nanoinfer.prompts import NEUTRAL_IN, PromptType, TokensPrompt
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ class LLM:
     inside a stream() loop works. close(), or the end of a `with LLM(...) as llm:` block, frees the memory.
     """
 
-    @arguments_of(EngineArgs, "LLM()")
+    @arguments_of(EngineArgs, "LLM()", NEUTRAL)
     def __init__(self, args: EngineArgs) -> None:
         """Load a model.
 
@@ -123,7 +123,7 @@ class LLM:
             f"attention_backend={info.attention_backend!r}, max_model_len={info.max_model_len}, seed={self.engine.seed})"
         )
 
-    @check_argument_names("generate()")
+    @check_argument_names("generate()", NEUTRAL_IN["generate()"])
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -173,7 +173,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._stream(self.engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request))
 
-    @check_argument_names("chat()")
+    @check_argument_names("chat()", NEUTRAL_IN["chat()"])
     def chat(
         self,
         messages: "Sequence[Message] | Sequence[Sequence[Message]]",
@@ -246,7 +246,7 @@ class LLM:
             tools=tools,
         )
 
-    @check_argument_names("beam_search()")
+    @check_argument_names("beam_search()", NEUTRAL_IN["beam_search()"])
     def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
@@ -275,7 +275,7 @@ class LLM:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
-    @check_argument_names("reset_prefix_cache()")
+    @check_argument_names("reset_prefix_cache()", NEUTRAL_IN["reset_prefix_cache()"])
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
 
@@ -315,7 +315,7 @@ class LLM:
 
     # ---- embeddings and scores
 
-    @check_argument_names("embed()")
+    @check_argument_names("embed()", NEUTRAL_IN["embed()"])
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -342,7 +342,7 @@ class LLM:
         params = pooling_params or pooling.PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         return pooling.embed(self, prompts, params, use_tqdm)
 
-    @check_argument_names("score()")
+    @check_argument_names("score()", NEUTRAL_IN["score()"])
     def score(
         self,
         queries: str | Sequence[str],

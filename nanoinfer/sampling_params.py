@@ -1,23 +1,26 @@
 """What one request may specify: values checked when they are made or assigned, before any work is done.
 
-In: keyword arguments with vLLM's names. Out: a SamplingParams or BeamSearchParams that every later stage can trust, so that no
-later stage checks it again. Both know nothing of any model: what needs the vocabulary (lists of token ids) is checked where a
-request enters the engine. The engine keeps a copy, so an assignment never changes a request that has been submitted.
+In: keyword arguments with vLLM's names, each declared by a field: type, range, meaning (arguments.py). Out: a SamplingParams or
+BeamSearchParams that every later stage can trust, so that no later stage checks it again. Both know nothing of any model: what
+needs the vocabulary (lists of token ids) is checked where a request enters the engine. The engine keeps a copy, so an
+assignment never changes a request that has been submitted.
 """
 
 import copy
 import inspect
-import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
+from annotated_types import Ge, Interval
+from typing_extensions import Doc
+
+from nanoinfer.arguments import Allowed, Neutral, Option, WayOut, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    check_flag,
     check_integer,
     check_number,
     is_one_of,
@@ -25,7 +28,6 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.structured.parameters import StructuredOutputsParams as StructuredOutputsParams
-from nanoinfer.vllm_compat import named_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +69,26 @@ class _CheckedParams:
         return copy.copy(self)
 
 
-@named_arguments
+# vLLM's further parameters: the values that change nothing, and the way out of all others. Or nanoinfer's own name.
+NEUTRAL: Neutral = {
+    "guided_decoding": "structured_outputs",
+    "spaces_between_special_tokens": ((True,), ""),
+    "flat_logprobs": ((False,), ""),
+    "truncate_prompt_tokens": ((None,), "pass the last tokens yourself, prompt_token_ids[-n:]"),
+    "skip_reading_prefix_cache": ((None, False), ""),
+    "thinking_token_budget": ((None,), "limit max_tokens"),
+    "repetition_detection": ((None,), "use repetition_penalty or no_repeat_ngram_size"),
+    "logprob_token_ids": ((None,), "use logprobs=-1, which reports all ids"),
+    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs=-1, which reports all ids"),
+    "prompt_logprob_start": ((0, None), "use prompt_logprobs, and leave out the first ones"),
+    "trace_decode_token_ids": ((None,), "use LLM.compute_logprobs() for the log-probabilities of given tokens"),
+    "stream_interval": ((None, 1), "outputs are delivered as they come; join them"),
+    "routed_experts_prompt_start": ((0, None), "nanoinfer does not return the experts of a token"),
+    "skip_clone": ((False, True), ""),  # the engine keeps its own copy
+}
+
+
+@declared(NEUTRAL)
 @dataclass(kw_only=True)
 class SamplingParams(_CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
@@ -79,50 +100,7 @@ class SamplingParams(_CheckedParams):
     A parameter may be assigned later, `params.max_tokens = 20`, and is checked then. Requests that were submitted before keep
     the old value. vLLM's further parameters, such as flat_logprobs, are accepted with the value that changes nothing.
 
-    Args:
-        temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.
-        top_k: Keep the k largest logits. Ties with the k-th stay. >= 1, or 0 or -1 to turn it off.
-        top_p: Keep the smallest set whose probabilities reach top_p. The token that crosses it stays. In (0, 1]. 1 is off.
-        min_p: Drop tokens less probable than min_p times the most probable one. In [0, 1]. 0 is off.
-        seed: The same seed and the same logits give the same tokens, in any batch. 0 .. 2**64 - 1. None or -1 draws one.
-        max_tokens: Maximum length of the output in tokens. >= 1. None is up to the model's length.
-        min_tokens: EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete
-            in the text after them. >= 0.
-        stop: A string or several. The text ends before the one that completes first, or after it with
-            include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens
-            leaves its text out. A special token with other text around it is found only with skip_special_tokens=False.
-        stop_token_ids: Ids that end the output as EOS does. The id stays in token_ids. Its text is dropped, except with
-            include_stop_str_in_output.
-        include_stop_str_in_output: Keep the stop string, or the text of the stop id, in the text. A stop string that completes
-            in the text of a stop id or of EOS cuts that text, and is the stop_reason.
-        ignore_eos: EOS does not stop. stop and stop_token_ids still do.
-        skip_special_tokens: Leave special tokens out of the text.
-        detokenize: False returns token ids only, without text.
-        n: Number of answers to the prompt. The i-th is drawn with seed + i. 1 .. 16384.
-        repetition_penalty: Logits of ids in prompt or output are divided by it if positive, else multiplied. > 0. 1 is off.
-        presence_penalty: Subtracted once for every id that is in the output. -2 .. 2. 0 is off.
-        frequency_penalty: Subtracted once for each time an id is in the output. -2 .. 2. 0 is off.
-        no_repeat_ngram_size: No run of this many tokens occurs twice in prompt + output. >= 1. 0 is off.
-        logit_bias: {token id: -100 .. 100}, added to the logits.
-        allowed_token_ids: Only these ids can be drawn. At least one.
-        bad_words: Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output
-            ends with the tokens before it. A string applies in every form in which the tokenizer writes it at a word boundary:
-            at the start of a text, after a space and after a line break. A list of ids applies as it is.
-        logprobs: Report the log-probabilities of the k most likely ids and of the drawn one, for each output token. k >= 0.
-            -1 is all ids. None is off.
-        prompt_logprobs: The same for the tokens of the prompt.
-        return_sampling_mask: Report for each output token which ids could be drawn: those that every stage has left, from
-            allowed_token_ids to top_p. A trainer renormalises over them. All stages then run, one after the other.
-        logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those
-            that require two arguments are called with (output_ids, logits [vocab]).
-        timeout: Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far
-            stays. Counted from its arrival in the engine. > 0. None is no limit.
-        extra_args: A dict for LLM(logits_processors=...) and stages of your own, which decide what it means.
-        structured_outputs: The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it.
-            When no token can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It
-            may still be cut by max_tokens and stop.
-        output_kind: What each output of AsyncLLM.generate and LLMEngine.step holds. "cumulative": everything so far. "delta":
-            what is new. "final_only": there is one output, the finished one, as LLM always returns.
+    Args: as declared below.
 
     Raises:
         InvalidValueError: A value out of its range, or two that contradict each other.
@@ -135,102 +113,145 @@ class SamplingParams(_CheckedParams):
     nanoinfer.errors.InvalidValueError: top_p must be in (0, 1], got 1.5; use 1.0 to turn it off
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = None  # kept as a tuple of strings
-    stop_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    n: int = 1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    logit_bias: Mapping[int, float] | None = None  # kept as a copy
-    allowed_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
-    bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_sampling_mask: bool = False
-    logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
-    timeout: float | None = None
-    extra_args: Mapping[str, object] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    output_kind: RequestOutputKind | Literal["cumulative", "delta", "final_only"] = RequestOutputKind.CUMULATIVE
+    # fmt: off
+    temperature: Annotated[float, Ge(0), WayOut("0 is greedy"), Option("-t"), Doc(
+        "Divides the logits. The largest logit is then taken, ties to the lowest id."
+    )] = 1.0
+    top_k: Annotated[int, Ge(-1), Allowed(">= 1, or 0 or -1 to turn it off"), Option(), Doc(
+        "Keep the k largest logits. Ties with the k-th stay."
+    )] = 0
+    top_p: Annotated[float, Interval(gt=0, le=1), WayOut("use 1.0 to turn it off"), Option(), Doc(
+        "Keep the smallest set whose probabilities reach top_p. The token that crosses it stays."
+    )] = 1.0
+    min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(), Doc(
+        "Drop tokens less probable than min_p times the most probable one."
+    )] = 0.0
+    seed: Annotated[
+        int | None, Interval(ge=-1, le=2**64 - 1), Option(),
+        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one", names_none=False), Doc(
+        "The same seed and the same logits give the same tokens, in any batch."
+    )] = None
+    max_tokens: Annotated[
+        int | None, Ge(1), Allowed(">= 1, or None for the model's length", names_none=False), Option("-n"), Doc(
+        "Maximum length of the output in tokens."
+    )] = 16
+    min_tokens: Annotated[int, Ge(0), Option(), Doc(
+        "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
+        "text after them."
+    )] = 0
+    stop: Annotated[str | Sequence[str] | None, Option(), Doc(
+        "A string or several, of which the first one that completes ends the text. The text ends before it, or after it with "
+        "include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens leaves "
+        "its text out. A special token with other text around it is found only with skip_special_tokens=False."
+    )] = None  # kept as a tuple of strings
+    stop_token_ids: Annotated[Sequence[int] | None, Option(), Doc(
+        "Ids that end the output as EOS does. The id stays in token_ids. Its text is dropped, except with "
+        "include_stop_str_in_output."
+    )] = None  # kept as a tuple of ids
+    include_stop_str_in_output: Annotated[bool, Option(), Doc(
+        "Keep the stop string, or the text of the stop id, in the text. A stop string that completes in the text of a stop id "
+        "or of EOS cuts that text, and is the stop_reason."
+    )] = False
+    ignore_eos: Annotated[bool, Option(), Doc("EOS does not stop. stop and stop_token_ids still do.")] = False
+    skip_special_tokens: Annotated[bool, Option(), Doc("Leave special tokens out of the text.")] = True
+    detokenize: Annotated[bool, Doc("False returns token ids only, without text.")] = True
+    n: Annotated[int, Interval(ge=1, le=MAX_ANSWERS), Doc(
+        "Number of answers to the prompt. The i-th is drawn with seed + i."
+    )] = 1
+    repetition_penalty: Annotated[float, Interval(gt=0), WayOut("use 1.0 to turn it off"), Option(), Doc(
+        "Logits of ids in prompt or output are divided by it if positive, else multiplied."
+    )] = 1.0
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(), Doc(
+        "Subtracted once for every id that is in the output."
+    )] = 0.0
+    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(), Doc(
+        "Subtracted once for each time an id is in the output."
+    )] = 0.0
+    no_repeat_ngram_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"), Option(), Doc(
+        "No run of this many tokens occurs twice in prompt + output."
+    )] = 0
+    logit_bias: Annotated[Mapping[int, float] | None, Option(), Doc(
+        "{token id: -100 .. 100}, added to the logits."
+    )] = None  # kept as a copy
+    allowed_token_ids: Annotated[Sequence[int] | None, Option(), Doc(
+        "Only these ids can be drawn. At least one."
+    )] = None  # kept as a tuple of ids
+    bad_words: Annotated[Sequence[str | Sequence[int]] | None, Option(), Doc(
+        "Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output ends with "
+        "the tokens before it. A string applies in every form in which the tokenizer writes it at a word boundary: at the "
+        "start of a text, after a space and after a line break. A list of ids applies as it is."
+    )] = None  # kept as a tuple of strings and tuples of ids
+    logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
+        "Report the log-probabilities of this many most likely ids and of the drawn one, for each output token. True is 1, and "
+        "False None."
+    )] = None
+    prompt_logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
+        "The same for the tokens of the prompt."
+    )] = None
+    return_sampling_mask: Annotated[bool, Doc(
+        "Report for each output token which ids could be drawn: those that every stage has left, from allowed_token_ids to "
+        "top_p. A trainer renormalises over them. All stages then run, one after the other."
+    )] = False
+    logits_processors: Annotated[Sequence[LogitsProcessor] | None, Doc(
+        "Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those that require "
+        "two arguments are called with (output_ids, logits [vocab])."
+    )] = None  # kept as a tuple
+    timeout: Annotated[float | None, Interval(gt=0), Allowed("> 0 seconds; leave it out for no limit"), Doc(
+        'Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far '
+        "stays. Counted from its arrival in the engine."
+    )] = None
+    extra_args: Annotated[Mapping[str, object] | None, Doc(
+        "A dict for LLM(logits_processors=...) and stages of your own, which decide what it means."
+    )] = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, Doc(
+        "The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
+        "can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It may still be cut "
+        "by max_tokens and stop."
+    )] = None
+    output_kind: Annotated[RequestOutputKind | Literal["cumulative", "delta", "final_only"], Doc(
+        'What each output of AsyncLLM.generate and LLMEngine.step holds. "cumulative": everything so far. "delta": what is '
+        'new. "final_only": there is one output, the finished one, as LLM always returns.'
+    )] = RequestOutputKind.CUMULATIVE
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
-        check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")
-        check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]; use 0 to turn it off")
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "finite and > 0; use 1.0 to turn it off")
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]; use 0 to turn it off")
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]; use 0 to turn it off")
-        check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
-        check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
-        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, None, ">= 1, or 0 to turn it off")
-        check_integer("n", self.n, 1, MAX_ANSWERS, f"in 1 .. {MAX_ANSWERS}")
         for name in ("logprobs", "prompt_logprobs"):
-            check_integer(name, getattr(self, name), -1, None, ">= 0, -1 for all, or None to turn it off", or_none=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "return_sampling_mask"):
-            check_flag(name, getattr(self, name))
-        if self.top_p == 0:  # the range is open at 0
+            if isinstance(given := getattr(self, name), bool):  # as vLLM reads them
+                object.__setattr__(self, name, 1 if given else None)
+        if is_one_of(self.top_p, (0,)) and self.top_p is not False:
             raise out_of_range("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")
-        if self.repetition_penalty == 0:
-            raise out_of_range("repetition_penalty", self.repetition_penalty, "finite and > 0; use 1.0 to turn it off")
+        read_fields(self)
         if self.n > 1 and self.temperature == 0:
             raise InvalidValueError(
                 f"n must be 1 at temperature 0, got {self.n}: all answers would be the same; raise temperature"
             )
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
-            if self.min_tokens > self.max_tokens:
-                raise InvalidValueError(
-                    f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
-                    f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
-                )
-        if self.seed is not None:
-            check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
-        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples. (An assignment
-        # with `=` would be checked again.)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in (
-            "top_k", "min_tokens", "max_tokens", "seed", "n", "no_repeat_ngram_size", "logprobs", "prompt_logprobs"
-        ):  # fmt: skip
-            object.__setattr__(self, name, None if getattr(self, name) is None else int(getattr(self, name)))
-        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise InvalidValueError("allowed_token_ids must hold at least one id, got []; leave it out to allow all")
-        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        object.__setattr__(self, "logits_processors", _logits_processors(self.logits_processors))
-        if self.stop and not self.detokenize:
-            raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
-        if not is_one_of(self.output_kind, tuple(RequestOutputKind)):
-            raise out_of_range("output_kind", self.output_kind, f"one of {', '.join(RequestOutputKind)}")
-        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
-        if self.structured_outputs is not None:
-            self._check_structured_outputs()
-        self._check_timeout_and_extra_args()
-
-    def _check_timeout_and_extra_args(self) -> None:
-        if self.timeout is not None:
-            check_number("timeout", self.timeout, math.ulp(0.0), math.inf, "> 0 seconds; leave it out for no limit")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidValueError(
+                f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
+                f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
+            )
         if not isinstance(self.extra_args, Mapping | None):
             raise InvalidTypeError(f"extra_args must be a dict, got {shown(self.extra_args)}")
-        object.__setattr__(self, "extra_args", self.extra_args or None)
+        if not is_one_of(self.output_kind, tuple(RequestOutputKind)):
+            raise out_of_range("output_kind", self.output_kind, f"one of {', '.join(RequestOutputKind)}")
+        # One spelling of each value: None and 0 for what is off, tuples. (An assignment with `=` would be checked again.)
+        for name, value in (
+            ("seed", None if self.seed == -1 else self.seed),
+            ("top_k", max(self.top_k, 0)),
+            ("stop", _stop_strings(self.stop)),
+            ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
+            ("logit_bias", _logit_bias(self.logit_bias)),
+            ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
+            ("bad_words", _bad_words(self.bad_words)),
+            ("logits_processors", _logits_processors(self.logits_processors)),
+            ("extra_args", self.extra_args or None),
+            ("output_kind", RequestOutputKind(self.output_kind)),
+        ):
+            object.__setattr__(self, name, value)
+        if self.stop and not self.detokenize:
+            raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
 
     def _check_structured_outputs(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams):
@@ -279,19 +300,15 @@ class SamplingParams(_CheckedParams):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@named_arguments
+BEAM_NEUTRAL: Neutral = {"temperature": ((0.0,), ""), "include_stop_str_in_output": ((False,), "")}
+
+
+@declared(BEAM_NEUTRAL)
 @dataclass(kw_only=True)
 class BeamSearchParams(_CheckedParams):
     """How LLM.beam_search finds the most likely answers to a prompt.
 
-    Args:
-        beam_width: Number of beams kept at each step, and of answers returned. >= 1. More than max_num_seqs run in turns.
-        max_tokens: Maximum length of an answer in tokens. >= 1.
-        length_penalty: A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS
-            counted. Above 0 it favours long answers, since the sums are negative. -10 .. 10.
-        early_stopping: When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would
-            end with a better score at its present length. "never": when none could at any length up to max_tokens.
-        ignore_eos: No answer ends before max_tokens.
+    Args: as declared below.
 
     Raises:
         InvalidValueError: A value out of its range.
@@ -300,23 +317,28 @@ class BeamSearchParams(_CheckedParams):
     The results are those of transformers' generate(num_beams=...).
     """
 
-    beam_width: int
-    max_tokens: int = 16
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    ignore_eos: bool = False
+    # fmt: off
+    beam_width: Annotated[int, Ge(1), Doc(
+        "Number of beams kept at each step, and of answers returned. More than max_num_seqs run in turns."
+    )]
+    max_tokens: Annotated[int, Ge(1), Doc("Maximum length of an answer in tokens.")] = 16
+    length_penalty: Annotated[float, Interval(ge=-10, le=10), WayOut("0 compares plain sums"), Doc(
+        "A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS counted. Above 0 it "
+        "favours long answers, since the sums are negative."
+    )] = 1.0
+    early_stopping: Annotated[bool | Literal["never"], Doc(
+        "When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would end with "
+        'a better score at its present length. "never": when none could at any length up to max_tokens.'
+    )] = False
+    ignore_eos: Annotated[bool, Doc("No answer ends before max_tokens.")] = False
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_integer("beam_width", self.beam_width, 1, None, ">= 1")
-        check_integer("max_tokens", self.max_tokens, 1, None, ">= 1")
-        check_number("length_penalty", self.length_penalty, -10.0, 10.0, "in [-10, 10]; 0 compares plain sums")
-        check_flag("ignore_eos", self.ignore_eos)
+        read_fields(self)
         if not isinstance(self.early_stopping, bool | str):
             raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}")
         if self.early_stopping not in (True, False, "never"):
             raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
-        for name, plain in (("beam_width", int), ("max_tokens", int), ("length_penalty", float)):
-            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -335,6 +357,13 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     for token_id in ids:
         check_integer(f"each of {name}", token_id, 0, None, ">= 0")
     return tuple(int(token_id) for token_id in ids)
+
+
+def _allowed_token_ids(ids: object) -> tuple[int, ...] | None:
+    checked = None if ids is None else _token_ids("allowed_token_ids", ids)
+    if checked == ():
+        raise InvalidValueError("allowed_token_ids must hold at least one id, got []; leave it out to allow all")
+    return checked
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:

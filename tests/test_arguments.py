@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from nanoinfer import LLM, NanoinferError
-from nanoinfer.vllm_compat import NEUTRAL_VALUES
+from nanoinfer.config import NEUTRAL
 
-NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != "self"] + list(NEUTRAL_VALUES)
+NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != "self"]
+NAMES += [name for name, accepted in NEUTRAL.items() if not isinstance(accepted, str)]
 VALUES = {
     "an integer of 5,000 digits": 10**5000,
     "a negative one": -(10**5000),

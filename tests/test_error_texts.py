@@ -113,9 +113,10 @@ def calls() -> Iterator[tuple[str, str]]:
         ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams),
         ("StructuredOutputsParams", StructuredOutputsParams), ("EngineArgs", nanoinfer.EngineArgs),
     ):  # fmt: skip
-        given = {"BeamSearchParams": "beam_width=4, ", "StructuredOutputsParams": "regex='a', "}.get(name, "")
         for field in kind.__dataclass_fields__:
-            if field not in ("model", "tracer") and f"{field}=" not in given:
+            given = "beam_width=4, " if name == "BeamSearchParams" and field != "beam_width" else ""
+            given = "regex='a', " if field == "disable_any_whitespace" else given
+            if field not in ("model", "tracer"):
                 yield from (("Python", f"{name}({given}{field}={value})") for value in VALUES)
     for name, contradictions in CONTRADICTIONS.items():
         yield from (("Python", f"{name}({arguments})") for arguments in contradictions)

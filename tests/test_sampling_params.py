@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import re
 from dataclasses import fields, replace
 from typing import get_type_hints
 
@@ -12,7 +13,7 @@ import pytest
 
 from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.sampling_params import BeamSearchParams, RequestOutputKind
+from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RequestOutputKind
 
 NAN, INF = math.nan, math.inf
 
@@ -60,7 +61,8 @@ WRONG_TYPE = [
     *each("extra_args", ([1], "x", 5, True, NAN), "a dict"),
     *each("timeout", ("5", True, [1.0]), "a number"),
     *[row for name in INTEGERS for row in each(name, (1.0, 2.5, "3", None, True, False, [1], NAN, INF), "an integer")],
-    *[row for name in INTEGERS_OR_NONE for row in each(name, (1.0, "3", True, False, [1], NAN, INF), "an integer")],
+    *[row for name in INTEGERS_OR_NONE for row in each(name, (1.0, "3", [1], NAN, INF), "an integer")],
+    *[row for name in ("seed", "max_tokens") for row in each(name, (True, False), "an integer")],
     *[row for name in FLAGS for row in each(name, (1, 0, "yes", None, [True], NAN), "True or False")],
     *each("stop", (5, b"end", [1], {"a"}, ["a", None], True, NAN), "a string or a list of strings"),
     *[row for name in ID_LISTS for row in each(name, (5, "ab", b"ab", {1, 2}, True, NAN, INF), "a list of token ids")],
@@ -269,6 +271,8 @@ def test_a_clone_is_equal_and_independent():
         {"flat_logprobs": False, "structured_outputs": None, "guided_decoding": None, "output_kind": "cumulative"},
         {"spaces_between_special_tokens": True, "extra_args": None, "truncate_prompt_tokens": None},
         {"extra_args": {}, "skip_reading_prefix_cache": False},
+        *({name: value} for name, accepted in NEUTRAL.items() if not isinstance(accepted, str) for value in accepted[0]),
+        {"logprobs": False, "prompt_logprobs": False},
     ],
 )
 def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given):
@@ -282,12 +286,31 @@ def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given
         ("flat_logprobs", True, False),
         ("spaces_between_special_tokens", False, True),
         ("skip_reading_prefix_cache", numpy.array([1, 2]), None),
+        ("skip_clone", 2, False),
     ],
 )
 def test_any_other_value_of_these_is_refused_by_name(name, value, acts_as):
     with pytest.raises(UnsupportedError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value) == f"{name}={value!r} is not supported; leave it out (it acts as {acts_as!r})"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("thinking_token_budget", 5), ("repetition_detection", {"max_pattern_size": 3}), ("logprob_token_ids", [1]),
+        ("prompt_logprob_token_ids", [1]), ("prompt_logprob_start", 3), ("trace_decode_token_ids", [1]), ("stream_interval", 2),
+        ("routed_experts_prompt_start", 3),
+    ],
+)  # fmt: skip
+def test_any_other_value_of_vllms_newer_parameters_is_refused_with_a_way_out(name, value):
+    with pytest.raises(UnsupportedError, match=re.escape(f"{name}={value!r} is not supported; {NEUTRAL[name][1]}")):
+        SamplingParams(**{name: value})
+
+
+def test_true_log_probabilities_are_those_of_one_token_as_in_vllm():
+    assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(logprobs=1, prompt_logprobs=1)
+    assert type(SamplingParams(logprobs=True).logprobs) is int
 
 
 # ---- logits processors

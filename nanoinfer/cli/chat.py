@@ -47,12 +47,6 @@ def chat(
     engine: options.EngineOptions,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     sampling: options.SamplingOptions,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", "-n", help="Maximum number of tokens. Default: 1024, or the server's.", rich_help_panel="Sampling"
-        ),
-    ] = None,
     template: options.ChatTemplateOptions,
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
@@ -69,13 +63,13 @@ def chat(
 
         llm = options.load_llm(engine)
         model = LocalModel(llm, engine.model or DEFAULT_MODEL, options.resolve_chat_template_kwargs(llm, template))
-        limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        params = options.resolve_sampling_params(llm, sampling, max_tokens=limit)
+        if sampling["max_tokens"] is None:
+            sampling["max_tokens"] = DEFAULT_MAX_TOKENS
+        params = options.resolve_sampling_params(llm, sampling)
     else:
         _refuse_options_of_an_engine(engine)
         client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
-        given = asdict(sampling) | {"max_tokens": max_tokens}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in sampling.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | given)
         template_kwargs = options.resolve_chat_template_kwargs(None, template)
         model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)

@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from nanoinfer.arguments import Option, declarations
 from nanoinfer.cli.chat_model import ChatModel
 from nanoinfer.cli.generate import print_stream
 from nanoinfer.errors import InvalidValueError, NanoinferError, suggest
@@ -23,11 +24,7 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 # The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
-PARAMETERS = (
-    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size seed "
-    "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens "
-    "logit_bias allowed_token_ids bad_words"
-).split()
+PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
 NEUTRAL = SamplingParams(max_tokens=None)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
 

@@ -4,9 +4,9 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthOptions:
-    """When an answer ends, and the number of answers."""
-
-    heading: ClassVar[str] = "Sampling"
-    max_tokens: options.MaxTokens = 256
-    min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0
-    stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False
-    n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1
-
-
 @options.expand_options
 def generate(
     *,
@@ -45,10 +33,9 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: options.EngineOptions,
     sampling: options.SamplingOptions,
-    length: LengthOptions,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
-    ] = None,
+    max_tokens: options.MaxTokens = 256,
+    n: Annotated[int, SamplingParams] = 1,
+    logprobs: Annotated[int | None, SamplingParams] = None,
     json_schema: Annotated[
         Path | None,
         typer.Option(
@@ -65,14 +52,15 @@ def generate(
     params = options.resolve_sampling_params(
         llm,
         sampling,
-        **asdict(length),
+        max_tokens=max_tokens,
+        n=n,
         logprobs=logprobs,
         structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
     request: PromptType = llm.render_chat([{"role": "user", "content": text}]) if chat else text
     if echo and not as_json:
         print(text, end="", flush=True)
-    if length.n == 1 and not as_json:
+    if n == 1 and not as_json:
         _, output = print_stream(llm, request, params)
         if output is None:
             raise typer.Exit(130)  # the code that a shell gives

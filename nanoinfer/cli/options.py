@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
@@ -26,7 +26,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import OptionInfo
 
-from nanoinfer.cli.commands import complete_from, complete_models
+from nanoinfer.arguments import Option, declarations
+from nanoinfer.cli.commands import complete_from, complete_models, in_words_of
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.system.installation import install_command
@@ -73,41 +75,19 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", autocompletion=complete_from(*DTYPES))]
-DEVICES = ("auto", "cpu", "cuda", "cuda:0")
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", autocompletion=complete_from(*DEVICES))]
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.", rich_help_panel="Sampling")
-]
+# Options whose help is that of the class after the type, which declares an argument of the option's name.
+Dtype = Annotated[str, EngineArgs]
+Device = Annotated[str, EngineArgs]
+MaxTokens = Annotated[int, SamplingParams]
+Quantization = Annotated[str | None, EngineArgs]
+SchedulingPolicy = Annotated[str, EngineArgs]
+SchedulerCls = Annotated[str | None, EngineArgs]
+BlockManagerCls = Annotated[str | None, EngineArgs]
+EnforceEager = Annotated[bool, EngineArgs]
 ServedModelName = Annotated[
     list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
 ]
-Quantization = Annotated[
-    str | None,
-    typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.", autocompletion=complete_from("int8", "int4")),
-]
-Lora = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
-    ),
-]
-POLICIES = ("fcfs", "priority", "deadline")
-SchedulingPolicy = Annotated[
-    str,
-    typer.Option(
-        help="fcfs, priority or deadline: which waiting request starts next.", autocompletion=complete_from(*POLICIES)
-    ),
-]
-SchedulerCls = Annotated[
-    str | None, typer.Option(help="A policy of your own: module.Class, a subclass of Scheduler.", metavar="CLASS")
-]
-BlockManagerCls = Annotated[
-    str | None, typer.Option(help="An eviction of your own: module.Class, a subclass of BlockManager.", metavar="CLASS")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run the model's file as it is: no kernels, no graphs.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,73 +96,45 @@ class EngineOptions:
 
     heading: ClassVar[str] = "Model and engine"
     model: Model = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name of a tokenizer. Default: the model's.")] = None
+    revision: Annotated[str | None, EngineArgs] = None
+    tokenizer: Annotated[str | None, EngineArgs] = None
     dtype: Dtype = "auto"
     quantization: Quantization = None
-    lora: Lora = None
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
+        ),
+    ] = None
     device: Device = "auto"
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Processes among which the model is split.")] = 1
+    tensor_parallel_size: Annotated[int, EngineArgs] = 1
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
     enforce_eager: EnforceEager = False
-    max_model_len: Annotated[int | None, typer.Option(help="Maximum number of tokens of prompt and answer together.")] = None
-    attention_backend: Annotated[
-        str,
-        typer.Option(
-            help="auto, flash, triton, cpu or reference.",
-            autocompletion=complete_from("auto", "flash", "triton", "cpu", "reference"),
-        ),
-    ] = "auto"
+    max_model_len: Annotated[int | None, EngineArgs] = None
+    attention_backend: Annotated[str, EngineArgs] = "auto"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
-    prefix_cache_dir: Annotated[
-        str | None, typer.Option(help="Keep cached prefixes in this folder, for the next process.", metavar="FOLDER")
-    ] = None
+    prefix_cache_dir: Annotated[str | None, EngineArgs] = None
     prefix_cache_size: Annotated[
         int,
         typer.Option(
             parser=parse_size, metavar="SIZE", show_default=False, help="Limit of its files: 512M or bytes. Default: 4G."
         ),
-    ] = 4 * 2**30
+    ] = EngineArgs.prefix_cache_size
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_cls: SchedulerCls = None
     block_manager_cls: BlockManagerCls = None
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, or int8 for keys and values in 8 bits, on a CPU.", autocompletion=complete_from("auto", "int8")
-        ),
-    ] = "auto"
+    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
     speculative_config: Annotated[
         str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """The fields of SamplingParams that every command takes, under the same names, where None is the checkpoint's default."""
-
-    heading: ClassVar[str] = "Sampling"
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 is greedy. Default: the checkpoint's, or 1.")
-    ] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability; 1 is off.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the largest probability; 0 is off.")] = (
-        None
-    )
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: make tokens of prompt and output less likely.")] = (
-        None
-    )
-    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: make tokens of the output less likely.")] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Above 0: the same, multiplied by the token's count in the output.")
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
+# The parameters of SamplingParams with an Option, by name, where None is the checkpoint's default.
+SamplingOptions = Annotated[dict[str, Any], SamplingParams]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,27 +151,43 @@ class ChatTemplateOptions:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter whose type is a dataclass by the fields of the dataclass.
+    """Replace each parameter whose type is a dataclass by the fields of the dataclass, and SamplingOptions by what it has.
 
-    Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass that is built from them. The
-    parameters of the command are keyword-only, and no two options have the same name. A group's `heading` is the one above its
-    options in the command's help.
+    Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass, or the dict, that is built
+    from them. The parameters of the command are keyword-only, and no two options have the same name: an option of the command
+    itself replaces one of SamplingOptions. A group's `heading` is the one above its options in the command's help.
     """
-    declared = signature(command).parameters.values()
-    groups: dict[str, Any] = {one.name: one.annotation for one in declared if is_dataclass(one.annotation)}
+    declared = signature(command).parameters
+    groups: dict[str, Any] = {}
     options: list[Parameter] = []
-    for one in declared:
-        members = signature(groups[one.name]).parameters.values() if one.name in groups else [one]
-        options += [_described(member, getattr(groups.get(one.name), "heading", None)) for member in members]
+    for name, one in declared.items():
+        members, heading, group = [one], None, one.annotation
+        if is_dataclass(group):
+            members, heading = list(signature(group).parameters.values()), getattr(group, "heading", None)  # type: ignore[arg-type]
+            groups[name] = group, [member.name for member in members]
+        elif group == SamplingOptions:
+            names = [each for each in option_names(SamplingParams) if each not in declared]
+            members, groups[name] = [_sampling_option(each) for each in names], (dict, names)
+        options += [_described(member, heading) for member in members]
 
     @wraps(command)
     def with_groups(**given: object) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        for name, (group, names) in groups.items():
+            given[name] = group(**{name: given.pop(name) for name in names})
         command(**given)
 
     with_groups.__signature__ = Signature(options)  # type: ignore[attr-defined]
     return with_groups
+
+
+def option_names(owner: type) -> list[str]:
+    """Return the parameters with an Option that a text can give."""
+    return [name for name, one in declarations(owner).items() if one.marker(Option) and one.text_type is not dict]
+
+
+def _sampling_option(name: str) -> Parameter:
+    kind = declarations(SamplingParams)[name].text_type
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, SamplingParams])
 
 
 def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:
@@ -241,20 +209,38 @@ def print_table(table: Table) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "FILE"}
+METAVARS = {int: "N", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "FILE"}
 
 
 def _described(option: Parameter, heading: str | None) -> Parameter:
-    """Return an option with a short word for its value and a heading in the help, unless it has its own."""
+    """Return an option with its help, a short word for its value and a heading in the help, unless it has its own."""
     kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
-    if not more or not isinstance(more[0], OptionInfo):
+    if not more or not isinstance(more[0], OptionInfo | type):
         return option
+    info = _declared_option(option, more[0]) if isinstance(more[0], type) else copy(more[0])
     while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None
         kind = get_args(kind)[0]
-    info = copy(more[0])
     info.metavar = info.metavar or METAVARS.get(kind)
     info.rich_help_panel = info.rich_help_panel or heading
     return option.replace(annotation=Annotated[option.annotation.__origin__, info])
+
+
+def _declared_option(option: Parameter, owner: type) -> OptionInfo:
+    """Make an option of what a class declares under its name. A shell completes the words that the help has in quotes."""
+    declared = declarations(owner)[option.name]
+    marker, words = declared.marker(Option), re.findall(r'"([\w:]+)"', declared.sentences[0])
+    names = [f"--{option.name.replace('_', '-')}"]
+    if declared.kind is bool and declared.default is not False:
+        names[0] += f"/--no-{names[0][2:]}"
+    names += [marker.short_name] if marker and marker.short_name else []
+    is_list = declared.text_type is not None and get_origin(declared.text_type) is list
+    several = " May be given several times." if is_list else ""
+    return typer.Option(
+        *names,
+        help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{several}",
+        autocompletion=complete_from(*words) if words else None,
+        rich_help_panel="Sampling" if owner is SamplingParams else None,
+    )
 
 
 @contextmanager
@@ -340,12 +326,12 @@ def ray_resources(engine: EngineOptions) -> dict[str, float]:
     return {"num_cpus": engine.threads or 1, "num_gpus": float(is_on_gpu)}
 
 
-def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:
+def resolve_sampling_params(llm: "LLM", sampling: dict[str, Any], **more: Any) -> SamplingParams:
     """Return the checkpoint's defaults, replaced by the options, and `more` fields of SamplingParams, that are not None.
 
     A seed is drawn where none is given, of 32 bits, which are short enough to type.
     """
-    given = {name: value for name, value in (asdict(sampling) | more).items() if value is not None}
+    given = {name: value for name, value in (sampling | more).items() if value is not None}
     params = replace(llm.get_default_sampling_params(), **given)
     if params.seed is not None:
         return params

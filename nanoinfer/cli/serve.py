@@ -30,13 +30,11 @@ class ServerOptions:
     """The options of a server apart from the engine's, which Ray Serve takes, too (cli/ray_serve.py)."""
 
     heading: ClassVar[str] = "Server"
-    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running sequences.")] = 256
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum number of prompt tokens in a step.")] = 4096
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Require that a seed gives the same tokens under any load.")
-    ] = False
-    seed: Annotated[int | None, typer.Option(help="For requests without their own seed. Default: drawn and printed.")] = None
+    max_num_seqs: Annotated[int, AsyncEngineArgs] = 256
+    max_num_batched_tokens: Annotated[int, AsyncEngineArgs] = 4096
+    enable_prefix_caching: Annotated[bool, AsyncEngineArgs] = True
+    batch_invariant: Annotated[bool, AsyncEngineArgs] = False
+    seed: Annotated[int | None, AsyncEngineArgs] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,9 +43,7 @@ class ServerOptions:
         ),
     ] = None
     served_model_name: ServedModelName = None
-    max_num_queued_requests: Annotated[
-        int, typer.Option(min=0, help="Maximum number of queued requests (n answers count n times); more get 429.")
-    ] = 1024
+    max_num_queued_requests: Annotated[int, AsyncEngineArgs] = 1024
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22
     ignore_unknown_fields: Annotated[
         bool, typer.Option("--ignore-unknown-fields", help="Ignore fields that are unknown or not supported, instead of 400.")
@@ -59,9 +55,9 @@ class ServerOptions:
         bool,
         typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights."),
     ] = False
-    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Let a request's model be the name of an adapter.")] = False
-    max_loras: Annotated[int, typer.Option(min=1, help="Maximum number of these adapters in a step.")] = 1
-    max_lora_rank: Annotated[int, typer.Option(min=1, help="Their highest rank.")] = 16
+    enable_lora: Annotated[bool, AsyncEngineArgs] = False
+    max_loras: Annotated[int, AsyncEngineArgs] = 1
+    max_lora_rank: Annotated[int, AsyncEngineArgs] = 16
     lora_modules: Annotated[
         list[str] | None, typer.Option(help="An adapter of --enable-lora; may be given several times.", metavar="NAME=PATH")
     ] = None

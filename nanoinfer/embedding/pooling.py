@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge
 from tokenizers.normalizers import Lowercase
 from torch import Tensor
+from typing_extensions import Doc
 
+from nanoinfer.arguments import Allowed, Neutral, declared, read_fields
+from nanoinfer.config import NEUTRAL as OF_LLM
 from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import (
@@ -35,7 +39,6 @@ from nanoinfer.errors import (
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
-from nanoinfer.vllm_compat import named_arguments
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
@@ -50,24 +53,33 @@ _BEFORE = (
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-@named_arguments
+NEUTRAL: Neutral = {
+    "task": ((None, "embed", "score"), OF_LLM["task"][1]),
+    "use_activation": ((None,), "the checkpoint's modules.json says whether embeddings are normalised"),
+}
+
+
+@declared(NEUTRAL)
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """What is computed of a text.
 
-    Args:
-        dimensions: How many first elements of the embedding are kept, and normalised again, for models that were trained for
-            it (Matryoshka). None is all.
-        truncate_prompt_tokens: How many first tokens of a text are kept, apart from those that the tokenizer or the template
-            adds at its end. -1 is the model's length. None refuses texts that are longer than that.
+    Args: as declared below.
     """
 
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
+    # fmt: off
+    dimensions: Annotated[int | None, Ge(1), Doc(
+        "How many first elements of the embedding are kept, and normalised again, for models that were trained for it "
+        "(Matryoshka). None is all."
+    )] = None
+    truncate_prompt_tokens: Annotated[int | None, Ge(-1), Allowed("-1, or >= 1"), Doc(
+        "How many first tokens of a text are kept, apart from those that the tokenizer or the template adds at its end. -1 is "
+        "the model's length. None refuses texts that are longer than that."
+    )] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_integer("dimensions", self.dimensions, 1, None, ">= 1", or_none=True)
-        check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, "-1, or >= 1", or_none=True)
+        read_fields(self)
         if self.truncate_prompt_tokens == 0:
             raise out_of_range("truncate_prompt_tokens", 0, "-1, or >= 1")
 

@@ -12,13 +12,13 @@ from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.arguments import check_neutral
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.prompts import TokensPrompt
+from nanoinfer.prompts import NEUTRAL_IN, TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.vllm_compat import NEUTRAL_VALUES, check_neutral
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
@@ -180,15 +180,15 @@ class InputProcessor:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_VALUES["a prompt"]}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_IN["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
             if (salt := prompt.get("cache_salt")) is not None and not (isinstance(salt, str) and salt):
                 raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out")
-            for name in prompt.keys() & NEUTRAL_VALUES["a prompt"].keys():
-                check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])
+            for name in prompt.keys() & NEUTRAL_IN["a prompt"].keys():
+                check_neutral(name, prompt[name], NEUTRAL_IN["a prompt"])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self.tokenizer is None:

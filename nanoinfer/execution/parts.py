@@ -11,7 +11,7 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
 from nanoinfer.attention.kv_cache import CacheSizes, KVCache
-from nanoinfer.config import LOGPROBS_MODES, EngineConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
@@ -132,4 +132,9 @@ def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Samp
 
         sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
         stages = with_processors(stages, config, parts.device, **sizes)
-    return Sampler(stages, routes=parts.routes, processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed")
+    return Sampler(
+        stages,
+        routes=parts.routes,
+        processed_logprobs=config.logprobs_mode.startswith("processed"),
+        logprobs_as_logits=config.logprobs_mode.endswith("_logits"),
+    )

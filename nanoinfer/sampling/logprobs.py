@@ -12,7 +12,9 @@ from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.system.transfer import on_device
 
 
-def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Float[Tensor, "rows vocab"], token_ids: list[int], num_top: list[int], *, as_logits: bool = False
+) -> list[TokenLogprobs]:
     """Compute the log-probabilities of each row.
 
     Example: p = [.5, .25, .25], token 2, num_top 1: ids [2, 0], values [log .25, log .5], ranks [3, 1].
@@ -20,8 +22,9 @@ def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], nu
     Args:
         logits: the logits of the rows, in fp32.
         num_top: for each row, the number of most probable ids to return, 0 .. vocab.
+        as_logits: whether to return the logits instead of log-probabilities.
     """
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits if as_logits else logits.log_softmax(dim=-1)
     tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
     groups = []
     for num in sorted(set(num_top)):  # rows with the same number are computed together. In most steps these are all rows

@@ -88,7 +88,12 @@ class Sampler:
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...] = STAGES, *, routes: Sequence[Route] = (), processed_logprobs: bool = False
+        self,
+        stages: tuple[Stage, ...] = STAGES,
+        *,
+        routes: Sequence[Route] = (),
+        processed_logprobs: bool = False,
+        logprobs_as_logits: bool = False,
     ) -> None:
         """Check and keep the stages.
 
@@ -97,6 +102,7 @@ class Sampler:
                 With stages other than STAGES, every row runs stage by stage.
             routes: faster ways to the same tokens, in the order in which they are tried.
             processed_logprobs: return the log-probabilities after all stages instead of the model's own.
+            logprobs_as_logits: return logits in the place of log-probabilities.
 
         Raises:
             InvalidValueError: a stage of STAGES is missing.
@@ -109,6 +115,7 @@ class Sampler:
         self.stages = stages
         self.routes = tuple(routes)
         self.processed_logprobs = processed_logprobs
+        self.logprobs_as_logits = logprobs_as_logits
         self.has_user_stages = stages != STAGES
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
@@ -191,13 +198,24 @@ class Sampler:
                 for row, token_id in enumerate(sampled)
                 if token_id < 0
             }
-            logprobs = {} if logprob_logits is None else _logprobs(logprob_logits, batch, sampled)
+            logprobs = {} if logprob_logits is None else self._logprobs(logprob_logits, batch, sampled)
             masks = {}
             if logits is not None:  # true if a row asks for its mask, since then every stage runs
                 masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 
         return SampledTokens(token_ids, read)
+
+    def _logprobs(
+        self, logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, token_ids: list[int]
+    ) -> dict[int, TokenLogprobs]:
+        """Log-probabilities by row. logits: of the rows that return them. A row without a token gets none."""
+        if not batch.groups.logprobs:
+            return {}
+        rows, nums = zip(*batch.groups.logprobs, strict=True)
+        drawn = [max(token_ids[row], 0) for row in rows]
+        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.logprobs_as_logits)
+        return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}
 
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:
         """Name the stage that removed a row's last token: run the stages again on zeros, and check after each.
@@ -239,12 +257,3 @@ def _rows_with_logprobs(logits: Logits, batch: SamplingBatch) -> Float[Tensor, "
     if not batch.groups.logprobs:
         return logits[:0]
     return logits[on_device(torch.tensor([row for row, _ in batch.groups.logprobs]), logits.device)]
-
-
-def _logprobs(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, token_ids: list[int]) -> dict[int, TokenLogprobs]:
-    """Return log-probabilities by row. logits: the rows that requested them. A row without a token gets none."""
-    if not batch.groups.logprobs:
-        return {}
-    rows, nums = zip(*batch.groups.logprobs, strict=True)
-    entries = token_logprobs(logits, [max(token_ids[row], 0) for row in rows], list(nums))
-    return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}

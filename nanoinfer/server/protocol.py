@@ -5,10 +5,21 @@ Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
+from nanoinfer.arguments import Declaration, declarations
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError, validation_message
@@ -140,31 +151,41 @@ def add_accepted_fields(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-class SamplingRequest(ModelBody):
-    """The fields of every endpoint that generates, where None means the checkpoint's default."""
+# Parameters that are no fields, or are so in some bodies only, which say how, or that have limits of the server's own below.
+_EXCEPTIONS = {"detokenize", "max_tokens", "n", "logprobs", "prompt_logprobs", "return_sampling_mask", "seed"}
+
+
+def _field(declared: Declaration) -> tuple[Any, None]:
+    """Return the type and the default of a field: the type that JSON has. SamplingParams checks the range."""
+    return Annotated[declared.text_type | None, Field(description=" ".join(declared.sentences))], None
+
+
+if TYPE_CHECKING:
+
+    class _Declared(ModelBody):
+        top_k: int | None  # those that are read by name
+        skip_special_tokens: bool | None
+else:
+    _declared = {name: one for name, one in declarations(SamplingParams).items() if one.kind in (bool, int, float)}
+    _fields = {name: _field(one) for name, one in _declared.items() if name not in _EXCEPTIONS}
+    _Declared = create_model("_Declared", __base__=ModelBody, **_fields)
+
+
+class SamplingRequest(_Declared):
+    """The fields of every endpoint that generates, where None means the checkpoint's default.
+
+    They are the numbers and flags of SamplingParams, and those below.
+    """
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
-    include_stop_str_in_output: bool | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(few_items)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    timeout: float | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     vllm_xargs: dict[str, str | int | float | bool | list[object]] | None = None  # extra_args
     stream: bool | None = None

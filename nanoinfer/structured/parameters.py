@@ -7,50 +7,60 @@ itself is checked in structured/grammar.py, before the request enters the engine
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_flag
-from nanoinfer.vllm_compat import named_arguments
+from typing_extensions import Doc
+
+from nanoinfer.arguments import Neutral, declared, read_fields
+from nanoinfer.errors import InvalidTypeError, InvalidValueError
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-@named_arguments
+# vLLM's further arguments: the values that change nothing, and the way out of all others.
+NEUTRAL: Neutral = {
+    "backend": ((None, "auto", "guidance"), "llguidance is the one backend of structured outputs; leave it out"),
+    "disable_fallback": ((False, True), ""),
+    "disable_additional_properties": ((False,), ""),
+    "whitespace_pattern": ((None,), ""),
+    "structural_tag": ((None,), ""),
+}
+
+
+@declared(NEUTRAL)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """The value of SamplingParams(structured_outputs=...). Exactly one of the first five arguments is given.
 
-    Args:
-        json: a JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.
-        regex: a regular expression that the whole answer matches, without lookaround and back-references.
-        choice: the strings of which the answer is one.
-        grammar: a context-free grammar, in Lark's or in llama.cpp's notation (GBNF).
-        json_object: True: the answer is any JSON object.
-        disable_any_whitespace: whether JSON has no white space between its parts. vLLM's default is False.
+    Args: as declared below.
 
     Raises:
         InvalidValueError: no format, several formats, or text that is not JSON.
         InvalidTypeError: a value of the wrong type, or an argument that does not exist.
     """
 
-    json: str | Mapping[str, object] | None = None  # stored as text
-    regex: str | None = None
-    choice: Sequence[str] | None = None  # stored as a tuple
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = True
+    # fmt: off
+    json: Annotated[str | Mapping[str, object] | None, Doc(
+        "A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused."
+    )] = None  # kept as text
+    regex: Annotated[str | None, Doc(
+        "A regular expression that the whole answer matches. Neither lookaround nor back-references."
+    )] = None
+    choice: Annotated[Sequence[str] | None, Doc("The answer is one of these strings.")] = None  # kept as a tuple
+    grammar: Annotated[str | None, Doc("A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).")] = None
+    json_object: Annotated[bool | None, Doc("True: any JSON object.")] = None
+    disable_any_whitespace: Annotated[bool, Doc(
+        "Write JSON without white space between its parts. vLLM's default is False."
+    )] = True
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_flag("disable_any_whitespace", self.disable_any_whitespace)
-        if self.json_object is not None:
-            check_flag("json_object", self.json_object)
+        read_fields(self)
         given = self._given()
         if len(given) != 1:
             raise InvalidValueError(
                 f"structured_outputs needs exactly one of {', '.join(_FORMS)}, got {' and '.join(given) or 'none'}"
             )
-        for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:

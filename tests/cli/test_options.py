@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import bench
 from nanoinfer.cli.commands import cli_errors
-from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, new_table, parse_size
+from nanoinfer.cli.options import EngineOptions, expand_options, new_table, option_names, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def test_the_options_are_in_the_order_of_the_declaration():
 
 def test_the_groups_have_the_names_of_what_they_are_passed_to():
     assert names(EngineOptions) - {"threads"} <= set(signature(LLM.__init__).parameters)  # threads are torch's
-    assert names(SamplingOptions) <= names(SamplingParams)
+    assert set(option_names(SamplingParams)) < names(SamplingParams)
 
 
 def names(kind):

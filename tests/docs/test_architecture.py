@@ -12,7 +12,7 @@ import pytest
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
-VOCABULARY = ("errors", "prompts", "sampling_params", "outputs", "config", "vllm_compat", "vllm_names")
+VOCABULARY = ("errors", "prompts", "sampling_params", "outputs", "config", "arguments")
 
 # folder -> the folders that its files may import. "words" are VOCABULARY and structured/parameters.py, which need no torch.
 ALLOWED = {

@@ -60,7 +60,7 @@ BAD_LLM = {
     "async_scheduling": [1, "auto"],
     "seed": [-1, 2**64, 1.5, "0", True, UNPRINTABLE, ARRAY],
     "stages": [5, "abc", [None], [], NoRepr()],
-    "logprobs_mode": ["raw_logits", None, 1, ["raw"], ARRAY],
+    "logprobs_mode": ["logits", None, 1, ["raw"], ARRAY],
     "tracer": [5, print, NoRepr()],
     "tensor_parallel_size": [2, 0, "1", ARRAY, UNPRINTABLE],
     "enable_lora": [1, None, "yes"],

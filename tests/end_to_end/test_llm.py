@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import NEUTRAL, SchedulerConfig
 from nanoinfer.engine.metrics import Counter, Gauge, Histogram
 from nanoinfer.errors import (
     CheckpointNotFoundError,
@@ -29,8 +29,8 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.prompts import NEUTRAL_IN
 from nanoinfer.tracing import StepScheduled
-from nanoinfer.vllm_compat import NEUTRAL_VALUES
 from tests.helpers import tiny_models
 from tests.helpers.threads import run_in_threads
 from tests.helpers.tiny_models import assert_nothing_is_left
@@ -568,11 +568,11 @@ def test_content_may_be_text_parts_or_none(llm):
 
 def test_vllms_arguments_of_generate_and_chat_are_accepted_where_they_change_nothing(llm):
     expected = answer(llm, "Once")
-    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["generate()"].items()}
+    given = {name: accepted[0][0] for name, accepted in NEUTRAL_IN["generate()"].items() if name != "prompt_token_ids"}
     assert llm.generate("Once", GREEDY, False, **given)[0].outputs == [expected]
-    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_VALUES["a prompt"])
+    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_IN["a prompt"])
     assert answer(llm, prompt) == expected
-    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["chat()"].items()}
+    given = {name: accepted[0][0] for name, accepted in NEUTRAL_IN["chat()"].items() if name != "prompt_token_ids"}
     assert llm.chat(LILY, GREEDY, False, **given)[0].outputs == llm.chat(LILY, GREEDY, False)[0].outputs
 
 
@@ -879,7 +879,7 @@ def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument, way_o
 
 
 def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
-    given = {name: value for name, (*_, value) in NEUTRAL_VALUES["LLM()"].items()}
+    given = {name: accepted[0][-1] for name, accepted in NEUTRAL.items() if name != "kv_cache_memory_bytes"}
     given |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "quantization", "seed"))
     llm = LLM(qwen3_path, **given, logprobs_mode="raw_logprobs", kv_cache_memory=MEMORY)
     assert llm.engine.scheduler.config == SchedulerConfig()

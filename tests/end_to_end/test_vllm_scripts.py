@@ -15,13 +15,15 @@ from typing import get_type_hints
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config, sampling_params
 from nanoinfer.compat.vllm.placeholders import Placeholder
 from nanoinfer.config import CompilationConfig
+from nanoinfer.embedding import pooling
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import METHODS
-from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES
-from nanoinfer.vllm_names import WAYS_OUT
+from nanoinfer.prompts import NEUTRAL_IN
+from nanoinfer.sampling_params import BEAM_NEUTRAL
+from nanoinfer.structured import parameters
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -231,10 +233,6 @@ def test_a_method_that_only_llm_has_says_how_an_async_llm_calls_it():
             getattr(llm, name)
 
 
-def test_a_way_out_is_one_of_an_argument_that_is_accepted_with_neutral_values():
-    assert set(WAYS_OUT) <= {name for names in NEUTRAL_VALUES.values() for name in names} | {"prompt_embeds"}
-
-
 def test_another_name_of_an_argument_is_the_argument():
     assert SamplingParams(guided_decoding=None) == SamplingParams()
     given = nanoinfer.EngineArgs(kv_cache_memory_bytes=2**22)
@@ -251,13 +249,15 @@ def tables() -> dict[str, str]:
 
     imports = [f"`from {module} import {name}` | {what_it_is(module, name)}" for module, name in vllm_names()]
     methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
-    neutral: dict[str, tuple[object, ...]] = {}
-    for owner in NEUTRAL_VALUES.values():
-        neutral |= owner
-    arguments = [f"`{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
+    # Each name once, with what the last of these says of it.
+    neutral = {**config.NEUTRAL}
+    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, sampling_params.NEUTRAL, parameters.NEUTRAL, BEAM_NEUTRAL):
+        neutral |= accepted
+    arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
     arguments += [
-        f"`{name}` | {', '.join(f'`{value!r}`' for value in values)} | {WAYS_OUT.get(name, '')}"
-        for name, values in neutral.items()
+        f"`{name}` | {', '.join(f'`{value!r}`' for value in accepted[0])} | {accepted[1]}"
+        for name, accepted in neutral.items()
+        if not isinstance(accepted, str)
     ]
     return {
         "names": table("import | it", imports),

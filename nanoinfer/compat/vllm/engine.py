@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nanoinfer.arguments import check_argument_names
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.prompts import PromptType
+from nanoinfer.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.lora.request import LoRARequest
@@ -29,7 +29,7 @@ class VLLMEngine(LLM):
         """The requests whose last output was not returned, by id."""
         return {}
 
-    @check_argument_names("add_request()")
+    @check_argument_names("add_request()", NEUTRAL_IN["add_request()"])
     def add_request(
         self,
         request_id: str,

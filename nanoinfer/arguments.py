@@ -1,0 +1,311 @@
+"""Arguments, each declared once: `temperature: Annotated[float, Ge(0), Doc("Divides the logits.")] = 1.0`.
+
+In: the fields of a dataclass with their ranges and meanings, and the arguments of a call. Out: plain values, or an error that
+names the argument; the docstring's Args; and the Declarations, of which others make the options of the command line
+(cli/options.py), the fields of HTTP (server/protocol.py) and the tables of docs/supported.md.
+"""
+
+import argparse
+import functools
+import inspect
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache, cached_property
+from types import NoneType
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
+
+from annotated_types import Ge, Interval
+from typing_extensions import Doc
+
+from nanoinfer.errors import (
+    InvalidTypeError,
+    UnsupportedError,
+    check_flag,
+    check_integer,
+    check_number,
+    is_one_of,
+    out_of_range,
+    shown,
+    suggest,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+# Arguments of other libraries. By name: nanoinfer's own name for the same, or the values that change nothing here, the first of
+# which is how nanoinfer acts, with the way out of all other values ("": leave the argument out).
+Neutral = Mapping[str, str | tuple[tuple[object, ...], str]]
+
+FIELDS = "Args: as declared below."  # in the docstring of a dataclass of arguments, where the list of its fields belongs
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The values that are allowed."""
+
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What messages say is allowed, instead of the range. names_none: those about a wrong type name None, too."""
+
+    text: str
+    names_none: bool = True
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What messages advise, after the range."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of every command that generates, and a parameter that /set of a chat changes."""
+
+    short_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A parameter as its class declares it.
+
+    Attributes:
+        kind: bool, int, float or str, or any other type as it is written, without None.
+        or_none: Whether None is accepted.
+        default: dataclasses.MISSING if there is none.
+        markers: Ge or Interval (the range), OneOf, Allowed, WayOut, Option and Doc.
+    """
+
+    name: str
+    kind: object
+    or_none: bool
+    default: object
+    markers: tuple[object, ...]
+
+    def marker(self, kind: type[T]) -> T | None:
+        return next((one for one in self.markers if isinstance(one, kind)), None)
+
+    @cached_property
+    def interval(self) -> Any:
+        at_least = self.marker(Ge)
+        return Interval(ge=at_least.ge) if at_least is not None else self.marker(Interval) or Interval()
+
+    @cached_property
+    def allowed(self) -> str:
+        """What messages say is allowed, with the way out after a semicolon. Empty without a range."""
+        low, high, above = self.interval.ge, self.interval.le, self.interval.gt
+        if (stated := self.marker(Allowed) or self.marker(OneOf)) is not None:
+            text = stated.text if isinstance(stated, Allowed) else _listed(stated.values)
+        elif high is None:
+            text = f"{'finite and ' * (self.kind is float)}{f'>= {low}' if above is None else f'> {above}'}"
+        else:
+            text = f"in {low} .. {high}" if self.kind is int else f"in {f'[{low}' if above is None else f'({above}'}, {high}]"
+        way_out = self.marker(WayOut)
+        text = "" if stated is None and low is None and above is None else text
+        return text if way_out is None else f"{text}; {way_out.text}"
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """What the parameter does. The first sentence, which says it by itself, is followed by the range."""
+        doc = self.marker(Doc)
+        first, *more = re.split(r"(?<=\.) ", "" if doc is None else doc.documentation)
+        return [" ".join([first, *self._range]), *more]
+
+    @property
+    def _range(self) -> list[str]:
+        return [f"{one[0].upper()}{one[1:]}." for one in self.allowed.split("; ") if one and self.kind in (int, float)]
+
+    @cached_property
+    def text_type(self) -> Any:
+        """The type that a text on a command line has: bool, int, float, str, dict for JSON, or a list of one. None: no text."""
+        found = re.search(r"\b(bool|int|float|str|Mapping)\b", str(self.kind))
+        kind = {"bool": bool, "int": int, "float": float, "str": str, "Mapping": dict}[found[1]] if found else None
+        return list[kind] if kind is not None and "Sequence" in str(self.kind) else kind
+
+    def read(self, value: Any) -> object:
+        """Check a value of a simple kind, and return it as a plain number. Values of other kinds are returned as they are."""
+        low, high, above = self.interval.ge, self.interval.le, self.interval.gt
+        choices = self.marker(OneOf)
+        if value is None and self.or_none:
+            return None
+        if choices is not None:
+            if not is_one_of(value, choices.values):
+                raise out_of_range(self.name, value, self.allowed)
+        elif self.kind is bool:
+            check_flag(self.name, value)
+        elif self.kind is str and not isinstance(value, str):
+            raise InvalidTypeError(f"{self.name} must be {self.allowed or 'a string'}, got {shown(value)}")
+        elif self.kind is int and low is not None:
+            stated = self.marker(Allowed)
+            or_none = self.or_none and (stated is None or stated.names_none)
+            check_integer(self.name, value, low, high, self.allowed, or_none=or_none)
+            return int(value)
+        elif self.kind is float:
+            low = math.nextafter(above, math.inf) if low is None else low
+            check_number(self.name, value, low, math.inf if high is None else high, self.allowed)
+            return float(value)
+        return value
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    *first, last = map(repr, values)
+    return f"{', '.join(first)} or {last}"
+
+
+@cache
+def declarations(cls: Any, described_by: type | None = None) -> dict[str, Declaration]:
+    """Return what a dataclass declares, by name. described_by: the class that has the markers, where this one has the types."""
+    described = {} if described_by is None else declarations(described_by)
+    found = {}
+    for field in fields(cls):
+        kind, *markers = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        types = [one for one in get_args(kind) if one is not NoneType]
+        or_none = NoneType in get_args(kind)
+        if not markers and field.name in described:
+            markers = list(described[field.name].markers)
+        kind = types[0] if or_none and len(types) == 1 else kind
+        found[field.name] = Declaration(field.name, kind, or_none, field.default, tuple(markers))
+    return found
+
+
+def read_fields(instance: Any, described_by: type | None = None) -> None:
+    """Check the fields of an instance, and make them plain numbers. described_by: as for declarations."""
+    cls: Any = type(instance)
+    for declaration in declarations(cls, described_by).values():
+        object.__setattr__(instance, declaration.name, declaration.read(getattr(instance, declaration.name)))
+
+
+def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass of arguments: its docstring lists them, and one that does not exist is refused by name."""
+
+    def decorate(cls: Any) -> type[T]:
+        signature = inspect.signature(cls.__init__)
+        own, *parameters = signature.parameters.values()
+        plain = [one.replace(annotation=_without_markers(one.annotation)) for one in parameters]
+        cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)
+        cls.__init__.__signature__ = signature.replace(parameters=[own, *plain])
+        entries = (f"{name}: {' '.join(one.sentences)}" for name, one in declarations(cls).items())
+        indented = [
+            textwrap.fill(one, 124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+            for one in entries
+        ]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *indented]))
+        return cls
+
+    return decorate
+
+
+def _without_markers(annotation: Any) -> object:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def arguments_of(
+    arguments: Callable[P, T], owner: str, neutral: Neutral
+) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
+    """Decorate a method that takes a dataclass of arguments, so that it is called with the dataclass's own arguments.
+
+    The signature becomes the one of the dataclass, for type checkers and for `inspect.signature`, and is checked as
+    check_argument_names does.
+    """
+
+    def decorate(method: Callable[[S, T], R]) -> Callable[Concatenate[S, P], R]:
+        def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return method(self, arguments(*args, **kwargs))
+
+        parameters = inspect.signature(arguments).parameters.values()
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        functools.update_wrapper(called, method)
+        called.__signature__ = inspect.Signature([own, *parameters], return_annotation=None)  # type: ignore[attr-defined]
+        called.__doc__ = "\n\n".join(filter(None, map(inspect.getdoc, (method, arguments))))
+        return check_argument_names(owner, neutral)(called)
+
+    return decorate
+
+
+def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
+
+    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`. The method then raises
+    InvalidTypeError for an argument that is unknown, missing or not given by name.
+
+    Args:
+        owner: The name in the messages, such as "LLM()".
+        neutral: Arguments of other libraries, which are accepted and ignored, or passed on under nanoinfer's name. Other
+            values raise UnsupportedError.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())[1:]  # without self
+        known = [parameter.name for parameter in parameters]
+        positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+
+        @functools.wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if (surplus := args[1 + len(positional) :]) and len(known) > len(positional):
+                after = f" after {positional[-1]}" if positional else ""
+                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
+            for name in [name for name in kwargs if name not in known]:
+                value = kwargs.pop(name)
+                if neutral is None or name not in neutral:
+                    raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
+                if not isinstance(ours := neutral[name], str):
+                    check_neutral(name, value, neutral)
+                elif value is not None:
+                    if ours in kwargs or ours in positional[: len(args) - 1]:
+                        raise InvalidTypeError(f"{owner} got {ours} twice: {name} is another name for it; leave one out")
+                    kwargs[ours] = value
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # an argument is missing, or given twice
+                raise InvalidTypeError(f"{owner}: {error}") from None
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_neutral(name: str, value: object, neutral: Neutral) -> None:
+    """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
+    accepted = neutral[name]
+    if not isinstance(accepted, str) and not is_one_of(value, accepted[0]):
+        way_out = accepted[1] or f"leave it out (it acts as {accepted[0][0]!r})"
+        raise UnsupportedError(f"{name}={shown(value)} is not supported; {way_out}")
+
+
+def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, neutral: Neutral) -> None:
+    """Add an option for each argument that a command line can give, and for each of vLLM's, which are left out if not given."""
+    for one in declarations(arguments).values():
+        default = None if one.default is MISSING else one.default
+        _add_option(parser, one.name, one.text_type, default, " ".join(one.sentences))
+    for name, accepted in neutral.items():
+        kind = bool if isinstance(accepted[0][0], bool) else object
+        _add_option(parser, name, kind, argparse.SUPPRESS, argparse.SUPPRESS)
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: object, help_text: str) -> None:
+    option, help_text = "--" + name.replace("_", "-"), help_text.replace("%", "%%")
+    if kind is bool:
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=help_text)
+    elif kind is not None:
+        kind = (get_args(kind) or (kind,))[0]  # of a list, one
+        convert = {dict: json.loads, object: _json_or_text}.get(kind, kind)
+        parser.add_argument(option, type=convert, default=default, help=help_text)
+
+
+def _json_or_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
