@@ -1,11 +1,13 @@
-"""The core is what LLM(enforce_eager=True) imports to generate text. docs/reading.md says how large it is.
+"""The core is what LLM(enforce_eager=True) imports to generate text. docs/reading.md says how large it is, and docs/faq.md how
+large the package is.
 
-`python tests/docs/test_core.py` writes the numbers into the page after a change.
+`python tests/docs/test_core.py` writes the numbers into the pages after a change.
 """
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +16,12 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PACKAGE = Path(__file__).parents[2] / "nanoinfer"
-PAGE = PACKAGE.parent / "docs" / "reading.md"
-SENTENCE = re.compile(r"[\d,]+ lines in \d+ modules")
+DOCS = PACKAGE.parent / "docs"
+# The sentences with the numbers, by their page.
+SENTENCES = {
+    DOCS / "reading.md": re.compile(r"[\d,]+ lines in \d+ modules"),
+    DOCS / "faq.md": re.compile(r"about [\d,]+ lines of Python and [\d,]+ of C\+\+. The core is [\d,]+ of them"),
+}
 # Parts that are imported when they are used.
 OPTIONAL = """
     fast/ chat/ server/ cli/ lab/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
@@ -38,20 +44,27 @@ def imported(run: str = "LLM(enforce_eager=True, kv_cache_memory=2**22).generate
     return tuple(sorted(Path(file).relative_to(PACKAGE).as_posix() for file in files))
 
 
-def size() -> tuple[int, int]:
-    """The lines, with docstrings and blank lines, and the modules of the core."""
-    return sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in imported()), len(imported())
+def num_lines(files: Iterable[Path]) -> int:
+    """The lines, with docstrings and blank lines."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
-def with_size(text: str) -> str:
-    num_lines, num_modules = size()
-    return SENTENCE.sub(f"{num_lines:,} lines in {num_modules} modules", text)
+def with_sizes(page: Path) -> str:
+    """The text of a page with today's numbers: those of the core, or those of the package in thousands."""
+    core = num_lines(PACKAGE / file for file in imported())
+    python, cpp = (num_lines(path for kind in kinds for path in PACKAGE.rglob(kind)) for kinds in (["*.py"], ["*.cpp", "*.h"]))
+    sentence = f"{core:,} lines in {len(imported())} modules"
+    if page.stem == "faq":
+        rounded = [f"{round(num, -3):,}" for num in (python, cpp, core)]
+        sentence = "about {} lines of Python and {} of C++. The core is {} of them".format(*rounded)
+    return SENTENCES[page].sub(sentence, page.read_text(encoding="utf-8"))
 
 
-def test_the_page_says_how_large_the_core_is():
-    text = PAGE.read_text(encoding="utf-8")
-    assert len(SENTENCE.findall(text)) == 1
-    assert with_size(text) == text, "run: python tests/docs/test_core.py"
+@pytest.mark.parametrize("page", SENTENCES, ids=lambda page: page.stem)
+def test_the_page_says_how_large_the_core_is(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(SENTENCES[page].findall(text)) == 1
+    assert with_sizes(page) == text, "run: python tests/docs/test_core.py"
 
 
 @pytest.mark.parametrize("part", OPTIONAL)
@@ -67,4 +80,5 @@ def test_a_part_that_is_used_would_be_seen():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_size(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for each in SENTENCES:
+        each.write_text(with_sizes(each), encoding="utf-8")
