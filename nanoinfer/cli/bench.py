@@ -320,24 +320,20 @@ def serve(
 
 def _show_serves(results: list["ServeFigures"]) -> None:
     for result in results:
-        _show_serve(result)
-
-
-def _show_serve(result: "ServeFigures") -> None:
-    table = options.new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
-    latencies = {"TTFT": result.ttft_ms, "TPOT": result.tpot_ms, "ITL": result.itl_ms, "E2EL": result.e2el_ms}
-    for name, percentiles in latencies.items():
-        if percentiles is not None:
-            table.add_row(name, *(f"{value:.2f}" for value in asdict(percentiles).values()))
-    options.print_table(table)
-    print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
-    print(f"{result.requests_per_s:.2f} requests/s", end="")
-    if result.goodput_requests_per_s is not None:
-        print(f", goodput {result.goodput_requests_per_s:.2f} requests/s", end="")
-    print(f", {result.output_tokens_per_s:.1f} output tokens/s, {result.total_tokens_per_s:.1f} with the prompts'")
-    print(f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk")
-    per_token = result.client_cpu_s / max(result.num_output_tokens, 1)
-    share = result.client_cpu_s / result.duration_s if result.duration_s else 0.0
-    print(f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token")
-    for message, count in result.failures.items():
-        print(f"failed {count} times: {message}")
+        table = options.new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
+        latencies = {"TTFT": result.ttft_ms, "TPOT": result.tpot_ms, "ITL": result.itl_ms, "E2EL": result.e2el_ms}
+        for name, percentiles in latencies.items():
+            if percentiles is not None:
+                table.add_row(name, *(f"{value:.2f}" for value in asdict(percentiles).values()))
+        options.print_table(table)
+        print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
+        print(f"{result.requests_per_s:.2f} requests/s", end="")
+        if result.goodput_requests_per_s is not None:
+            print(f", goodput {result.goodput_requests_per_s:.2f} requests/s", end="")
+        print(f", {result.output_tokens_per_s:.1f} output tokens/s, {result.total_tokens_per_s:.1f} with the prompts'")
+        print(f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk")
+        per_token = result.client_cpu_s / max(result.num_output_tokens, 1)
+        share = result.client_cpu_s / result.duration_s if result.duration_s else 0.0
+        print(f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token")
+        for message, count in result.failures.items():
+            print(f"failed {count} times: {message}")

@@ -6,7 +6,7 @@ draws the same in more detail. With --demo the run is one of demos.py, and the m
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -79,14 +79,11 @@ def explain(
     if jsonl:
         print(_write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them"), file=remarks)
     if prepared:
-        print("What to look at:", *_moments(prepared, recorder, html), sep="\n", file=remarks)
+        print("What to look at:", file=remarks)
+        for step, sequence_id, description in prepared.find(recorder):
+            print(f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}", file=remarks)
     if errors:
         raise typer.Exit(1)
-
-
-def _moments(prepared: Demo, recorder: Recorder, html: Path) -> Iterator[str]:
-    for step, sequence_id, description in prepared.find(recorder):
-        yield f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}"
 
 
 def find_demo(name: str, context: typer.Context) -> Demo:

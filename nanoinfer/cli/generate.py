@@ -66,7 +66,13 @@ def generate(
             raise typer.Exit(130)  # the code that a shell gives
     else:
         [output] = llm.generate(request, params, use_tqdm=False)
-        _print_output(output, as_json=as_json)
+        if error := output.outputs[0].error:
+            raise NanoinferError(error)
+        if as_json:
+            print(json.dumps(asdict(output)))
+        else:
+            for answer in output.outputs:
+                print(f"[answer {answer.index + 1} of {len(output.outputs)}]\n{answer.text}\n")
     if logprobs is not None and not as_json:
         for answer in output.outputs:
             options.print_table(logprobs_table(answer))
@@ -88,16 +94,6 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if sys.stdin is None:
         raise InvalidPromptError("standard input is closed; give the prompt as an argument")
     return options.read_standard_input()
-
-
-def _print_output(output: RequestOutput, *, as_json: bool) -> None:
-    if error := output.outputs[0].error:
-        raise NanoinferError(error)
-    if as_json:
-        print(json.dumps(asdict(output)))
-        return
-    for answer in output.outputs:
-        print(f"[answer {answer.index + 1} of {len(output.outputs)}]\n{answer.text}\n")
 
 
 def print_stream(
