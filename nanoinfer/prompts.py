@@ -1,4 +1,4 @@
-"""The forms of a prompt that users write. engine/inputs.py reads them."""
+"""The forms in which users write prompts. engine/inputs.py reads them."""
 
 from typing import NotRequired, TypedDict
 

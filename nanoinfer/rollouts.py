@@ -1,10 +1,10 @@
-"""The methods of LLM for those who train with it: new weights in place, pauses, memory given back, log-probabilities.
+"""Methods of LLM for trainers: replace weights in place, pause, give memory back, compute log-probabilities.
 
 In: an LLM, of which each function here is a method (LLM.__getattr__ finds it). Out: the same LLM with other weights, or less
 memory. Nothing here is imported by an LLM that only generates.
 
-An answer has the weights that its request began with: weights change only while no request runs, and then the prefix cache,
-which holds what the old ones computed, is reset.
+An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
+which holds results of the old weights, is reset.
 """
 
 import math
@@ -51,11 +51,11 @@ _GIVE_ALL = "give it all of them by update_weights(pairs) or update_weights_from
 
 
 class EngineAsleepError(EnginePausedError):
-    """sleep() has freed memory that requests and updates need."""
+    """The memory that requests and updates need was freed by sleep()."""
 
 
 class WeightsMissingError(EnginePausedError):
-    """The engine has no weights, or some of another version. An update with all of them ends this."""
+    """The engine has no weights, or a mix of two versions, until an update with all of them."""
 
 
 # ---- weights
@@ -68,16 +68,16 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
     fails after that, requests are refused until all weights are given.
 
     Args:
-        pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
+        pairs: the checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
             float dtype and on any device. The names and shapes are those of loading.
 
     Returns:
         The new weights_version.
 
     Raises:
-        WeightsError: A name that the model does not have, another shape, or no float. A tied head without its embedding.
-        NanoinferError: Requests run. pause() ends them.
-        UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
+        WeightsError: the model lacks a name, a shape differs, a tensor is no float, or a tied head comes without its embedding.
+        NanoinferError: requests are running. pause() ends them.
+        UnsupportedError: the weights are rounded, have adapters merged into them, or are laid out for a GPU.
     """
     runner = _runner_of(self.engine)
     weights = divided(update.GivenWeights(pairs), update.origin_of(runner.weights).rules)
@@ -91,10 +91,10 @@ def update_weights_from_path(self: "LLM", path: str) -> int:
     """Replace weights in place by those in files, of which each rank reads its part.
 
     Args:
-        path: On this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
+        path: on this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
             .safetensors file with all or some of the tensors.
 
-    Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
+    Returns, Raises: as in update_weights, and the errors of LLM() for missing and damaged files.
     """
     runner = _runner_of(self.engine)
     weights = update.open_path(update.origin_of(runner.weights), path)
@@ -104,7 +104,7 @@ def update_weights_from_path(self: "LLM", path: str) -> int:
 
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
-    """Check everything, then refuse requests until _finish_update."""
+    """Check everything, then refuse requests until _finish_update is called."""
     origin = update.origin_of(_runner_of(engine).weights)
     if engine.num_unfinished:
         raise NanoinferError(
@@ -131,12 +131,12 @@ def _finish_update(engine: LLMEngine) -> int:
 
 
 def _runner_of(engine: LLMEngine) -> "ModelRunner":
-    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
+    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # a LocalExecutor has it
     return runner
 
 
 def max_file_bytes(llm: "LLM") -> int:
-    """The size of the largest .safetensors file for update_weights_from_path. Raises: UnsupportedError as update_weights."""
+    """Return the size of the largest .safetensors file for update_weights_from_path. Raises: as update_weights does."""
     return update.max_file_bytes(update.origin_of(_runner_of(llm.engine).weights))
 
 
@@ -144,7 +144,7 @@ def max_file_bytes(llm: "LLM") -> int:
 
 
 def pause(self: "LLM", mode: Literal["wait", "abort"] = "wait") -> None:
-    """Accept no further requests until resume(), and end those that run.
+    """Accept no further requests until resume(), and end running requests.
 
     Args:
         mode: "wait" generates their answers to the end, which open streams then yield. "abort" ends them with finish_reason
@@ -156,7 +156,7 @@ def pause(self: "LLM", mode: Literal["wait", "abort"] = "wait") -> None:
 
 
 def refuse_requests(llm: "LLM", mode: str) -> None:
-    """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
+    """Begin a pause: accept no further requests. mode: "abort" also ends running requests."""
     if not is_one_of(mode, ("wait", "abort")):
         raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
     llm.engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
@@ -170,15 +170,15 @@ def resume(self: "LLM") -> None:
 
 
 def sleep(self: "LLM", level: int = 1) -> None:
-    """Give memory back to the system until wake_up(). On Linux, with a model on a CPU. No request may run.
+    """Give memory back to the system until wake_up(). It needs Linux and a model on a CPU. No request may run.
 
     Args:
-        level: 1 frees the KV cache, and with it the cached prefixes. 2 frees the weights, too: after wake_up() all of them must
+        level: 1 frees the KV cache, and with it the cached prefixes. 2 also frees the weights: after wake_up() all of them must
             come by update_weights or update_weights_from_path.
 
     Raises:
-        NanoinferError: Requests run. pause() ends them.
-        UnsupportedError: Another system, a GPU, or weights that cannot be replaced.
+        NanoinferError: requests are running. pause() ends them.
+        UnsupportedError: the system is not Linux, the model is on a GPU, or its weights cannot be replaced.
     """
     if type(level) is not int or level not in (1, 2):
         raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
@@ -200,7 +200,7 @@ def wake_up(self: "LLM", tags: Sequence[Tag] | None = None) -> None:
     """End sleep(). The memory is taken when it is written.
 
     Args:
-        tags: ["weights"] or ["kv_cache"], to take the memory of the other one later. None is both.
+        tags: ["weights"] or ["kv_cache"] takes back the memory of one of them, so that the other can follow later. None: both.
     """
     wanted = TAGS if tags is None else tags
     if not all(is_one_of(tag, TAGS) for tag in wanted):
@@ -223,7 +223,7 @@ def is_sleeping(self: "LLM") -> bool:
 
 @check_argument_names("compute_logprobs()")
 def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], temperature: float = 1.0) -> list[list[float]]:
-    """Compute the log-probability of every token after the first, as the sampler would have reported it.
+    """Compute the log-probability of every token after the first, as the sampler would report it.
 
     If batch_independent holds and the LLM was made with batch_invariant=True, they have the bits of the log-probabilities that
     were returned when the same tokens were sampled: those of SamplingParams(logprobs=0), or with another temperature those of
@@ -231,16 +231,16 @@ def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], te
     than a decode: they differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
 
     Args:
-        prompts: As for generate(): prompts with their answers, of at most max_model_len tokens each.
-        temperature: Divides the logits. > 0.
+        prompts: as in generate(), prompts with their answers, of at most max_model_len tokens each.
+        temperature: the number > 0 by which logits are divided.
 
     Returns:
-        For each prompt one number less than it has tokens: the natural logarithm of each token's probability after those
+        For each prompt, one number less than it has tokens: the natural logarithm of each token's probability after those
         before it.
 
     Raises:
-        InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does. Too many tokens.
-        NanoinferError: The model's numbers are not finite.
+        InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate, and for too many tokens.
+        NanoinferError: the model's numbers are not finite.
     """
     check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
     inputs, max_model_len = self.engine.inputs, self.engine.max_model_len
@@ -248,11 +248,11 @@ def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], te
         prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
     )
     reading.check(request.output for request in self._complete(prepared, use_tqdm=False))
-    return [one.reader.values for one in prepared]
+    return [item.reader.values for item in prepared]
 
 
 class _LogprobsReader:
-    """Reads the log-probabilities of one text. values: those of every token after the first, until now."""
+    """Reads the log-probabilities of a text. values: those read so far, for every token after the first."""
 
     def __init__(self, temperature: float) -> None:
         self.values: list[float] = []
@@ -260,6 +260,6 @@ class _LogprobsReader:
 
     def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
         num_tokens = len(part.sequence.prompt_token_ids)
-        part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # the last has no successor
+        part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # without a successor
         found = executor.prompt_logprobs(hidden, part, num_top=0, temperature=self._temperature)
-        self.values[part.position :] = [one.values[0] for one in found]
+        self.values[part.position :] = [entry.values[0] for entry in found]

@@ -1,6 +1,6 @@
 """`nanoinfer bench`: its options, its commands and its tables. The files of bench/ measure.
 
-The functions import the modules that measure: torch takes a second to import, and --help does not need it.
+The functions import the modules that measure when they are called, because torch takes a second to import.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Workloads by name, or one of the user's own."""
+    """Workloads by name, or a workload that the user describes."""
 
     heading: ClassVar[str] = "Workload"
     workload: Named = None
@@ -101,7 +101,7 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How the workloads are run."""
+    """How to run the workloads."""
 
     heading: ClassVar[str] = "Run"
     quantization: options.Quantization = None
@@ -119,7 +119,7 @@ class RunOptions:
 
 
 def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
-    """The workloads by their names, or the one that is described. Raises: InvalidValueError."""
+    """Return the workloads by their names, or the described workload. Raises: InvalidValueError."""
     from nanoinfer.bench import workloads
 
     sampling = {name: getattr(picked, name) for name in ("temperature", "top_k", "top_p")}
@@ -200,7 +200,7 @@ prompts.
 Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in
 that time. Drafts gain only where a model's text repeats itself, so try them with a model of your own (-m)."""
 
-PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the command printed with --json on another machine
+PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # the output of this command with --json on another machine
 
 
 @app.command(cls=Command, help=LADDER_HELP)
@@ -237,7 +237,7 @@ def _show_ladder(report: dict[str, Any]) -> None:
     table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
     for rung in report["rungs"]:
         pair = [rung, others[rung["version"]]] if others else [rung]
-        (tokens_per_s, share), *theirs = ((f"{one['tokens_per_s']:.1f}", f"{one['bandwidth_share']:.1%}") for one in pair)
+        (tokens_per_s, share), *theirs = ((f"{rung['tokens_per_s']:.1f}", f"{rung['bandwidth_share']:.1%}") for rung in pair)
         table.add_row(rung["version"], tokens_per_s, share, f"{rung['longest_pause_ms']:.0f}", *itertools.chain(*theirs))
     options.print_table(table)
     print(report["machine"])

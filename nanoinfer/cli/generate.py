@@ -31,7 +31,7 @@ PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOptions:
-    """When an answer ends, and the number of answers."""
+    """When an answer ends, and how many answers there are."""
 
     heading: ClassVar[str] = "Sampling"
     max_tokens: options.MaxTokens = 256
@@ -82,7 +82,7 @@ def generate(
     if length.n == 1 and not as_json:
         _, output = print_stream(llm, request, params, printer=printer)
         if output is None:
-            raise typer.Exit(130)  # the code that a shell gives
+            raise typer.Exit(130)  # a shell's exit code after Ctrl-C
     else:
         [output] = llm.generate(request, params, use_tqdm=False)
         _print_output(output, as_json=as_json)
@@ -127,12 +127,12 @@ def print_stream(
     end: str = "",
     printer: "Printer | None" = None,
 ) -> tuple[str, RequestOutput | None]:
-    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended it.
+    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended the answer.
 
     Args:
-        decorate: returns what is printed of a piece of text.
+        decorate: returns the text to print for a piece of text.
         end: the text to print before the end of the last line.
-        printer: what has printed the beginning of the line.
+        printer: the Printer that has printed the beginning of the line. None: the line is empty.
     """
     text, output, printer = "", None, printer or Printer()
     stream = llm.stream(prompt, params)
@@ -141,7 +141,7 @@ def print_stream(
             text += delta.text
             printer.print(decorate(delta.text))
             output = delta.output
-    if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
+    if text or output is None:  # ends the line of the answer, or of the ^C that the terminal shows
         print(end, flush=True)
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
@@ -149,7 +149,7 @@ def print_stream(
 
 
 class Printer:
-    """Prints text in pieces, and on a terminal wraps it at spaces, where the terminal itself would break words.
+    """Prints text in pieces, and on a terminal wraps it at spaces, since the terminal itself would break words.
 
     A word appears as it grows. When it reaches the edge, it is erased and printed on the next line.
     """
@@ -164,8 +164,8 @@ class Printer:
         print("".join(map(self._place, PIECES.findall(text))) if self._wraps else text, end="", flush=True)
 
     def _place(self, piece: str) -> str:
-        """Return what the terminal gets for a character or an escape sequence."""
-        if piece.startswith("\x1b"):  # a colour, which has no width
+        """Return the output for a character or an escape sequence."""
+        if piece.startswith("\x1b"):  # a colour has no width
             self._word += piece
             return piece
         width = 8 - self._column % 8 if piece == "\t" else cell_len(piece)
@@ -189,7 +189,7 @@ def logprobs_table(answer: CompletionOutput) -> Table:
     table = options.new_table("token", "logprob", "rank", "most likely")
     for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
         token = position[token_id]
-        likeliest = sorted(position.values(), key=lambda one: -one.logprob)
-        alternatives = "  ".join(f"{one.decoded_token!r} {one.logprob:.2f}" for one in likeliest)
+        likeliest = sorted(position.values(), key=lambda entry: -entry.logprob)
+        alternatives = "  ".join(f"{entry.decoded_token!r} {entry.logprob:.2f}" for entry in likeliest)
         table.add_row(Text(repr(token.decoded_token)), f"{token.logprob:.2f}", str(token.rank), Text(alternatives))
     return table
