@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, apart from the engine's."""
+    """The options of a job, besides the engine's."""
 
     heading: ClassVar[str] = "Job"
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
@@ -93,7 +93,7 @@ def batch(
 
 
 def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
-    """Check the input, and describe the job, whose seed is that of an earlier run unless the user gave one."""
+    """Check the input, and describe the job. Its seed is the user's, or else that of an earlier run."""
     from nanoinfer.loading.checkpoint import file_digests, locate
     from nanoinfer.server.batch import Manifest, check_requests, read_manifest
 
@@ -152,7 +152,7 @@ async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", in
     async with load() as async_llm:
         app = create_app(async_llm, settings)
         share_the_process()
-        num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
+        num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests are always waiting
         with _writing(results) as write:
             await answer_all(app, requests, seed=results.manifest.seed, num_concurrent=num_concurrent, write=write)
 

@@ -1,6 +1,6 @@
 """`nanoinfer bench`: its options, its commands and its tables. The files of lab/bench/ measure.
 
-The functions import the modules that measure: torch takes a second to import, and --help does not need it.
+The functions import the modules that measure when they are called, because torch takes a second to import.
 """
 
 import math
@@ -73,7 +73,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Workloads by name, or one of the user's own."""
+    """Workloads by name, or a workload that the user describes."""
 
     heading: ClassVar[str] = "Workload"
     workload: Named = None
@@ -99,7 +99,7 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How the workloads are run."""
+    """How to run the workloads."""
 
     heading: ClassVar[str] = "Run"
     quantization: options.Quantization = None
@@ -117,7 +117,7 @@ class RunOptions:
 
 
 def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
-    """The workloads by their names, or the one that is described. Raises: InvalidValueError."""
+    """Return the workloads by their names, or the described workload. Raises: InvalidValueError."""
     from nanoinfer.lab.bench import workloads
 
     sampling = {name: getattr(picked, name) for name in ("temperature", "top_k", "top_p")}

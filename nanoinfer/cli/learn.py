@@ -159,7 +159,7 @@ def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the running code, where the system has such a timer."""
+    """Raise TimeoutError in the running code after some seconds, if the system has such a timer."""
     if "SIGALRM" not in signal.Signals.__members__:
         yield
         return

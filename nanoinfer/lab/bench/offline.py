@@ -1,6 +1,6 @@
 """Run workloads on an LLM in this process, and compute their figures from the time of each token.
 
-In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server instead.
+In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server.
 """
 
 import time
@@ -21,7 +21,7 @@ from nanoinfer.loading.quantization import BITS
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One workload. figures: those of the run with the median tokens per second. share_of_limit: its least time by its time."""
+    """A workload's figures. figures: those of the run with the median tokens per second. share_of_limit: least time / time."""
 
     workload: str
     figures: Figures
@@ -33,7 +33,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)
     waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
-    waiting.reverse()  # the next one is last
+    waiting.reverse()  # the next request is the last item
     timings, running = [], []
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
@@ -49,7 +49,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         now = time.perf_counter()
         for request, timing in running:
             timing.num_output_tokens = request.sequences[0].num_output_tokens
-            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # accepted drafts: several
+            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several, with accepted drafts
         running = [(request, timing) for request, timing in running if request.output is None]
     return timings
 
@@ -78,10 +78,10 @@ def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LL
     A larger cache would be touched for the first time in the measured runs.
 
     Args:
-        engine: Arguments of LLM. dtype and device are required.
+        engine: the arguments of LLM. dtype and device are required.
 
     Raises:
-        InvalidValueError: A workload is too long for the model or the cache.
+        InvalidValueError: a workload is too long for the model or the cache.
     """
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)

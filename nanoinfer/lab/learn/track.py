@@ -15,7 +15,7 @@ NAMES = [task.name for task in TRACK]
 
 
 def find(name: str) -> Task:
-    """Raises: InvalidValueError."""
+    """Return the task with this name. Raises: InvalidValueError."""
     if name not in NAMES:
         raise InvalidValueError(f"there is no task {name!r}; the tasks are {', '.join(NAMES)}")
     return _BY_NAME[name]
