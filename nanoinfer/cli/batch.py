@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ class JobOptions:
     """The options of a job, besides the engine's."""
 
     heading: ClassVar[str] = "Job"
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Require that an answer does not depend on the other requests.")
-    ] = False
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    batch_invariant: Annotated[bool, EngineArgs] = False
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="The job's, from which requests get their own. Default: drawn, and kept."),

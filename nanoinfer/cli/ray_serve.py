@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
-from nanoinfer.cli.options import EngineOptions, parse_size, ray_resources
+from nanoinfer.cli.options import SIZES, EngineOptions, parse_size, ray_resources
 from nanoinfer.cli.serve import API_KEY_VARIABLE, ServerOptions, check_api_keys, load_server_llm, make_settings
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
@@ -66,7 +66,7 @@ def _read(group: type[G], args: dict[str, object]) -> G:
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():
-        if name in ("kv_cache_memory", "prefix_cache_size"):
+        if name in SIZES:
             given[name] = parse_size(str(value))
         elif isinstance(value, str) and hints[name] == list[str] | None:
             given[name] = [value]

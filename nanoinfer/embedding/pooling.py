@@ -70,12 +70,10 @@ class PoolingParams:
     # fmt: off
     dimensions: Annotated[int | None, Ge(1), Doc(
         "How many first elements of the embedding are kept, and normalised again, for models that were trained for it "
-        "(Matryoshka). None is all."
-    )] = None
+        "(Matryoshka). None is all.")] = None
     truncate_prompt_tokens: Annotated[int | None, Ge(-1), Allowed("-1, or >= 1"), Doc(
         "How many first tokens of a text are kept, apart from those that the tokenizer or the template adds at its end. -1 is "
-        "the model's length. None refuses texts that are longer than that."
-    )] = None
+        "the model's length. None refuses texts that are longer than that.")] = None
     # fmt: on
 
     def __post_init__(self) -> None:

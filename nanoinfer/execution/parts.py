@@ -132,9 +132,4 @@ def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Samp
 
         sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
         stages = with_processors(stages, config, parts.device, **sizes)
-    return Sampler(
-        stages,
-        routes=parts.routes,
-        processed_logprobs=config.logprobs_mode.startswith("processed"),
-        logprobs_as_logits=config.logprobs_mode.endswith("_logits"),
-    )
+    return Sampler(stages, routes=parts.routes, logprobs_mode=config.logprobs_mode)

@@ -87,22 +87,14 @@ class Sampler:
     Greedy rows pass through the stages like all other rows, and take the argmax at the end, the lowest id of equal maxima.
     """
 
-    def __init__(
-        self,
-        stages: tuple[Stage, ...] = STAGES,
-        *,
-        routes: Sequence[Route] = (),
-        processed_logprobs: bool = False,
-        logprobs_as_logits: bool = False,
-    ) -> None:
+    def __init__(self, stages: tuple[Stage, ...] = STAGES, *, routes: Sequence[Route] = (), logprobs_mode: str = "raw") -> None:
         """Check and keep the stages.
 
         Args:
             stages: the stages in their order. `[*STAGES, mine]` adds a stage, (logits [batch, vocab], SamplingBatch) -> logits.
                 With stages other than STAGES, every row runs stage by stage.
             routes: faster ways to the same tokens, in the order in which they are tried.
-            processed_logprobs: return the log-probabilities after all stages instead of the model's own.
-            logprobs_as_logits: return logits in the place of log-probabilities.
+            logprobs_mode: which log-probabilities are returned, or which logits instead, as EngineArgs says.
 
         Raises:
             InvalidValueError: a stage of STAGES is missing.
@@ -114,8 +106,8 @@ class Sampler:
             )
         self.stages = stages
         self.routes = tuple(routes)
-        self.processed_logprobs = processed_logprobs
-        self.logprobs_as_logits = logprobs_as_logits
+        self.processed_logprobs = logprobs_mode.startswith("processed")
+        self.returns_logits = logprobs_mode.endswith("_logits")
         self.has_user_stages = stages != STAGES
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
@@ -214,7 +206,7 @@ class Sampler:
             return {}
         rows, nums = zip(*batch.groups.logprobs, strict=True)
         drawn = [max(token_ids[row], 0) for row in rows]
-        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.logprobs_as_logits)
+        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.returns_logits)
         return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}
 
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:

@@ -5,7 +5,7 @@ Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from nanoinfer.arguments import Declaration, declarations
+from nanoinfer.arguments import declarations
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError, validation_message
@@ -146,36 +146,27 @@ class OtherTool(Body):
 
 def add_accepted_fields(schema: dict[str, Any]) -> None:
     """Add what fields.py accepts to the schema of a body."""
-    accepted = {name: {"enum": [None, *values]} for name, (values, _) in NEUTRAL_VALUES.items()}
+    accepted = {
+        name: {"enum": [None, *(value for value in values if value is not None)]}
+        for name, (values, _) in NEUTRAL_VALUES.items()
+    }
     schema["properties"] = {name: {} for name in sorted(WITHOUT_EFFECT)} | accepted | schema["properties"]
     schema["additionalProperties"] = False
 
 
-# Parameters that are no fields, or are so in some bodies only, which say how, or that have limits of the server's own below.
+# Parameters that are no fields, or not of every body, or that have limits of the server's own.
 _EXCEPTIONS = {"detokenize", "max_tokens", "n", "logprobs", "prompt_logprobs", "return_sampling_mask", "seed"}
+# The numbers and flags of SamplingParams, which checks their ranges.
+_fields: dict[str, Any] = {
+    name: (Annotated[one.text_type | None, Field(description=" ".join(one.sentences))], None)
+    for name, one in declarations(SamplingParams).items()
+    if one.kind in (bool, int, float) and name not in _EXCEPTIONS
+}
+_DeclaredBody = create_model("_DeclaredBody", __base__=ModelBody, **_fields)
 
 
-def _field(declared: Declaration) -> tuple[Any, None]:
-    """Return the type and the default of a field: the type that JSON has. SamplingParams checks the range."""
-    return Annotated[declared.text_type | None, Field(description=" ".join(declared.sentences))], None
-
-
-if TYPE_CHECKING:
-
-    class _Declared(ModelBody):
-        top_k: int | None  # those that are read by name
-        skip_special_tokens: bool | None
-else:
-    _declared = {name: one for name, one in declarations(SamplingParams).items() if one.kind in (bool, int, float)}
-    _fields = {name: _field(one) for name, one in _declared.items() if name not in _EXCEPTIONS}
-    _Declared = create_model("_Declared", __base__=ModelBody, **_fields)
-
-
-class SamplingRequest(_Declared):
-    """The fields of every endpoint that generates, where None means the checkpoint's default.
-
-    They are the numbers and flags of SamplingParams, and those below.
-    """
+class SamplingRequest(_DeclaredBody):  # type: ignore[misc]  # a class that was made
+    """The fields of every endpoint that generates, where None means the checkpoint's default."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 

@@ -40,18 +40,15 @@ class StructuredOutputsParams:
     """
 
     # fmt: off
-    json: Annotated[str | Mapping[str, object] | None, Doc(
-        "A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused."
-    )] = None  # kept as text
-    regex: Annotated[str | None, Doc(
-        "A regular expression that the whole answer matches. Neither lookaround nor back-references."
-    )] = None
+    json: Annotated[str | Mapping[str, object] | None,
+        Doc("A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.")] = None  # kept as text
+    regex: Annotated[str | None,
+        Doc("A regular expression that the whole answer matches. Neither lookaround nor back-references.")] = None
     choice: Annotated[Sequence[str] | None, Doc("The answer is one of these strings.")] = None  # kept as a tuple
     grammar: Annotated[str | None, Doc("A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).")] = None
     json_object: Annotated[bool | None, Doc("True: any JSON object.")] = None
-    disable_any_whitespace: Annotated[bool, Doc(
-        "Write JSON without white space between its parts. vLLM's default is False."
-    )] = True
+    disable_any_whitespace: Annotated[bool,
+        Doc("Write JSON without white space between its parts. vLLM's default is False.")] = True
     # fmt: on
 
     def __post_init__(self) -> None:
