@@ -14,7 +14,7 @@ from paged_cases import compare
 from torch import nn
 
 from nanoinfer.fast.cpu import native, program
-from nanoinfer.fast.cpu.attention import KernelBackend, PrefillKernel
+from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 
@@ -80,7 +80,7 @@ def test_prompts_attend_in_tiles(head_dim, group, played, monkeypatch):
     assert compare(KernelBackend, lengths, **sizes) < 0.01
     assert any("TILES" in args for args in given)
     given.clear()
-    PrefillKernel(torch.bfloat16, 40)  # no multiple of what an instruction multiplies
+    KernelBackend(torch.bfloat16, num_heads=1, num_kv_heads=1, head_dim=40)  # no multiple of what an instruction multiplies
     assert not any("TILES" in args for args in given)
 
 
