@@ -93,7 +93,7 @@ class TrainedRotation(nn.Module):
         return KernelFunction.apply(self._compute, self.plain, 3, x, cos, sin, *self.plain.parameters())
 
     def _compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        num_heads, size = x.shape[1:]
+        _, num_heads, size = x.shape
         out = x.clone(memory_format=torch.contiguous_format)  # the kernel works in place
         num_rotated, heads = self.plain.num_rotated, Slice(0, 0, num_heads * size)
         slices = heads, Slice(1, 0, num_rotated or size), Slice(2, 0, num_rotated or size), heads

@@ -19,7 +19,7 @@ from nanoinfer.cli import doctor
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.attention import DecodeKernel, KernelBackend, PrefillKernel
+from nanoinfer.fast.cpu.attention import KernelBackend
 from tests.helpers import paged_cases, tiny_models
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 
@@ -185,6 +185,22 @@ def of_rows(part, q, k, v, k_pages, v_pages, rows):
     return q[part], k[part], v[part], k_pages, v_pages, cpu.DecodeRows(slots, tables[:, :num_blocks].contiguous(), lens)
 
 
+def decoded(kernels, q, k, v, k_pages, v_pages, rows):
+    return kernels.decode(q, k, v, CacheOf(k_pages, v_pages), 0, rows, None, None)
+
+
+class CacheOf(KVCache):
+    """A cache of one layer, whose pages are these."""
+
+    num_layers = 1
+
+    def __init__(self, k_pages, v_pages):
+        self.pages_of_layer, self.block_size = (k_pages, v_pages), k_pages.shape[2]
+
+    def layer(self, layer):
+        return self.pages_of_layer
+
+
 SPANS = [5, 600, 256, 257, 17, 1]  # one to three spans of the kernel, some of them full
 
 
@@ -195,15 +211,15 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
     num_heads, num_kv_heads, head_dim, dtype, tolerance
 ):
     args = random_decode(SPANS, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
-    kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads)
+    kernels = KernelBackend(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     outputs = {}
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
         try:
-            outputs[num_threads] = kernel(*args)
+            outputs[num_threads] = decoded(kernels, *args)
             alone = []
             for i in range(len(SPANS)):
-                alone.append(kernel(*of_rows(slice(i, i + 1), *args)))
+                alone.append(decoded(kernels, *of_rows(slice(i, i + 1), *args)))
         finally:
             torch.set_num_threads(1)
         assert torch.equal(torch.cat(alone), outputs[num_threads])
@@ -221,14 +237,16 @@ def test_the_kernel_stores_every_row_before_it_attends():
     table, lens = rows.block_tables.repeat(5, 1), torch.arange(29, 34)
     rows = cpu.DecodeRows(table[0, (lens - 1) // 16] * 16 + (lens - 1) % 16, table, lens)
     expected = cpu.paged_decode(q, k, v, k_pages.clone(), v_pages.clone(), rows)
-    assert (DecodeKernel(torch.float32, 8, 1)(q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
+    kernels = KernelBackend(torch.float32, num_heads=2, num_kv_heads=2, head_dim=8)
+    assert (decoded(kernels, q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad):
     q, k, v, k_pages, v_pages, rows = random_decode([3, 20], num_heads=2, num_kv_heads=2, head_dim=10, dtype=torch.bfloat16)
     v[0, 1, 9] = bad
-    DecodeKernel(torch.bfloat16, 10, 1)(q, k, v, k_pages, v_pages, rows)
+    kernels = KernelBackend(torch.bfloat16, num_heads=2, num_kv_heads=2, head_dim=10)
+    decoded(kernels, q, k, v, k_pages, v_pages, rows)
     for pages, stored in zip((k_pages, v_pages), finite_values(k, v), strict=True):
         found = pages[rows.slots // 16, :, rows.slots % 16]
         assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
@@ -250,7 +268,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
     q[100] = v[100] = 0.0  # exact zeros, which must have the same sign
-    kernel = PrefillKernel(dtype, head_dim)
+    kernels = KernelBackend(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     def rows(chunks, num_threads=1):
         """Attend in one call: (sequence, first token, end) of each chunk."""
@@ -261,7 +279,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         try:
             lens = torch.tensor([end for _, _, end in chunks])
             part = cpu.PrefillChunks(metadata.slot_mapping[packed], starts, metadata.block_tables[which], lens)
-            return kernel(q[packed], k[packed], v[packed], *pages, part)
+            return kernels.prefill(q[packed], k[packed], v[packed], CacheOf(*pages), 0, part, None, None)
         finally:
             torch.set_num_threads(1)
 
