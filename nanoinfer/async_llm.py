@@ -36,7 +36,7 @@ from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
 
 if TYPE_CHECKING:
-    from nanoinfer.embedding.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
+    from nanoinfer.embedding.pooling import Pooler
     from nanoinfer.lora.request import LoRARequest
 
 NUM_GRAMMAR_THREADS = 8  # most wait for the process that tries new grammars, and give up after MAX_WAIT_SECONDS
@@ -134,29 +134,6 @@ class AsyncLLM:
             async for deltas in stream:
                 if (output := stream.output_with(deltas)) is not None:
                     yield output
-
-    async def embed(
-        self,
-        prompt: PromptType,
-        pooling_params: "PoolingParams | None" = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> "EmbeddingRequestOutput":
-        """Compute a text's embedding. The arguments and errors are those of LLM.embed and of generate."""
-        from nanoinfer.embedding import pooling
-        from nanoinfer.engine import reading
-
-        def prepare() -> PreparedRequest:
-            params = pooling_params or pooling.PoolingParams()
-            return reading.prepare_all([prompt], partial(self.pooler.prepare, params=params, priority=priority))[0]
-
-        stream = await self.submit(prepare, num_answers=1, request_id=request_id, is_large=is_large_prompt(prompt))
-        with closing(stream):
-            async for _ in stream:
-                pass
-        reading.check([stream.output])
-        return pooling.embedding_output(stream.request_id, stream.prepared)
 
     @cached_property
     def pooler(self) -> "Pooler":

@@ -125,12 +125,10 @@ def embed(
     prepared = reading.prepare_all(prompts, partial(Pooler(llm).prepare, params=params))
     requests = llm._complete(prepared, use_tqdm)
     reading.check(request.output for request in requests)
-    return [embedding_output(request.request_id, one) for request, one in zip(requests, prepared, strict=True)]
-
-
-def embedding_output(request_id: str, prepared: PreparedRequest) -> EmbeddingRequestOutput:
-    """Return the embedding of a text that was read to its end."""
-    return EmbeddingRequestOutput(request_id, EmbeddingOutput(prepared.reader.embedding.tolist()), prepared.prompt_token_ids)
+    return [
+        EmbeddingRequestOutput(request.request_id, EmbeddingOutput(one.reader.embedding.tolist()), one.prompt_token_ids)
+        for request, one in zip(requests, prepared, strict=True)
+    ]
 
 
 def score(

@@ -48,19 +48,13 @@ _LIMITS: dict[str, Any] = {
 }
 
 _LISTING = re.compile(r"\n *\d+ \| ")
-# llguidance's words for what a user can change, and ours for the same.
-_WORDS = tuple(
-    (re.compile(pattern), words)
-    for pattern, words in (
-        ("NoExtensionBias", "no text satisfies it"),
-        (
-            r"parser error: Too many items .*",
-            "too many rules apply to one token; write it with less recursion or longer strings",
-        ),
-        (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
-        (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
-        (" <non-verbose/>", ""),
-    )
+# llguidance's words for what a user can change, and ours.
+_WORDS = (
+    ("NoExtensionBias", "no text satisfies it"),
+    (r"parser error: Too many items .*", "too many rules apply to one token; write it with less recursion or longer strings"),
+    (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
+    (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
+    (" <non-verbose/>", ""),
 )
 _TAG = re.compile(r"<[!-~]*>")
 _TOKEN_ID = re.compile(r"<\[\d+\]>")  # a token in a grammar, such as a marker of gpt-oss's format
@@ -228,7 +222,7 @@ def _reason(matcher: "LLMatcher") -> str:
     """Return the matcher's error on one line, or "". It ends before llguidance lists the grammar, part of which is ours."""
     reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
     for pattern, words in _WORDS:
-        reason = pattern.sub(words, reason)
+        reason = re.sub(pattern, words, reason)
     return reason[:300]
 
 

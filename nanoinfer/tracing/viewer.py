@@ -83,13 +83,14 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # of each run, as page() takes them
     pairs: list[Row] = []
     for key in (key for key in first if key in second):
-        ids, tokens = zip(first[key], second[key], strict=True)
-        positions = sorted({*tokens[0], *tokens[1]})
-        different = [at for at in positions if tokens[0].get(at) != tokens[1].get(at)]
+        (left_id, left), (right_id, right) = first[key], second[key]
+        ids, tokens = (left_id, right_id), (left, right)
+        positions = sorted({*left, *right})
+        different = [at for at in positions if left.get(at) != right.get(at)]
         for side, name in enumerate(ids):
             own, other = tokens[side], tokens[1 - side]
             differences[side][name] = {at: other[at][1] if at in other else None for at in different if at in own}
-        num_tokens, num_equal = [len(tokens[0]), len(tokens[1])], len(positions) - len(different)
+        num_tokens, num_equal = [len(left), len(right)], len(positions) - len(different)
         pairs.append({"ids": ids, "numTokens": num_tokens, "numEqual": num_equal, "first": next(iter(different), None)})
     data = {
         "names": names,
@@ -101,10 +102,14 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     return fill(fill(read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
 
 
-def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int, tuple[int, str]]]]:
-    """{(prompt, number of earlier requests with it, number of the answer): (sequence id, {position: token id and text})}."""
+Answer = tuple[str, dict[int, tuple[int, str]]]  # a sequence's id, and by position the ids and texts of its tokens
+
+
+def _answers(events: list[Row]) -> dict[tuple[object, ...], Answer]:
+    """{(prompt, number of earlier requests with it, number of the answer): the answer}."""
     keys: dict[str, tuple[object, ...]] = {}  # of the requests
-    num_added, answers = Counter[tuple[int, ...]](), {}
+    num_added = Counter[tuple[int, ...]]()
+    answers: dict[tuple[object, ...], Answer] = {}
     for event in events:
         if event["event"] == "RequestAdded":
             prompt = tuple(event["prompt_token_ids"])

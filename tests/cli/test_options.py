@@ -138,13 +138,13 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):
-    from nanoinfer.lab.bench.offline import Measurement, Memory
+    from nanoinfer.lab.bench.offline import Measurement
     from nanoinfer.lab.bench.timing import Figures, Percentiles
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Measurement(name, figures, 0.75, Memory(10**9, 10**9, 10**10)) for name in ("A", "B16", "yours")]
+    results = [Measurement(name, figures, 0.75) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)
     bench._show_latency(results)
     printed = capsys.readouterr().out

@@ -1,6 +1,5 @@
 """Embeddings and scores are those of transformers, whatever runs beside them, and other wishes of a checkpoint are refused."""
 
-import asyncio
 import json
 import shutil
 
@@ -11,7 +10,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.embedding.pooling import INSTRUCTION, PoolingParams
 from nanoinfer.errors import (
     CheckpointError,
@@ -294,22 +293,3 @@ def test_vllms_names_are_those_of_the_outputs(qwen3_path):
     assert nanoinfer.PoolingParams is PoolingParams
     with LLM(qwen3_path, runner="pooling", **SETTINGS) as llm:
         assert isinstance(llm.embed([[1]], use_tqdm=False)[0], nanoinfer.EmbeddingRequestOutput)
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_async_llm_embeds_beside_what_it_generates(embedding_path):
-    async def run():
-        async with AsyncLLM(embedding_path, **SETTINGS) as llm:
-            generated = asyncio.ensure_future(anext(llm.generate("Once", SamplingParams(max_tokens=5))))
-            outputs = await asyncio.gather(*map(llm.embed, TEXTS))
-            with pytest.raises(InvalidPromptError, match="maximum context length"):
-                await llm.embed([1] * 513)
-            await generated
-            await llm.between_steps(llm.llm.pause)
-            with pytest.raises(nanoinfer.NanoinferError, match=r"call resume\(\) first"):
-                await llm.embed([1])
-            return outputs
-
-    with LLM(embedding_path, **SETTINGS) as llm:
-        wanted = [one.outputs for one in llm.embed(TEXTS, use_tqdm=False)]
-    assert [one.outputs for one in asyncio.run(run())] == wanted

@@ -99,23 +99,19 @@ def describe_error(error: BaseException, version: Version | None = None) -> str:
 
 
 def same(expected: object, got: object, *, exact: bool = True) -> bool:
-    if isinstance(expected, Tensor):
-        if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+    if isinstance(expected, Tensor) and isinstance(got, Tensor):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
             return False
         if exact:
             return torch.equal(expected, got)
         return torch.allclose(expected.double(), got.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-    if isinstance(expected, dict):
-        return (
-            isinstance(got, dict)
-            and expected.keys() == got.keys()
-            and all(same(expected[k], got[k], exact=exact) for k in expected)
-        )
-    if isinstance(expected, list | tuple):
-        if not isinstance(got, type(expected)) or len(expected) != len(got):
-            return False
-        return all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
-    return type(expected) is type(got) and bool(expected == got)
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(same(expected[k], got[k], exact=exact) for k in expected)
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        return len(expected) == len(got) and all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
+    return bool(expected == got)
 
 
 def shown(value: object) -> str:

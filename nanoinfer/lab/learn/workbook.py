@@ -68,20 +68,23 @@ class Function:
         return textwrap.dedent(inspect.getsource(inspect.unwrap(self.original)))
 
     @property
+    def parsed(self) -> ast.FunctionDef:
+        (function,) = ast.parse(self.source).body
+        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        return function
+
+    @property
     def header(self) -> str:
         """Signature and docstring, with an empty body."""
-        source = self.source
-        (function,) = ast.parse(source).body
-        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
-        num_lines = function.body[0].end_lineno if ast.get_docstring(function) else function.body[0].lineno - 1
-        return "\n".join([*source.splitlines()[:num_lines], f"    {EMPTY}", ""])
+        first = self.parsed.body[0]
+        num_lines = first.end_lineno if ast.get_docstring(self.parsed) else first.lineno - 1
+        return "\n".join([*self.source.splitlines()[:num_lines], f"    {EMPTY}", ""])
 
     @property
     def imports(self) -> str:
         """Return lines that import every global name that the function uses, from its module."""
         module = importlib.import_module(self.module)
-        (function,) = ast.parse(self.source).body
-        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        function = self.parsed
         used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         used |= {name.split(".")[0] for name in _quoted_types(function)}
         origins: dict[str, list[str]] = {}  # module -> names. "": the names are modules
