@@ -24,6 +24,7 @@ from nanoinfer.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import BITS
+from nanoinfer.models.registry import Model
 from nanoinfer.sampling.sampler import STAGES
 
 NUM_SEQS = 8  # the number of sequences at a time
@@ -126,7 +127,7 @@ def rung(
     version: str,
     runs: list[list[RequestTiming]],
     bandwidth: float,
-    model: Any,
+    model: Model,
     dtype: torch.dtype,
     weight_bits: int | None = None,
 ) -> Rung:
@@ -144,7 +145,7 @@ def rung(
 
 
 def run_plainly(
-    model: Any, workload: Workload, run: int, *, keeps_cache: bool = True, num_seqs: int = 1, is_continuous: bool = False
+    model: Model, workload: Workload, run: int, *, keeps_cache: bool = True, num_seqs: int = 1, is_continuous: bool = False
 ) -> tuple[list[RequestTiming], list[list[int]]]:
     """Generate with a model, without the engine.
 
@@ -194,7 +195,8 @@ def _logits(model: Any, texts: list[_Text]) -> Tensor:
 
     new_ids = [token_id for text in texts for token_id in text.ids[text.num_cached :]]
     hidden = model(torch.tensor(new_ids), torch.cat(positions), attend)
-    return model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    logits: Tensor = model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    return logits
 
 
 def _drawn(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[int]:

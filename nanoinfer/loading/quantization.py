@@ -40,7 +40,7 @@ class QuantizedWeight:
 
     def widened(self) -> Float[Tensor, "out in"]:
         """The weight in float32."""
-        shifted = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
+        shifted: Tensor = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
         return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 

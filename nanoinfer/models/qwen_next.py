@@ -159,7 +159,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Hidden, attend: Recur) -> Hidden:
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        return self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        out: Tensor = self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        return out
 
 
 class GatedDeltaNetOfNext(GatedDeltaNet):

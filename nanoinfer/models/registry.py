@@ -132,7 +132,8 @@ def find_model(config: dict[str, Any]) -> type[Any]:
             return _registered[architecture]
         if architecture in _MODELS:
             module, _, class_name = _MODELS[architecture].partition(":")
-            return getattr(import_module(module), class_name)
+            model_class: type[nn.Module] = getattr(import_module(module), class_name)
+            return model_class
     if isinstance(config.get("text_config"), dict):
         raise UnsupportedError(
             f"architectures {shown(architectures)} also read images or sound, which is not supported; use the text model "

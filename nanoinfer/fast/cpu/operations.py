@@ -77,7 +77,7 @@ class View:
         rows = array[: num_rows * self.buffer.width].view(num_rows, self.buffer.width)
         if self.step:
             return rows[:, self.first :].as_strided((num_rows, *self.shape), (self.buffer.width, self.step, 1))
-        return rows[:, self.first : self.first + self.size].unflatten(1, self.shape)
+        return rows[:, self.first : self.first + self.size].view(num_rows, *self.shape)
 
 
 @dataclass(eq=False, slots=True)
@@ -233,7 +233,8 @@ class CPUProgram:
             return operation.recurrence.call(*slices, rows=self._scratch + 1)
         if operation.call is None:
             rows = self._scratch + 2 + (group_of or {}).get(operation.layer, 0)
-            return attention.call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
+            call: Callable[..., KernelCall] = attention.call
+            return call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
         return operation.call(slices, self._scratch)
 
 

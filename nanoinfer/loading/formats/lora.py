@@ -22,7 +22,8 @@ from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import check_file, first_ten, locate, read_json
-from nanoinfer.loading.weights import TensorInfo, WeightFiles, WeightRules, Weights
+from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.models.registry import WeightRules
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
@@ -148,7 +149,7 @@ def _update(
 
 def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
     """Return the number for a module: that of the first pattern that matches the end of its name, or else of `key`."""
-    value: Any = config.get(key)
+    value: object = config.get(key)
     patterns = config.get(patterns_key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{patterns_key} in {config_path} must map names to numbers, got {shown(patterns)}")
@@ -156,7 +157,7 @@ def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str
         if _matches(pattern, module, patterns_key, config_path):
             value = number
             break
-    if type(value) not in (int, float) or not 0 < value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
         raise CheckpointError(f"{key} of {shown(module)} in {config_path} must be a number above 0, got {shown(value)}")
     return value
 
