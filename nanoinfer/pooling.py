@@ -279,7 +279,7 @@ def _mode(settings: dict[str, object], path: Path) -> str:
 
 
 class Pooler:
-    """Prepares texts for one LLM. Any thread may call it."""
+    """Prepares texts for one LLM. It may be called by any thread."""
 
     def __init__(self, llm: "LLM") -> None:
         """Raises: as Pooling.of does."""

@@ -4,7 +4,6 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Embedding, Hidden, Ids, Layer, gelu_tanh
 from nanoinfer.models.registry import WeightRules, refuse_others
+from nanoinfer.models.rope import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class GPT2Config:
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
+    def from_hf(cls, config: ConfigJson) -> "GPT2Config":
         """Read config.json.
 
         Raises:

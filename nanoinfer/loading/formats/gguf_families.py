@@ -279,7 +279,7 @@ def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, object]
     raise UnsupportedError(f"{_LLAMA3_FACTORS} in {file.path} is not Llama 3's table of frequencies, and not supported")
 
 
-def _as_decimal(value: Any) -> Any:
+def _as_decimal(value: object) -> Any:
     """Return a number in fp32 as the shortest decimal: 1e-05, as in config.json, and not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -131,7 +130,7 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
 
 
 def _update(
-    config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
+    config: dict[str, object], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
 ) -> LowRankUpdate:
     """Pair A and B of a module, with its scale according to the config."""
     if A is None or B is None or A.shape[0] != B.shape[1] or not A.is_floating_point() or not B.is_floating_point():
@@ -147,7 +146,7 @@ def _update(
     return LowRankUpdate(A, B, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
+def _for_module(config: dict[str, object], key: str, patterns_key: str, module: str, config_path: Path) -> float:
     """Return the number for a module: that of the first pattern that matches the end of its name, or else of `key`."""
     value: object = config.get(key)
     patterns = config.get(patterns_key) or {}
