@@ -295,7 +295,7 @@ class LLM:
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
 
-    if TYPE_CHECKING:  # methods that are imported when one is used
+    if TYPE_CHECKING:  # methods that are imported on first use
         embed, score = pooling.embed, pooling.score
         compute_logprobs = rollouts.compute_logprobs
         is_sleeping, sleep, wake_up = rollouts.is_sleeping, rollouts.sleep, rollouts.wake_up

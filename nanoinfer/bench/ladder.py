@@ -24,7 +24,6 @@ from nanoinfer.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import BITS
-from nanoinfer.models.registry import Model
 from nanoinfer.sampling.sampler import STAGES
 
 NUM_SEQS = 8  # the number of sequences at a time
@@ -127,7 +126,7 @@ def rung(
     version: str,
     runs: list[list[RequestTiming]],
     bandwidth: float,
-    model: Model,
+    model: Any,
     dtype: torch.dtype,
     weight_bits: int | None = None,
 ) -> Rung:
@@ -145,7 +144,7 @@ def rung(
 
 
 def run_plainly(
-    model: Model, workload: Workload, run: int, *, keeps_cache: bool = True, num_seqs: int = 1, is_continuous: bool = False
+    model: Any, workload: Workload, run: int, *, keeps_cache: bool = True, num_seqs: int = 1, is_continuous: bool = False
 ) -> tuple[list[RequestTiming], list[list[int]]]:
     """Generate with a model, without the engine.
 

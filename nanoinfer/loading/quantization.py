@@ -88,7 +88,7 @@ def check_sizes(model: nn.Module, quantization: str) -> None:
 
 
 def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedWeight:
-    """Join matrices that have the same inputs into one, in integers.
+    """Join matrices that have the same inputs into a single matrix, in integers.
 
     A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
     """

@@ -238,7 +238,7 @@ class Scheduler:
                 self._select(selection, seq, num_new)
 
     def _start_waiting(self, selection: _Selection) -> None:
-        """Start waiting sequences in the policy's order, until one does not fit."""
+        """Start waiting sequences in the policy's order, until a sequence does not fit."""
         num_reserved = sum(map(self._num_kept_free, self.running))
         adapters, limit = {seq.adapter for seq in self.running} - {None}, self.max_adapters or math.inf
         started: list[Sequence] = []

@@ -22,7 +22,7 @@ class StructuredOutputsParams:
     Args:
         json: a JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.
         regex: a regular expression that the whole answer matches, without lookaround and back-references.
-        choice: the strings of which the answer is one.
+        choice: the strings that are allowed as the answer.
         grammar: a context-free grammar, in Lark's or in llama.cpp's notation (GBNF).
         json_object: True: the answer is any JSON object.
         disable_any_whitespace: whether JSON has no white space between its parts. vLLM's default is False.

@@ -239,7 +239,7 @@ class CPUProgram:
 
 
 def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
-    """Give each computed buffer an array. Buffers that are never needed at the same time may share one.
+    """Give each computed buffer an array. Buffers that are never needed at the same time may share it.
 
     Returns:
         The index of each buffer's array, and the widths of the arrays.

@@ -192,7 +192,7 @@ def _llama_sizes(file: GGUFFile) -> dict[str, object]:
 
 
 def _num_layers(file: GGUFFile) -> Any:
-    """Return the number of blocks, without the last ones, which draft tokens."""
+    """Return the number of blocks, without the last blocks, which draft tokens."""
     num_blocks, num_drafting = file.get("block_count"), file.get("nextn_predict_layers", 0)
     return num_blocks - num_drafting if type(num_blocks) is type(num_drafting) is int else num_blocks
 
