@@ -68,7 +68,7 @@ class Scheduler:
 
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new ones in the order of their arrival.
-        running: in the order in which they started.
+        running: the running sequences, in the order in which they started.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
     """
 

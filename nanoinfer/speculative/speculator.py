@@ -109,7 +109,7 @@ class SpeculationMetrics:
 
 
 class Speculator:
-    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: of a step, drafts included."""
+    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: the most rows of a step, with drafts."""
 
     def __init__(
         self,
