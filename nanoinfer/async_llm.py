@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """Serves many requests at once from one event loop. The arguments are those of LLM, and two more (AsyncEngineArgs).
+    """Serves many requests at once from an event loop. The arguments are those of LLM, and two more (AsyncEngineArgs).
 
     The end of an `async with` block shuts it down.
 
@@ -388,7 +388,7 @@ class RequestStream:
         return None if kind is RequestOutputKind.FINAL_ONLY else self.partial_output(deltas)
 
     def partial_output(self, deltas: list[Delta]) -> RequestOutput:
-        """Return these deltas as a RequestOutput. The prompt's log-probabilities are in the last one."""
+        """Return these deltas as a RequestOutput. The prompt's log-probabilities are in the last output."""
         names = [field.name for field in fields(CompletionOutput) if field.name != "cumulative_logprob"]
         answers = []
         for delta in deltas:

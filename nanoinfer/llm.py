@@ -100,7 +100,7 @@ class LLM:
     def close(self) -> None:
         """Free the model and its KV cache, and end the processes of other ranks. A second call does nothing.
 
-        Unfinished requests and streams end with finish_reason "abort". Any later use raises NanoinferError.
+        Unfinished requests and streams end with finish_reason "abort". Later use raises NanoinferError.
         """
         if self._engine is not None:
             self._engine.close()

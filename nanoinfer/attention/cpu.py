@@ -87,7 +87,8 @@ def paged_decode(
     if sinks is not None:
         total = total + (sinks - largest).exp()
     values = loaded(v_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
-    out = (weights.unsqueeze(-1) * values).sum(-2).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
+    # [num_seqs, num_kv_heads, group, head_dim]
+    out: Tensor = (weights.unsqueeze(-1) * values).sum(-2).sum(1) / total.unsqueeze(-1)
     return out.view(num_seqs, num_heads, head_dim).to(dtype)
 
 

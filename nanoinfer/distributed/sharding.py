@@ -123,7 +123,7 @@ class Shards:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
         self.whole: Any = None  # the model that was split, on the meta device
 
-    def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
+    def split(self, model: Any, weights: Weights) -> tuple[nn.Module, Weights]:
         """Build this rank's model on the meta device, and select from the whole model's Weights those that fill it."""
         self.whole = model
         config, rank, size = model.config, self.rank, self.size
@@ -137,7 +137,7 @@ class Shards:
             shard = type(model)(dataclasses.replace(config, **local))
         return shard, self.part_of(weights, type(model), config)
 
-    def part_of(self, weights: Weights, model_class: type[Any], config: ModelConfig) -> Weights:
+    def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
         """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
 

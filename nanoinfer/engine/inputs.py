@@ -125,7 +125,7 @@ class InputProcessor:
         return GrammarCompiler(self.tokenizer, self._info.vocab_size)
 
     def prepare_all(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams], **options: Any
+        self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: Any
     ) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
 
@@ -260,7 +260,7 @@ class InputProcessor:
         return error
 
 
-def as_list(prompts: Any) -> list[Any]:
+def as_list(prompts: object) -> list[Any]:
     """Return one prompt, or a list of prompts, as a list. A list of plain ints is one prompt.
 
     >>> as_list("Hello"), as_list([5, 6]), as_list(["Hello", [5, 6]])

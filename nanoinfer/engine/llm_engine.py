@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
@@ -61,7 +61,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor[Any],
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,

@@ -68,7 +68,7 @@ class LocalExecutor:
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """is_batch_independent: for the present number of torch's threads. batch_invariant: compute each query alone."""
+        """is_batch_independent: whether rows have the same bits in any batch, for the present number of torch's threads."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
         self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()

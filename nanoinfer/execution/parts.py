@@ -37,7 +37,7 @@ class Parts:
         model: the model on its device.
         backend: the model's attention. It serves this model only.
         backend_name: the backend's name in attention.base.BACKENDS.
-        sizes: what the model's layers keep in the KV cache, in bytes per block and slot.
+        sizes: the bytes that the model's layers keep in the KV cache, per block and slot.
         block_size: the number of tokens in a cache block.
         cache_dtype: the dtype of keys and values: the model's, or torch.int8.
         routes: the sampler's fast routes, in the order in which they are tried.

@@ -168,7 +168,7 @@ def fuse_gates(trace: Trace) -> None:
                     break
 
 
-def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:
+def _fuse_operand(trace: Trace, operations: tuple[object, ...], name: str) -> None:
     """Move a sum or product of a linear layer's output and another value into the layer. name: the layer's argument."""
     for node in list(trace.graph.nodes):
         if node.target in operations and len(node.args) == 2 and not node.kwargs:

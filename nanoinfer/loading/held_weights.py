@@ -6,7 +6,7 @@ weight in every form, and `tensors`, the memory of all weights. It knows no kern
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,9 @@ class Shards(Protocol):
 
     def gather(self, x: Tensor) -> Tensor: ...  # returns the tensors of all ranks
     def minimum(self, number: int) -> int: ...  # returns the minimum of the ranks' numbers
-    def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]: ...
+    def split(self, model: nn.Module, weights: Weights) -> tuple[nn.Module, Weights]: ...
     def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
-    def join(self, model: Any, vocab_size: int) -> None: ...
+    def join(self, model: nn.Module, vocab_size: int) -> None: ...
     def part_of_update(self, layer: str, update: "LowRankUpdate") -> "LowRankUpdate": ...
     @property
     def whole(self) -> nn.Module: ...  # returns the model before it was split, on the meta device

@@ -40,7 +40,7 @@ class QuantizedWeight:
 
     def widened(self) -> Float[Tensor, "out in"]:
         """The weight in float32."""
-        shifted = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
+        shifted: Tensor = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
         return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 
@@ -88,7 +88,7 @@ def check_sizes(model: nn.Module, quantization: str) -> None:
 
 
 def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedWeight:
-    """Join matrices that have the same inputs into one, in integers.
+    """Join matrices that have the same inputs into a single matrix, in integers.
 
     A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
     """

@@ -105,7 +105,7 @@ class Adapters:
         if not isinstance(request, LoRARequest):
             raise InvalidTypeError(f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}")
         adapter = self._known.get(request.lora_int_id)
-        if adapter is None:  # reading takes long, so no lock is held. If two threads read it, the first one counts
+        if adapter is None:  # reading takes long, so no lock is held. If two threads read the same adapter, the first counts
             adapter = self._known.setdefault(request.lora_int_id, self._read(request))
         if adapter.request != request:
             raise InvalidValueError(

@@ -21,7 +21,7 @@ from nanoinfer.loading.quantization import QuantizedLinear
 
 
 class AdapterRows:
-    """The slot of the adapter that each row of the step uses. All layers of a model share one AdapterRows.
+    """The slot of the adapter that each row of the step uses. All layers of a model share an AdapterRows.
 
     Attributes:
         num_rows: the number of the step's rows, without padding.

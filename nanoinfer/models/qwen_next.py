@@ -11,7 +11,7 @@ checkpoints.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbeddin
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
 from nanoinfer.models.registry import WeightRules, refuse_others
+from nanoinfer.models.rope import ConfigJson
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -48,7 +49,7 @@ class QwenNextConfig(QwenMoeConfig):
     linear_conv_kernel_dim: int
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenNextConfig":
+    def from_hf(cls, config: ConfigJson) -> "QwenNextConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         is_next, has_experts = config["model_type"] == "qwen3_next", config["model_type"] != "qwen3_5_text"
         refuse_others(config, attention_bias=(False, None))
@@ -155,7 +156,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Hidden, attend: Recur) -> Hidden:
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        return self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        out: Tensor = self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        return out
 
 
 class GatedDeltaNetOfNext(GatedDeltaNet):

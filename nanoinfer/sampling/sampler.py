@@ -12,10 +12,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, draw
-from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.stages import Logits
 from nanoinfer.system.transfer import on_device

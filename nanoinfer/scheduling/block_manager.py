@@ -6,7 +6,7 @@ slot `block_table[i // block_size] * block_size + i % block_size`:
 - Reference counts (pool.py): after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
 - Prefix caching (prefix_index.py): a prompt begins with the blocks that hold its start. Freed blocks keep their content until
   they are needed, the least recently used first.
-- Copy on write: a fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
+- Copy on write: a fork shares all blocks, including the partly filled last block. Before a sequence writes into a shared block,
   it gets its own copy, which the executor makes before the forward pass.
 
     tokens   [ the cat sat on | the mat and     ]         block_size 4

@@ -102,7 +102,7 @@ class StoredBlocks:
             self._untouched -= used
 
     def keep(self, key: bytes) -> None:
-        """Keep the blocks and the state with this key, of which one is about to leave the memory."""
+        """Keep the blocks and the state with this key, before a block or the state leaves the memory."""
         for number, part in enumerate(self._index.parts if self.store.is_open else ()):
             if key in part.ids:
                 self.store.keep((key, number), part.ids[key])

@@ -24,7 +24,7 @@ Change = Literal["begins", "grows", "ends"]
 class Block:
     """A part of an answer.
 
-    kind: "reasoning", "content" or "call". call_id, name: those of a call. pieces: of the text, or of a call's JSON arguments.
+    kind: "reasoning", "content" or "call". call_id, name: those of a call. pieces: the text or a call's JSON, as it grows.
     is_cut: whether the answer ended within the block because it became too long.
     """
 

@@ -78,7 +78,7 @@ class RerankRequest(TextsRequest):
 
 
 def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
-    """Add the endpoints. check_body refuses unknown fields and models, and returns the model's name."""
+    """Add the endpoints. check_body: refuses unknown fields and models, and returns the model's name."""
 
     @app.post("/v1/embeddings")
     async def embeddings(http: StrictRequest, body: EmbeddingRequest) -> Response:
@@ -89,11 +89,11 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
             return async_llm.pooler.prepare(prompt, params, priority=body.priority, timeout=body.timeout)
 
         def fields_of(prepared: list[PreparedRequest]) -> JsonObject:
-            found = [one.reader.embedding.numpy(force=True) for one in prepared]
-            vectors = [one.tolist() for one in found]
-            if body.encoding_format == "base64":  # as OpenAI's client reads it: fp32, the lowest byte first
-                vectors = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in found]
-            return {"data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]}
+            found = [text.reader.embedding.numpy(force=True) for text in prepared]
+            vectors = [vector.tolist() for vector in found]
+            if body.encoding_format == "base64":  # OpenAI's client expects fp32, the lowest byte first
+                vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+            return {"data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]}
 
         return await _read(http, async_llm, model, [partial(prepare, prompt) for prompt in as_prompts(body.input)], fields_of)
 
@@ -101,7 +101,7 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
     @app.post("/v1/score")
     async def score(http: StrictRequest, body: ScoreRequest) -> Response:
         def fields_of(scores: list[float]) -> JsonObject:
-            return {"data": [{"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}
+            return {"data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]}
 
         return await _score(http, async_llm, check_body(body), body, body.queries, fields_of)
 
@@ -113,7 +113,7 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
             results: list[JsonObject] = [{"index": i, "relevance_score": scores[i]} for i in order]
             if body.return_documents is not False:
-                results = [one | {"document": {"text": body.documents[i]}} for one, i in zip(results, order, strict=True)]
+                results = [result | {"document": {"text": body.documents[i]}} for result, i in zip(results, order, strict=True)]
             return {"results": results}
 
         return await _score(http, async_llm, check_body(body), body, body.query, fields_of)
@@ -152,7 +152,7 @@ async def _read(
 
     def whole() -> Response:
         prepared = [stream.prepared for stream in answers.streams]
-        num = sum(len(one.prompt_token_ids) for one in prepared)
+        num = sum(len(text.prompt_token_ids) for text in prepared)
         head = {"id": answers.id, "object": "list", "created": int(time.time()), "model": model}
         return json_response(head | fields_of(prepared) | {"usage": {"prompt_tokens": num, "total_tokens": num}})
 

@@ -199,7 +199,7 @@ def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | Cal
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """json: the response as it was sent. messages: the conversation with it, without instructions. num_bytes: of both."""
+    """json: the response as it was sent. messages: the conversation with it, without instructions. num_bytes: their size."""
 
     json: protocol.JsonObject
     messages: list[protocol.JsonObject]

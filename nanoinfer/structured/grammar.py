@@ -100,7 +100,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Any thread may call it: llguidance compiles without Python's lock.
+    """Compiles grammars for one tokenizer. It may be called by any thread: llguidance compiles without Python's lock.
 
     The tokenizer is converted at the first call, which takes a second for 152k ids and holds Python's lock.
     """

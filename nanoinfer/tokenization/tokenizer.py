@@ -124,7 +124,7 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Return the ids of a text. add_special_tokens: with the special tokens that the tokenizer adds, such as BOS.
+        """Return the ids of a text. add_special_tokens: whether to add the tokenizer's special tokens, such as BOS.
 
         max_tokens: the most ids that can be used. If a text has more than twice as many, the returned ids may be those of
         its beginning, since encoding takes 400 bytes a token. They are still more than twice as many. None: no limit.

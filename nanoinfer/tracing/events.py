@@ -1,7 +1,7 @@
 """The events that the engine emits, the Tracer protocol that receives them, and a buffer between the two.
 
 The scheduler, the model runner, the sampler and the engine get the tracer as an argument. They construct an event only if there
-is a tracer, so running without one costs nothing. An event holds plain numbers and strings, never a tensor and never a live
+is a tracer, so running without costs nothing. An event holds plain numbers and strings, never a tensor and never a live
 object. The classes are in the order of a token's journey.
 
 The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".

@@ -20,7 +20,7 @@ _PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fi
 
 
 class Recorder:
-    """Keeps every event in `events`, in order: `LLM(tracer=Recorder())`. Use one per LLM: request ids start at 0 in each.
+    """Keeps every event in `events`, in order: `LLM(tracer=Recorder())`. Each LLM needs its own, since request ids start at 0.
 
     >>> from nanoinfer.tracing import BlocksAllocated
     >>> recorder = Recorder()

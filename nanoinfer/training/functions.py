@@ -6,7 +6,7 @@ has the engine's bits. The backward pass computes the module again in torch, as 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ Operation = Callable[..., Tensor]
 
 class KernelFunction(torch.autograd.Function):
     """Computes kernel(*inputs), with the gradients of plain(*inputs) for the inputs and for the parameters that plain reads."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # untyped in torch
 
     @staticmethod
     def forward(ctx: Any, kernel: Operation, plain: Operation, num_inputs: int, *tensors: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ CPUProgram. An operation without a kernel stays as it is, between two programs.
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
-from nanoinfer.fast.cpu.program import NOTHING
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
@@ -128,7 +128,7 @@ class _Compiler:
             return False  # no kernel has this number of inputs
         reads = tuple(view for view in (x, factor, residual) if view)
 
-        def call(slices: Any, scratch: int) -> Any:
+        def call(slices: Sequence[Slice], scratch: int) -> KernelCall:
             x, *others, out = slices
             factor_slice = others.pop(0) if factor else NOTHING
             return packed.call(x=x, out=out, scratch=scratch, factor=factor_slice, residual=others[0] if residual else NOTHING)
@@ -291,7 +291,7 @@ def _is_first(user: fx.Node) -> bool:
     return user.target is operator.getitem and user.args[1:] == (0,)
 
 
-def _item(source: _Views, index: Any) -> _Views | None:
+def _item(source: _Views, index: object) -> _Views | None:
     if isinstance(source, tuple):
         return source[index] if source and isinstance(index, int) else ()
     match index:

@@ -77,7 +77,7 @@ class View:
         rows = array[: num_rows * self.buffer.width].view(num_rows, self.buffer.width)
         if self.step:
             return rows[:, self.first :].as_strided((num_rows, *self.shape), (self.buffer.width, self.step, 1))
-        return rows[:, self.first : self.first + self.size].unflatten(1, self.shape)
+        return rows[:, self.first : self.first + self.size].view(num_rows, *self.shape)
 
 
 @dataclass(eq=False, slots=True)
@@ -233,12 +233,13 @@ class CPUProgram:
             return operation.recurrence.call(*slices, rows=self._scratch + 1)
         if operation.call is None:
             rows = self._scratch + 2 + (group_of or {}).get(operation.layer, 0)
-            return attention.call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
+            call: Callable[..., KernelCall] = attention.call
+            return call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
         return operation.call(slices, self._scratch)
 
 
 def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
-    """Give each computed buffer an array. Buffers that are never needed at the same time may share one.
+    """Give each computed buffer an array. Buffers that are never needed at the same time may share it.
 
     Returns:
         The index of each buffer's array, and the widths of the arrays.

@@ -85,7 +85,7 @@ def tile_definitions(dtype: torch.dtype, num_inputs: int) -> list[str]:
 
 
 @cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     library = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,))
     library.run.argtypes, library.run.restype = [c_void_p, c_int64, c_void_p, c_int], None
     return library

@@ -76,8 +76,8 @@ class PackedQuantizedLinear:
 
 def _tiled(array: Shaped[Tensor, "out columns *rest"]) -> Shaped[Tensor, "tiles columns tile *rest"]:
     """Lay out the columns of TILE outputs, one column after the other. The last tile is padded with zeros."""
-    padded = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE))
-    return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+    tiles: Tensor = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE)).unflatten(0, (-1, TILE))
+    return tiles.transpose(1, 2).contiguous()
 
 
 def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:

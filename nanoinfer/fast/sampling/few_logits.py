@@ -147,7 +147,7 @@ def decide_top_p(
 
     Returns:
         The token ids, and which rows the candidates do not decide, if they are not whole parts. Which ids that tie with the
-        smallest candidate of a part are candidates is arbitrary, so the larger ones must be enough.
+        smallest candidate of a part are candidates is arbitrary, so the larger candidates must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)

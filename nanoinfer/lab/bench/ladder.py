@@ -194,7 +194,8 @@ def _logits(model: Any, texts: list[_Text]) -> Tensor:
 
     new_ids = [token_id for text in texts for token_id in text.ids[text.num_cached :]]
     hidden = model(torch.tensor(new_ids), torch.cat(positions), attend)
-    return model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    logits: Tensor = model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    return logits
 
 
 def _drawn(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[int]:

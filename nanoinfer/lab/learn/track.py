@@ -9,8 +9,8 @@ _ORDER = (
     "continue_running start argmax temperature min_p top_p repetition_penalty draw held_text stop_string "
     "accept_drafts ngram_draft token_mask eight_bits column_slice"
 )
-_BY_NAME = {task.name: task for part in (model, scheduling, sampling, text) for task in part.TASKS}
-TRACK: list[Task] = [_BY_NAME[name] for name in _ORDER.split()]
+_BY_NAME: dict[str, Task] = {task.name: task for part in (model, scheduling, sampling, text) for task in part.TASKS}
+TRACK = [_BY_NAME[name] for name in _ORDER.split()]
 NAMES = [task.name for task in TRACK]
 
 

@@ -176,7 +176,8 @@ class Workbook:
         sys.modules[module.__name__] = module
         text = self.file(name).read_text(encoding="utf-8")
         exec(compile(text, module.__file__, "exec"), module.__dict__)  # the learner's own file, as Python would import it
-        return getattr(module, function)
+        version: Version = getattr(module, function)
+        return version
 
     @property
     def _state(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ExpertWeights(Weights):
         if name not in self._sources:
             return self._base.read(name, rows)
         source, expert, outputs = self._sources[name]
-        [tensor] = self._base.read(source, slice(expert, expert + 1))
+        tensor = self._base.read(source, slice(expert, expert + 1))[0]
         if source.endswith("_blocks"):
             blocks = tensor[outputs][rows]  # [rows, groups, 16]
             [scales] = self._base.read(_scales_of(source), slice(expert, expert + 1))

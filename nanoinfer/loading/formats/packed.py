@@ -355,7 +355,7 @@ _FORMATS: dict[str, type[PackedWeights]] = {
 }
 
 
-def open_packed(files: WeightFiles, settings: Any, config_path: Path) -> Weights:
+def open_packed(files: WeightFiles, settings: object, config_path: Path) -> Weights:
     """Return the tensors of a checkpoint whose config.json has these settings. experts.py reads those of MXFP4."""
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method == "mxfp4":
