@@ -70,3 +70,11 @@ def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
 
     rows = heads(5, 4)
     assert torch.equal(DenseAttention(((2,), (3,))).recur(0, advance, rows), rows * 2)
+
+
+def test_dense_attention_is_transformers_formula_by_hand():
+    """Two tokens, one head of size 1: the first sees itself, the second weighs both by exp(q k)."""
+    q, k, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), torch.tensor([10.0, 20.0])
+    out = DenseAttention()(0, *(x.view(2, 1, 1) for x in (q, k, v))).flatten()
+    weight = torch.tensor(2.0).exp() / (1 + torch.tensor(2.0).exp())
+    torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))

@@ -1,5 +1,8 @@
 """The tensors of the cache: slots, blocks, groups of layers, and their sizes, hand-checked."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -118,3 +121,32 @@ def test_zeros_are_zeros_of_their_shape_and_can_be_written():
     assert (tensor.shape, tensor.dtype, tensor.any().item()) == ((3, 5), torch.float16, False)
     tensor[2, 4] = 1
     assert tensor.sum() == 1
+
+
+def test_a_head_in_8_bits_is_integers_and_their_scale():
+    heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
+    quantized = quantized_heads(heads)
+    assert quantized[0, 0, :3].tolist() == [0, 50, -127]
+    assert quantized[0, 0, 3:].clone().view(torch.float32).item() == 2.0
+    assert torch.equal(loaded(quantized[:2]), heads[:2])
+    assert loaded(quantized[2:]).isnan().any()  # which the sequence ends with
+
+
+def test_copied_blocks_hold_what_their_sources_held_before_any_copy():
+    cache = KVCache(num_layers=1, num_blocks=3, block_size=1, num_kv_heads=1, head_dim=1)
+    cache.write(0, torch.arange(3), *(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),) * 2)
+    cache.copy_blocks([(0, 1), (1, 2)])
+    assert cache.layer(0)[0].flatten().tolist() == [1, 1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_unused_cache_takes_no_memory():
+    def anonymous():
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) * 1024
+
+    before = anonymous()
+    cache = KVCache(num_layers=4, num_blocks=1024, block_size=64, num_kv_heads=4, head_dim=64)
+    assert sum(pages.nbytes for layer in range(4) for pages in cache.layer(layer)) == 2**29
+    assert anonymous() - before < 2**24
+    assert cache.layer(3)[1][::100].count_nonzero() == 0
