@@ -166,24 +166,15 @@ def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass of arguments: its docstring lists them, and one that does not exist is refused by name."""
 
     def decorate(cls: Any) -> type[T]:
-        signature = inspect.signature(cls.__init__)
-        own, *parameters = signature.parameters.values()
-        plain = [one.replace(annotation=_without_markers(one.annotation)) for one in parameters]
+        types = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
+        cls.__init__.__annotations__ = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in types}
         cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)
-        cls.__init__.__signature__ = signature.replace(parameters=[own, *plain])
-        entries = (f"{name}: {' '.join(one.sentences)}" for name, one in declarations(cls).items())
-        indented = [
-            textwrap.fill(one, 124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
-            for one in entries
-        ]
-        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *indented]))
+        wrap = textwrap.TextWrapper(124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+        entries = [wrap.fill(f"{name}: {' '.join(one.sentences)}") for name, one in declarations(cls).items()]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *entries]))
         return cls
 
     return decorate
-
-
-def _without_markers(annotation: Any) -> object:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def arguments_of(

@@ -228,7 +228,7 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
         names[0] += f"/--no-{names[0][2:]}"
     names += [marker.short_name] if marker and marker.short_name else []
     is_list = declared.text_type is not None and get_origin(declared.text_type) is list
-    more = " May be given several times." if is_list else " Bytes, or 512M, or 1.5G." if option.name in SIZES else ""
+    more = " May be given several times." if is_list else " Also as 512M or 1.5G." if option.name in SIZES else ""
     return typer.Option(
         *names,
         help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{more}",

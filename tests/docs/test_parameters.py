@@ -1,7 +1,4 @@
-"""The table of docs/supported.md has every sampling parameter, and a parameter that is declared in one place is found in all.
-
-`python tests/docs/test_parameters.py` writes the table.
-"""
+"""docs/supported.md has every sampling parameter, and a parameter that is declared in one place is found in all."""
 
 import json
 import os
@@ -13,11 +10,7 @@ from pathlib import Path
 import pytest
 from planted import check_places, copy_package, planted
 
-from nanoinfer.arguments import declarations
-from nanoinfer.sampling_params import SamplingParams
-
-PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
-MARKED = re.compile(r"(<!-- python tests/docs/test_parameters.py -->\n)[\s\S]*?(\n<!-- end -->)")
+DOCS = Path(__file__).parents[2] / "docs"
 SAMPLING = "    top_p: Annotated["
 ENGINE = "    block_size: Annotated["
 # Prints where the parameters are found: the help of a command, the schema of a body, vLLM's parser, the table, an error.
@@ -28,8 +21,8 @@ from typer.testing import CliRunner
 from nanoinfer import EngineArgs, NanoinferError, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.server.protocol import ChatCompletionRequest
-sys.path[:0] = json.loads(sys.argv[1])
-from test_parameters import table
+sys.path.append(sys.argv[1])
+from parameters import table
 
 server = FastAPI()
 
@@ -44,7 +37,7 @@ print(json.dumps({
     "--help": CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output,
     "openapi": server.openapi()["components"]["schemas"]["ChatCompletionRequest"]["properties"].get("planted_p"),
     "add_cli_args": EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help(),
-    "table": table(),
+    "table": table(SamplingParams),
     "docstring": SamplingParams.__doc__,
     "refusal": refusal,
     "EngineArgs": EngineArgs.__doc__,
@@ -52,19 +45,12 @@ print(json.dumps({
 """
 
 
-def table() -> str:
-    """The table of SamplingParams."""
-    rows = []
-    for name, one in declarations(SamplingParams).items():
-        default = "" if one.default is None else f"`{one.default if one.kind is not str else repr(one.default)}`"
-        text = " ".join(one.sentences).replace("|", r"\|")
-        rows.append(f"| `{name}` | {default} | {text} |")
-    return "\n".join(["| parameter | default | what it does |", "|---|---|---|", *rows])
+def test_the_table_of_sampling_parameters_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import parameters
 
-
-def test_the_table_of_sampling_parameters_is_up_to_date():
-    text = PAGE.read_text(encoding="utf-8")
-    assert MARKED.sub(lambda found: found[1] + table() + found[2], text) == text, "run: python tests/docs/test_parameters.py"
+    text = parameters.PAGE.read_text(encoding="utf-8")
+    assert parameters.with_table(text) == text, "run: python docs/parameters.py"
 
 
 def test_a_planted_parameter_is_found_everywhere_by_its_declaration_alone(tmp_path):
@@ -77,8 +63,7 @@ def test_a_planted_parameter_is_found_everywhere_by_its_declaration_alone(tmp_pa
     ]
     check_places(changes)
     copy_package(tmp_path)
-    folders = json.dumps([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    command = [sys.executable, "-c", FIND, folders]
+    command = [sys.executable, "-c", FIND, str(DOCS)]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     (_, _, *first), (_, _, *second) = changes
     with planted(tmp_path, "sampling_params.py", *first), planted(tmp_path, "config.py", *second):
@@ -93,8 +78,3 @@ def test_a_planted_parameter_is_found_everywhere_by_its_declaration_alone(tmp_pa
     assert "    planted_p: Planted to be found. In [0, 1].\n" in found["docstring"]
     assert "    planted_size: Planted, too. >= 1.\n" in found["EngineArgs"]
     assert found["refusal"] == "planted_p must be in [0, 1], got 1.5"
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(MARKED.sub(lambda found: found[1] + table() + found[2], text), encoding="utf-8")
