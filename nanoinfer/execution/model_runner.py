@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class StepGraphs(Protocol):
-    """Replays the model's part of some steps, as fast/cuda/decode_graphs.py does with CUDA graphs.
+    """Replays the model's part of some steps, as fast/cuda/graphs.py does with CUDA graphs.
 
     The KV cache has one block more than the scheduler knows, into which a replay may write.
     """
