@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import cpu
-from nanoinfer.attention.kv_cache import finite_values
+from nanoinfer.attention.kv_cache import KVCache, finite_values
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.attention import KernelBackend
 from tests.helpers import paged_cases, tiny_models

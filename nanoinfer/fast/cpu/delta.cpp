@@ -21,24 +21,6 @@ __attribute__((always_inline)) inline void each(Visit visit) {
     for (int i = 0; i < SIZE; i += LANES) visit(i, std::min(LANES, SIZE - i));
 }
 
-inline Floats floats_at(const float* from, int num) {
-    Floats x = {};
-    if (num == LANES) {
-        std::memcpy(&x, from, sizeof x);
-    } else {
-        std::memcpy(&x, from, num * sizeof(float));
-    }
-    return x;
-}
-
-inline void put(float* to, Floats x, int num) {
-    if (num == LANES) {
-        std::memcpy(to, &x, sizeof x);
-    } else {
-        std::memcpy(to, &x, num * sizeof(float));
-    }
-}
-
 float number(const Number* x) {
     return load(x, 1)[0];
 }
@@ -54,7 +36,7 @@ float softplus(float x) {
 template <int SIZE>
 float sum_of_squares(const float* x) {
     Floats squares = {};
-    each<SIZE>([&](int i, int num) { squares += floats_at(x + i, num) * floats_at(x + i, num); });
+    each<SIZE>([&](int i, int num) { squares += vector_at<Floats>(x + i, num) * vector_at<Floats>(x + i, num); });
     return sum(squares);
 }
 
@@ -68,12 +50,14 @@ void scale_to_unit_length(float* x, float factor) {
 void step(float (*memory)[VALUE_DIM], const float* q, const float* k, const float* v, float decay, float beta, float* out) {
     Floats held[VALUES] = {}, correction[VALUES], sums[VALUES] = {};
     for (int i = 0; i < KEY_DIM; i++) {
-        each<VALUE_DIM>([&](int j, int num) { held[j / LANES] += k[i] * floats_at(memory[i] + j, num); });
+        each<VALUE_DIM>([&](int j, int num) { held[j / LANES] += k[i] * vector_at<Floats>(memory[i] + j, num); });
     }
-    each<VALUE_DIM>([&](int j, int num) { correction[j / LANES] = beta * (floats_at(v + j, num) - decay * held[j / LANES]); });
+    each<VALUE_DIM>([&](int j, int num) {
+        correction[j / LANES] = beta * (vector_at<Floats>(v + j, num) - decay * held[j / LANES]);
+    });
     for (int i = 0; i < KEY_DIM; i++) {
         each<VALUE_DIM>([&](int j, int num) {
-            const Floats x = decay * floats_at(memory[i] + j, num) + k[i] * correction[j / LANES];
+            const Floats x = decay * vector_at<Floats>(memory[i] + j, num) + k[i] * correction[j / LANES];
             put(memory[i] + j, x, num);
             sums[j / LANES] += q[i] * x;
         });
@@ -149,10 +133,10 @@ struct Head {
                 const Floats x = load(qkv + first + c, num);
                 Floats total = {};
                 for (int i = 0; i < BEFORE; i++, weight += num_channels, before += num_channels) {
-                    total += floats_at(before, num) * floats_at(weight, num);
-                    put(before, i + 1 < BEFORE ? floats_at(before + num_channels, num) : x, num);
+                    total += vector_at<Floats>(before, num) * vector_at<Floats>(weight, num);
+                    put(before, i + 1 < BEFORE ? vector_at<Floats>(before + num_channels, num) : x, num);
                 }
-                total += x * floats_at(weight, num);
+                total += x * vector_at<Floats>(weight, num);
                 put(mixed + c, total * sigmoid(total), num);
             }
             mixed += size;
@@ -174,7 +158,8 @@ struct Head {
             Number* out = call.out.row<Number>(batch, token) + i * VALUE_DIM;
             each<VALUE_DIM>([&](int j, int num) {
                 const Floats gate = load(z + j, num);
-                store(out + j, floats_at(y + j, num) * scale * floats_at(call.norm + j, num) * (gate * sigmoid(gate)), num);
+                const Floats normed = vector_at<Floats>(y + j, num) * scale * vector_at<Floats>(call.norm + j, num);
+                store(out + j, normed * (gate * sigmoid(gate)), num);
             });
         }
     }

@@ -29,13 +29,6 @@ constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
-template <typename Vector, typename Element>
-Vector vector_at(const Element* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-}
-
 float widened(Number number) {  // one by one, which the compiler turns into vectors
     const uint32_t bits = uint32_t(number) << 16;
     float value;

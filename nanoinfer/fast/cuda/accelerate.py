@@ -14,8 +14,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
-from nanoinfer.fast.cuda.graphs import CUDACapture
+from nanoinfer.fast.cuda.graphs import CUDACapture, DecodeGraphs
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
