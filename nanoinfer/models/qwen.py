@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, Layer, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
-from nanoinfer.models.registry import WeightRules, refuse_others
-from nanoinfer.models.rope import ConfigJson, RopeConfig
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
+from nanoinfer.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

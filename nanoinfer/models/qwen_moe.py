@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)

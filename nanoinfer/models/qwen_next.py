@@ -23,8 +23,7 @@ from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
-from nanoinfer.models.registry import WeightRules, refuse_others
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
