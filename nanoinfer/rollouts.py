@@ -147,8 +147,7 @@ def pause(self: "LLM", mode: Literal["wait", "abort"] = "wait") -> None:
     """Accept no further requests until resume(), and end running requests.
 
     Args:
-        mode: "wait" generates their answers to the end, which open streams then yield. "abort" ends them with finish_reason
-            "abort".
+        mode: "wait" generates running answers to the end, for open streams too. "abort" ends them with that finish_reason.
     """
     refuse_requests(self, mode)
     while self.engine.num_unfinished:
@@ -235,8 +234,7 @@ def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], te
         temperature: the number > 0 by which logits are divided.
 
     Returns:
-        For each prompt, one number less than it has tokens: the natural logarithm of each token's probability after those
-        before it.
+        For each prompt, the natural logarithm of the probability of every token but the first, after the tokens before it.
 
     Raises:
         InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate, and for too many tokens.
