@@ -154,8 +154,7 @@ class AsyncLLM:
         """Queue a request, and return its stream, which the caller must close in any case. Raises: the errors of generate.
 
         Args:
-            prepare: returns the request without its grammar, as InputProcessor.prepare_prompt does, or raises. It is called in
-                another thread.
+            prepare: called in another thread, returns the request without its grammar, as InputProcessor.prepare_prompt does.
             has_news: an event that is set when the stream has deltas. Several streams may share it, and be read by take().
             num_answers: the n of the request. Each answer is a sequence, which counts towards the limit.
             request_id: as in generate.

@@ -135,8 +135,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate answers to all prompts in one batch, and return the outputs in the order of the prompts.
 
-        A prompt that is too long for the engine gets finish_reason "error" and the reason in outputs[0].error. The others are
-        answered.
+        A prompt that is too long for the engine gets finish_reason "error", with the reason in outputs[0].error.
 
         Args:
             prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.

@@ -113,8 +113,7 @@ def print_error(error: NanoinferError | str) -> None:
 def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Exit without a traceback: with code 2 if the command line cannot be read, 130 after Ctrl-C, and 1 after any other error.
 
-    Other errors are those of nanoinfer and of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) prints
-    nothing.
+    Other errors are those of nanoinfer and of the system, such as a full disk. After a closed pipe nothing is printed.
 
     Args:
         options: the command's options, for in_words_of. None: it has none.

@@ -246,8 +246,7 @@ class LLMEngine:
         """Launch a step for the sequences that the scheduler selects, and collect tokens. Returns the finished requests.
 
         With async_scheduling, these are the tokens of the step before. While the device computes a step, the host prepares the
-        next step and makes text of the previous step's tokens. If a sequence turns out to have finished, its token in flight is
-        dropped.
+        next step and makes text of the previous step's tokens. A token in flight of a finished sequence is dropped.
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []

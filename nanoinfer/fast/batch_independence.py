@@ -1,8 +1,7 @@
 """Check whether a prompt's hidden rows have the same bits in any batch, with the compiled model on this machine.
 
 In: a compiled model, with its attention and its cache's sizes. Out: True or False. Rows of the kernels are independent by
-construction, so this check is about the rest: a user's model file or attention, and a compiler that does not keep
-the order of additions.
+construction, so this checks the rest: a user's model or attention, and compilers that reorder additions.
 
 A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token.
 """

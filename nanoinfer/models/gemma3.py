@@ -17,8 +17,8 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.registry import refuse_others
-from nanoinfer.models.rope import ConfigJson, RopeConfig
+from nanoinfer.models.registry import ConfigJson, refuse_others
+from nanoinfer.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Gemma3Config(QwenConfig):
 
 
 class GeGLU(SwiGLU):
-    """Computes down(gelu(gate(x)) * up(x)), from the same paper."""
+    """Computes down(gelu(gate(x)) * up(x)), as in SwiGLU's paper."""
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))

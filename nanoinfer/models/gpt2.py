@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Embedding, Hidden, Ids, Layer, gelu_tanh
-from nanoinfer.models.registry import WeightRules, refuse_others
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
-from nanoinfer.models.registry import WeightRules
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson, WeightRules
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # the default
 

@@ -12,7 +12,7 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 from dataclasses import dataclass
 
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
     window     Qwen2 and Qwen3 with use_sliding_window in some layers, Mistral in all: attention over the newest tokens only
 
-Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their
-checkpoints.
+Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are the checkpoints'.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, Layer, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
-from nanoinfer.models.registry import WeightRules, refuse_others
-from nanoinfer.models.rope import ConfigJson, RopeConfig
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
+from nanoinfer.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,7 @@
     shared_expert           Qwen2-MoE: a further MLP, with a gate of its own, for every token
     decoder_sparse_step     every decoder_sparse_step-th layer has experts, except mlp_only_layers
 
-Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are those of their
-checkpoints.
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are the checkpoints'.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)

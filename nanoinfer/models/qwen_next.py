@@ -6,8 +6,7 @@
                  of a key head together. Qwen3.5 has a matrix for q, k and v, and one each for z, b and a
     MLP          Qwen3.5: SwiGLU. Qwen3-Next and Qwen3.5-MoE: experts, with a shared expert (qwen_moe.py)
 
-Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and the papers of gated_delta.py. The names are those of the
-checkpoints.
+Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and gated_delta.py. The names are the checkpoints'.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +22,7 @@ from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
-from nanoinfer.models.registry import WeightRules, refuse_others
-from nanoinfer.models.rope import ConfigJson
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 

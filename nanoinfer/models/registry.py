@@ -16,7 +16,8 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.attention.kv_cache import LayerSizes
 from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
 from nanoinfer.models.layers import Hidden, Ids
-from nanoinfer.models.rope import ConfigJson
+
+ConfigJson = dict[str, Any]  # config.json, whose values a family's from_hf checks
 
 
 @dataclass(frozen=True, kw_only=True)

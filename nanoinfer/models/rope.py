@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 
-ConfigJson = dict[str, Any]  # config.json, or an object in it, whose values from_hf checks
 ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
@@ -122,7 +121,7 @@ class RopeConfig:
         )
 
 
-def _parameters(config: ConfigJson) -> dict[str, Any]:
+def _parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return rope_parameters, or rope_scaling of older files. Raises: UnsupportedError if the file has both, unequal."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if newer and older:
@@ -135,7 +134,7 @@ def _parameters(config: ConfigJson) -> dict[str, Any]:
     return newer or older or {}
 
 
-def _yarn_attention_factor(rope: ConfigJson, factor: float) -> float:
+def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
     """Return the checkpoint's factor, a number or a ratio of two mscales, or else 0.1 ln(factor) + 1 (paper, section 3.4)."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])

@@ -132,8 +132,7 @@ class Speculator:
     def add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
-        Drafts take only free blocks, the oldest sequence first. The block of a wrong draft stays with its sequence, which will
-        fill it later.
+        Drafts take only free blocks, the oldest sequence first. Blocks of wrong drafts stay with their sequence.
         """
         num_rows = len(plan.rows)
         candidates, limits = [], []

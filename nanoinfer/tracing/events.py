@@ -207,8 +207,7 @@ class StepTimed:
     """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
     `forward` is the model up to the last layer, `sample` the LM head and the choice of the tokens. A GPU continues after
-    `forward` has returned, so there `sample` includes the wait for it. `trace` is the cost of Recorder(stages=True), which no
-    phase includes.
+    `forward` has returned, so there `sample` includes the wait for it. `trace` is what Recorder(stages=True) adds.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6

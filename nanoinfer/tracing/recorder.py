@@ -80,8 +80,7 @@ class Recorder:
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that replays the recorded events: a single file, which needs no network and opens from a disk.
 
-        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB: record tens of requests, not
-        hundreds.
+        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB.
 
         Raises:
             InvalidValueError: no step was recorded.

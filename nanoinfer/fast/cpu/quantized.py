@@ -1,7 +1,6 @@
 """Linear layers on a CPU in 8 and 4 bits, computed by quantized_linear.cpp.
 
-In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py has the
-rounding.
+In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py rounds.
 
 With one row, a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. With many
 rows it takes the time of the products, so activations are rounded to 8 bits too: for each row and group, x = scale * integer in

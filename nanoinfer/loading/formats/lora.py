@@ -164,8 +164,7 @@ def _for_module(config: dict[str, object], key: str, patterns_key: str, module: 
 def _matches(pattern: str, module: str, patterns_key: str, config_path: Path) -> bool:
     """Whether a pattern is the module's name, or its end after a dot.
 
-    peft takes patterns for regular expressions. A malicious pattern could run for hours, so only names are taken, with an
-    escaped dot.
+    peft takes patterns for regular expressions, which could run for hours. Here only names are taken, with an escaped dot.
     """
     name = pattern.removeprefix("^").replace("\\.", ".")
     if not re.fullmatch(r"[\w.]+", name):

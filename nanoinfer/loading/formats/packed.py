@@ -275,8 +275,7 @@ class CompressedWeights(IntegerWeights):
         weight_g_idx       int32 [in]                       with actorder "group" the groups are not in the inputs' order
         weight_shape       int64 [2]                        out and in
 
-    Integer and zero have the same offset, which cancels, so both are used as they are stored. The zero of a symmetric layer is
-    stored as 2^(bits - 1).
+    Integer and zero have the same offset, which cancels, so both are used as stored. A symmetric layer's zero is 2^(bits - 1).
 
     Source: compressors/pack_quantized of https://github.com/neuralmagic/compressed-tensors.
     """
