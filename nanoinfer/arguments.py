@@ -92,12 +92,13 @@ class Declaration:
         """What messages say is allowed, with the way out after a semicolon. Empty without a range."""
         low, high, above = self.interval.ge, self.interval.le, self.interval.gt
         stated, way_out = self.marker(Allowed), self.marker(WayOut)
+        least, bracket = (f">= {low}", f"[{low}") if above is None else (f"> {above}", f"({above}")
         if stated is not None or (low is None and above is None):
             text = "" if stated is None else stated.text
         elif high is None:
-            text = f"{'finite and ' * (self.kind is float)}{f'>= {low}' if above is None else f'> {above}'}"
+            text = f"finite and {least}" if self.kind is float else least
         else:
-            text = f"in {low} .. {high}" if self.kind is int else f"in {f'[{low}' if above is None else f'({above}'}, {high}]"
+            text = f"in {low} .. {high}" if self.kind is int else f"in {bracket}, {high}]"
         return text if way_out is None else f"{text}; {way_out.text}"
 
     @cached_property
