@@ -1,17 +1,16 @@
 """Answer an HTTP request, as a JSON object or as server-sent events.
 
-In: an Answers with a RequestStream for each prompt, and the endpoint's Choices. Out: a Response. However that ends, and also if
-it never starts, the streams are closed, so that the engine frees their blocks.
+In: the endpoint's Reply, whose Answers have a RequestStream for each prompt. Out: a Response. However that ends, and also if it
+never starts, the streams are closed, so that the engine frees their blocks.
 """
 
 import asyncio
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,13 +18,10 @@ from starlette.types import Receive, Scope, Send
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
-from nanoinfer.server.choices import ChatChoices, CompletionChoices
-from nanoinfer.server.errors import RequestError, error_body, json_response, without_paths
-from nanoinfer.server.protocol import JsonObject, StreamOptions
+from nanoinfer.server.errors import RequestError, json_response, without_paths
+from nanoinfer.server.protocol import JsonObject
 
 T = TypeVar("T")
-Choices = ChatChoices | CompletionChoices
-DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that nobody reads
 
 
@@ -112,15 +108,56 @@ def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
     return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None
 
 
-async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stream: bool) -> Response:
+class Reply(ABC):
+    """Turns the answers to a request into an endpoint's response.
+
+    Attributes:
+        answers: The streams of n answers to each prompt.
+    """
+
+    def __init__(self, n: int = 1, *, is_prompt_only: bool = False) -> None:
+        self.answers = Answers(n, is_prompt_only=is_prompt_only)
+
+    @abstractmethod
+    def whole(self) -> JsonObject:
+        """Return the JSON object for answers that have ended."""
+
+    @abstractmethod
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[bytes]:
+        """Yield the server-sent events for the next delta of the choice with this index."""
+
+    @abstractmethod
+    def failure(self, status: int, message: str) -> bytes:
+        """Return the last events of a stream that has failed."""
+
+    def end(self) -> bytes:
+        """Return the events after all chunks."""
+        return b""
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream, several at a time."""
+        async for updates in self.answers:
+            events: list[bytes] = []
+            for index, stream, delta in updates:
+                if failure := failure_of(delta):
+                    yield b"".join(events) + self.failure(*failure)
+                    return
+                events += self.chunks(index, stream, delta)
+            if any(events):
+                yield b"".join(events)
+        if end := self.end():
+            yield end
+
+
+async def respond(request: Request, reply: Reply, *, is_stream: bool) -> Response:
     """Answer an HTTP request whose prompts have been submitted."""
     if is_stream:
-        return EventStream(answers, reply.events(answers))
+        return EventStream(reply.answers, reply.events())
 
     async def whole() -> Response:
-        return json_response(reply.whole(answers))
+        return json_response(reply.whole())
 
-    return await respond_whole(request, answers, whole)
+    return await respond_whole(request, reply.answers, whole)
 
 
 async def respond_whole(request: Request, answers: Answers, make: Callable[[], Awaitable[Response]]) -> Response:
@@ -128,66 +165,6 @@ async def respond_whole(request: Request, answers: Answers, make: Callable[[], A
     with closing(answers):
         outputs = await until_disconnect(request, answers.finished())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else await make()
-
-
-class Reply(Protocol):
-    """Turns the answers to a request into an endpoint's response."""
-
-    def whole(self, answers: Answers) -> JsonObject:
-        """Return the JSON object for answers that have ended."""
-
-    def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of a stream."""
-
-
-class ChoicesReply:
-    """The reply of /v1/chat/completions and /v1/completions."""
-
-    def __init__(self, choices: Choices, model: str, options: StreamOptions) -> None:
-        self._choices, self._model, self._options = choices, model, options
-
-    def _head(self, answers: Answers, object_name: str) -> JsonObject:
-        name = f"{self._choices.id_prefix}-{answers.id}"
-        return {"id": name, "object": object_name, "created": int(time.time()), "model": self._model}
-
-    def whole(self, answers: Answers) -> JsonObject:
-        choices, outputs = self._choices, answers.outputs
-        whole = [
-            choices.whole(answers.choice_index(number, answer.index), output, answer)
-            for number, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
-        fields = choices.response_fields(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs)
-        return self._head(answers, choices.object_name) | {"choices": whole, "usage": answers.usage()} | fields
-
-    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        """Yield the events. Their common fields are rendered only once."""
-        choices, options = self._choices, self._options
-        prefix = b"data: " + to_json(self._head(answers, choices.chunk_name))[:-1] + b',"choices":['
-        usage: JsonObject = {"usage": None} if options.include_usage else {}
-        suffix = _end_of_event(usage)
-        first = choices.response_fields(answers.streams[0].prepared.prompt_token_ids, None)
-        async for updates in answers:
-            events: list[bytes] = []
-            if options.include_usage and options.continuous_usage_stats:
-                suffix = _end_of_event(usage := {"usage": answers.usage()})
-            for index, stream, delta in updates:
-                if failure := failure_of(delta):
-                    yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
-                    return
-                for choice in choices.chunks(index, stream, delta):
-                    events += (prefix, to_json(choice), _end_of_event(usage | first) if first else suffix)
-                    first = {}
-            if events:
-                yield b"".join(events)
-        if options.include_usage:
-            yield prefix + _end_of_event({"usage": answers.usage()})
-        yield DONE
-
-
-def _end_of_event(fields: Mapping[str, object]) -> bytes:
-    """Render the end of an event, after its choices."""
-    return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -4,7 +4,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,16 +17,17 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
-from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
-from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
+from nanoinfer.server.answers import Reply, respond
+from nanoinfer.server.choices import ChatFormat, ChatReply, CompletionReply, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
 from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
 from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
-from nanoinfer.server.pooling import TextsRequest, add_pooling
+from nanoinfer.server.pooling import Pooling, TextsRequest
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.updates import add_adapters, add_weights
@@ -72,8 +73,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)
     add_page(app, async_llm, settings.served_model_names[0], replays)
-    _add_generation(app, async_llm, settings, replays)
-    add_pooling(app, async_llm, partial(check_texts_body, settings=settings))
+    Generation(async_llm, settings, replays).add_to(app)
+    Pooling(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
@@ -84,102 +85,96 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
-    inputs, tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
-    default = async_llm.llm.get_default_sampling_params()
-    template = "" if tokenizer is None else tokenizer.get_chat_template(has_tools=True)
-    chat_format = ChatFormat.choose(template, settings.reasoning_parser, settings.tool_call_parser)
+class Generation:
+    """The endpoints that generate. Those of /v1/messages and /v1/responses convert their bodies to chat requests."""
 
-    async def generate(
-        http: StrictRequest,
-        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
-        prepares: Sequence[Callable[..., PreparedRequest]],
-        reply: Reply,
-    ) -> Response:
-        """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
-        check_model(body.model, settings)  # again, because an adapter may have been dropped
-        lora_request = settings.adapters.get(body.model or "")
-        # Found before anything is awaited, because another client may drop the adapter meanwhile.
-        adapter = None if lora_request is None else inputs.adapter_of(lora_request)
-        params = await async_llm.threads.run(partial(protocol.to_sampling_params, body, default), is_large=http.is_large)
-        answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
+    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
+        self.async_llm, self.settings, self.replays = async_llm, settings, replays
+        self.inputs, self.tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
+        self.default = async_llm.llm.get_default_sampling_params()
+        template = "" if self.tokenizer is None else self.tokenizer.get_chat_template(has_tools=True)
+        self.chat_format = ChatFormat.choose(template, settings.reasoning_parser, settings.tool_call_parser)
+        self.store = ResponseStore(settings.max_stored_responses)
 
-        def prepare_adapted(prepare: Callable[..., PreparedRequest]) -> PreparedRequest:
-            prepared = prepare(params)
-            return prepared if adapter is None else prepared.with_adapter(adapter)
+    def add_to(self, app: FastAPI) -> None:
+        app.post("/v1/completions", responses=STREAMS)(self.completions)
+        app.post("/v1/chat/completions", responses=STREAMS)(self.chat_completions)
+        app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)(self.messages)
+        app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)(self.count_tokens)
+        app.post("/v1/responses", responses=STREAMS)(self.responses)
+        app.get("/v1/responses/{response_id}")(self.stored_response)
+        app.delete("/v1/responses/{response_id}")(self.delete_response)
 
-        await answers.submit(async_llm, [partial(prepare_adapted, prepare) for prepare in prepares], is_large=http.is_large)
-        if replays is not None:
-            replays.add(answers)
-        return await respond(http, answers, reply, is_stream=bool(body.stream))
+    async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
+        reply = CompletionReply(body, check_body(body, self.settings), self.tokenizer)
+        prepares = [partial(self.inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
+        return await self._generate(http, body, prepares, reply)
 
-    def choices_reply(body: protocol.CompletionRequest | protocol.ChatCompletionRequest, choices: Choices) -> Reply:
-        return ChoicesReply(choices, check_body(body, settings), body.stream_options or protocol.StreamOptions())
+    async def chat_completions(self, http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
+        return await self._chat(http, body, ChatReply(body, check_body(body, self.settings), self.tokenizer, self.chat_format))
 
-    async def answer_chat(http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
-        return await generate(http, chat, [partial(chat_format.prepare, chat, inputs)], reply)
+    async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
+        model = check_body(body, self.settings)
+        chat = await self.async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
+        return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
-    @app.post("/v1/completions", responses=STREAMS)
-    async def completions(http: StrictRequest, body: protocol.CompletionRequest) -> Response:
-        prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
-        return await generate(http, body, prepares, choices_reply(body, CompletionChoices(body, tokenizer)))
+    async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
+        check_body(body, self.settings)
 
-    @app.post("/v1/chat/completions", responses=STREAMS)
-    async def chat_completions(http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
-        return await answer_chat(http, body, choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
+        def counted() -> Response:
+            most = max(protocol.MAX_TOKENIZED, self.async_llm.engine.max_model_len)
+            tokens = self.chat_format.render(messages_to_chat(body), self.inputs, max_tokens=most)["prompt_token_ids"]
+            return json_response({"input_tokens": len(check_length(tokens, most))})
 
-    _add_chat_apis(app, async_llm, settings, chat_format, answer_chat)
+        return await self.async_llm.threads.run(counted, is_large=http.is_large)
 
-
-def _add_chat_apis(
-    app: FastAPI,
-    async_llm: AsyncLLM,
-    settings: ServerSettings,
-    chat_format: ChatFormat,
-    answer: Callable[[StrictRequest, protocol.ChatCompletionRequest, Reply], Awaitable[Response]],
-) -> None:
-    """Add the APIs whose requests become chat requests. answer: answers a chat request by an endpoint's reply."""
-    engine = async_llm.engine
-
-    @app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)
-    async def messages(http: StrictRequest, body: MessagesRequest) -> Response:
-        model = check_body(body, settings)
-        chat = await async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
-        return await answer(http, chat, MessagesReply(body, chat, chat_format, model))
-
-    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
-    async def count_tokens(http: StrictRequest, body: CountTokensRequest) -> Response:
-        check_body(body, settings)
-        return await async_llm.threads.run(partial(counted, body), is_large=http.is_large)
-
-    def counted(body: CountTokensRequest) -> Response:
-        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
-        tokens = chat_format.render(messages_to_chat(body), engine.inputs, max_tokens=most)["prompt_token_ids"]
-        return json_response({"input_tokens": len(check_length(tokens, most))})
-
-    store = ResponseStore(settings.max_stored_responses)
-
-    @app.post("/v1/responses", responses=STREAMS)
-    async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
-        model = check_body(body, settings)
-        is_kept = store.keeps(body.store)
+    async def responses(self, http: StrictRequest, body: ResponsesRequest) -> Response:
+        model = check_body(body, self.settings)
+        is_kept = self.store.keeps(body.store)
         messages: list[dict[str, object]] = []
         num_bytes = len(await http.body())
         if body.previous_response_id is not None:
-            previous = store.get(body.previous_response_id, param="previous_response_id")
+            previous = self.store.get(body.previous_response_id, param="previous_response_id")
             messages, num_bytes = previous.messages, num_bytes + previous.num_bytes
-        chat, messages = await async_llm.threads.run(partial(responses_to_chat, body, messages), is_large=http.is_large)
-        keep = partial(store.add, messages, num_bytes) if is_kept else None
-        return await answer(http, chat, ResponsesReply(body, chat, chat_format, model, engine.tokenizer, keep))
+        to_chat = partial(responses_to_chat, body, messages)
+        chat, messages = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
+        keep = partial(self.store.add, messages, num_bytes) if is_kept else None
+        return await self._chat(http, chat, ResponsesReply(body, chat, self.chat_format, model, self.tokenizer, keep))
 
-    @app.get("/v1/responses/{response_id}")
-    async def stored_response(response_id: str) -> Response:
-        return json_response(store.get(response_id).json)
+    async def stored_response(self, response_id: str) -> Response:
+        return json_response(self.store.get(response_id).json)
 
-    @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> Response:
-        store.delete(response_id)
+    async def delete_response(self, response_id: str) -> Response:
+        self.store.delete(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _chat(self, http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
+        return await self._generate(http, chat, [partial(self.chat_format.prepare, chat, self.inputs)], reply)
+
+    async def _generate(
+        self,
+        http: StrictRequest,
+        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
+        prepares: list[Callable[[SamplingParams], PreparedRequest]],
+        reply: Reply,
+    ) -> Response:
+        """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
+        check_model(body.model, self.settings)  # again, because an adapter may have been dropped
+        lora_request = self.settings.adapters.get(body.model or "")
+        # Found before anything is awaited, because another client may drop the adapter meanwhile.
+        adapter = None if lora_request is None else self.inputs.adapter_of(lora_request)
+        to_params = partial(protocol.to_sampling_params, body, self.default)
+        params = await self.async_llm.threads.run(to_params, is_large=http.is_large)
+
+        def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
+            prepared = prepare(params)
+            return prepared if adapter is None else prepared.with_adapter(adapter)
+
+        adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
+        await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
+        if self.replays is not None:
+            self.replays.add(reply.answers)
+        return await respond(http, reply, is_stream=bool(body.stream))
 
 
 def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:

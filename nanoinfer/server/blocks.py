@@ -4,16 +4,18 @@ In: the text of an answer, from which a ChatParser makes reasoning, content and 
 for each block that begins, grows or ends. messages.py and responses.py have the JSON of the blocks and the events.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from pydantic_core import to_json
 
+from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.parsing import ChatDelta, ChatParser, ToolCall
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.server.answers import Answers, failure_of
+from nanoinfer.server.answers import Reply
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest, JsonObject
 
@@ -82,64 +84,42 @@ def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
         yield "content", {}, part.content
 
 
-class BlockReply(ABC):
+class BlockReply(Reply):
     """The reply of an endpoint whose answers are blocks. A request has a single answer, because neither API has n."""
 
     def __init__(
         self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str, *, keeps_reasoning: bool = True
     ) -> None:
-        self.chat, self.model = chat, model
-        self._format, self._keeps_reasoning = chat_format, keeps_reasoning
+        super().__init__()
+        self.chat, self.chat_format, self.model = chat, chat_format, model
+        self.has_begun = False  # whether the stream has an event
+        self._keeps_reasoning = keeps_reasoning
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks of the answer so far."""
+        prompt = self.answers.streams[0].prepared.prompt or ""
+        return Blocks(self.chat_format.make_parser(self.chat, prompt), keeps_reasoning=self._keeps_reasoning)
 
     @abstractmethod
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> JsonObject:
+    def message(self, answer: CompletionOutput | Delta) -> JsonObject:
         """Return the JSON object of the answer so far, or of the whole answer, which has a finish_reason."""
 
     @abstractmethod
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
-        """Return the events before the blocks."""
+    def delta_events(self, delta: Delta) -> Iterator[JsonObject]:
+        """Yield the events for the next delta. Before them come the first events of a stream, unless it has_begun."""
 
-    @abstractmethod
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[JsonObject]:
-        """Return the events of a block that begins, grows by new text, or ends."""
-
-    @abstractmethod
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
-        """Return the events after the blocks."""
-
-    @abstractmethod
-    def failure(self, answers: Answers, status: int, message: str) -> list[JsonObject]:
-        """Return the last events of an answer that has failed."""
-
-    def whole(self, answers: Answers) -> JsonObject:
-        [output] = answers.outputs
-        [answer] = output.outputs
-        blocks = self._blocks(output.prompt)
-        for _ in blocks.push(answer.text, answer.finish_reason):
+    def whole(self) -> JsonObject:
+        [answer] = self.answers.outputs[0].outputs
+        for _ in self.blocks.push(answer.text, answer.finish_reason):
             pass
-        return self.message(answers, blocks, answer)
+        return self.message(answer)
 
-    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        blocks = None
-        async for updates in answers:
-            events: list[JsonObject] = []
-            for _, stream, delta in updates:
-                if failure := failure_of(delta):
-                    yield b"".join(map(_render, events + self.failure(answers, *failure)))
-                    return
-                if blocks is None:
-                    blocks = self._blocks(stream.prepared.prompt)
-                    events += self.begin(answers, blocks, delta)
-                for change, block, new in blocks.push(delta.text, delta.finish_reason):
-                    events += self.change(answers, change, block, new)
-                if delta.finish_reason is not None:
-                    events += self.end(answers, blocks, delta)
-            if events:
-                yield b"".join(map(_render, events))
-
-    def _blocks(self, prompt: str | None) -> Blocks:
-        return Blocks(self._format.make_parser(self.chat, prompt or ""), keeps_reasoning=self._keeps_reasoning)
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[bytes]:
+        yield render(self.delta_events(delta))
+        self.has_begun = True
 
 
-def _render(event: JsonObject) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n"
+def render(events: Iterable[JsonObject]) -> bytes:
+    """Return the bytes of named events."""
+    return b"".join(f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n" for event in events)

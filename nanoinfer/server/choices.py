@@ -1,4 +1,4 @@
-"""The JSON of the choices of /v1/chat/completions and /v1/completions, whole and in chunks, and the prompt of a chat.
+"""The replies of /v1/chat/completions and /v1/completions, whole and in chunks, and the prompt of a chat.
 
 In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason is added, and if they are
 requested token_ids, prompt_token_ids and prompt_logprobs. In log-probabilities, a token that is a part of a character keeps its
@@ -7,9 +7,13 @@ true bytes: as "bytes" in a chat's, and as the text "bytes:\\xf0\\x9f" in a comp
 
 import codecs
 import functools
+import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
@@ -18,14 +22,15 @@ from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.errors import RequestError
+from nanoinfer.server.answers import Reply
+from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest, JsonObject
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-PromptLogprobs = list[LogprobsOnePosition | None] | None
+DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM's
 
 
@@ -114,38 +119,99 @@ def _offered_tools(request: ChatCompletionRequest) -> list[JsonObject]:
     return [] if request.tool_choice == "none" else request.tools or []
 
 
-class ChatChoices:
-    """The choices of a chat request. A ChatParser parses their text into messages."""
+class ChoicesReply(Reply):
+    """The reply of /v1/chat/completions and /v1/completions."""
 
-    object_name, chunk_name, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    id_prefix: str
+    object_names: tuple[str, str]  # of a response, and of a stream's chunks
 
-    def __init__(self, request: ChatCompletionRequest, chat_format: ChatFormat, tokenizer: Tokenizer | None) -> None:
-        self._request = request
-        self._format = chat_format
-        self._tokenizer = tokenizer
+    def __init__(self, request: ChatCompletionRequest | CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(request.n or 1, is_prompt_only=request.max_tokens == 0)
+        self._model, self._tokenizer, self._stream_options = model, tokenizer, request.stream_options
+        self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._prefix = b""  # of every chunk
+
+    @abstractmethod
+    def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
+        """Return the choice of a whole answer."""
+
+    @abstractmethod
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
+        """Yield the chunks of a choice for its next delta."""
+
+    def response_fields(self, stream: RequestStream) -> JsonObject:
+        """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
+        return {}
+
+    def _head(self, object_name: str) -> JsonObject:
+        name = f"{self.id_prefix}-{self.answers.id}"
+        return {"id": name, "object": object_name, "created": int(time.time()), "model": self._model}
+
+    def whole(self) -> JsonObject:
+        answers = self.answers
+        choices = [
+            self.choice(answers.choice_index(number, answer.index), answers.streams[number], answer)
+            for number, output in enumerate(answers.outputs)
+            for answer in output.outputs
+        ]
+        fields = {"choices": choices, "usage": answers.usage()} | self.response_fields(answers.streams[0])
+        return self._head(self.object_names[0]) | fields
+
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[bytes]:
+        """Yield the events. Their common fields are rendered only once."""
+        options, usage = self._stream_options, {}
+        if options is not None and options.include_usage:
+            usage = {"usage": self.answers.usage() if options.continuous_usage_stats else None}
+        for choice in self.choice_chunks(index, stream, delta):
+            first = {} if self._prefix else self.response_fields(self.answers.streams[0])
+            self._prefix = self._prefix or b"data: " + to_json(self._head(self.object_names[1]))[:-1] + b',"choices":['
+            yield self._prefix + to_json(choice) + _end_of_event(usage | first)
+
+    def failure(self, status: int, message: str) -> bytes:
+        return b"data: " + to_json(error_body(status, message)) + b"\n\n" + DONE
+
+    def end(self) -> bytes:
+        shows_usage = self._stream_options is not None and self._stream_options.include_usage
+        return (self._prefix + _end_of_event({"usage": self.answers.usage()}) if shows_usage else b"") + DONE
+
+
+def _end_of_event(fields: JsonObject) -> bytes:
+    """Render the end of an event, after its choices."""
+    return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
+
+
+class ChatReply(ChoicesReply):
+    """The reply of /v1/chat/completions. A ChatParser parses the text of each choice into a message."""
+
+    id_prefix, object_names = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+
+    def __init__(
+        self, request: ChatCompletionRequest, model: str, tokenizer: Tokenizer | None, chat_format: ChatFormat
+    ) -> None:
+        super().__init__(request, model, tokenizer)
+        self._request, self._format = request, chat_format
         self._parsers: dict[int, ChatParser] = {}
         last = with_text_content(messages_of(request.messages[-1:]))[0] if request.echo else {}
         self._echoed = str(last.get("content", "")) if last.get("role") == "assistant" else ""  # the message that is continued
 
-    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> JsonObject:
-        """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
-        return _prompt_fields(self._request, prompt_token_ids, prompt_logprobs)
+    def response_fields(self, stream: RequestStream) -> JsonObject:
+        return _prompt_fields(self._request, stream)
 
-    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> JsonObject:
-        parser = self._format.make_parser(self._request, output.prompt or "")
+    def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
+        parser = self._format.make_parser(self._request, stream.prepared.prompt or "")
         message = parser.push(answer.text, is_last=True).message()
         if self._echoed:
             message["content"] = self._echoed + (message["content"] or "")
         return {"index": index, "message": message} | self._common_fields(parser, answer)
 
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
         if index not in self._parsers:
             self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
             first = {"role": "assistant", "content": self._echoed}
             yield {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
         parser = self._parsers[index]
         fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
-        if fields or delta.logprobs or delta.sampling_mask or delta.finish_reason or self._request.return_token_ids:
+        if fields or _is_shown(delta, self._request):
             yield {"index": index, "delta": fields} | self._common_fields(parser, delta)
 
     def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> JsonObject:
@@ -154,57 +220,43 @@ class ChatChoices:
         called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
         fields: JsonObject = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
-            as_ids = bool(self._request.return_tokens_as_token_ids)
-            fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, as_ids)
+            fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, self._as_ids)
         return fields | _extensions(answer, self._request.return_token_ids)
 
 
-class CompletionChoices:
-    """The choices of a completion request. With echo, their text begins with the prompt."""
+class CompletionReply(ChoicesReply):
+    """The reply of /v1/completions. With echo, the text of a choice begins with its prompt."""
 
-    object_name, chunk_name, id_prefix = "text_completion", "text_completion", "cmpl"
+    id_prefix, object_names = "cmpl", ("text_completion", "text_completion")
 
-    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(request, model, tokenizer)
         self._request = request
-        self._tokenizer = tokenizer
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice, because a stream's offsets continue from chunk to chunk
 
-    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> JsonObject:
-        """Return no fields, because each choice may have another prompt."""
-        return {}
-
-    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> JsonObject:
-        return self._first(index, output.prompt, output.prompt_token_ids, output.prompt_logprobs, answer)
-
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
         if index not in self._logprobs:
-            assert stream.request is not None, "it has a delta"
-            prompt = stream.prepared
-            yield self._first(index, prompt.prompt, prompt.prompt_token_ids, stream.request.prompt_logprobs, delta)
-        elif delta.text or delta.logprobs or delta.sampling_mask or delta.finish_reason or self._request.return_token_ids:
+            yield self.choice(index, stream, delta)
+        elif delta.text or _is_shown(delta, self._request):
             yield self._choice(index, delta)
 
-    def _first(
-        self, index: int, prompt: str | None, ids: list[int], logprobs: PromptLogprobs, answer: CompletionOutput | Delta
-    ) -> JsonObject:
-        """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty.
-
-        prompt, ids, logprobs: those of the prompt.
-        """
+    def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
+        """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty."""
         skips_special = self._request.skip_special_tokens is not False
-        as_ids = bool(self._request.return_tokens_as_token_ids)
-        self._logprobs[index] = LegacyLogprobs(self._tokenizer, skips_special=skips_special, as_ids=as_ids)
+        texts = self._logprobs[index] = LegacyLogprobs(self._tokenizer, skips_special=skips_special, as_ids=self._as_ids)
+        assert stream.request is not None, "it has an answer"
+        prompt, ids, logprobs = stream.prepared.prompt, stream.prepared.prompt_token_ids, stream.request.prompt_logprobs
         if not self._request.echo or not ids:
             choice = self._choice(index, answer)
         else:
             if prompt is None:
                 prompt = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
-            entries = None if self._request.logprobs is None else self._logprobs[index].push(ids, logprobs or (), prompt)
+            entries = None if self._request.logprobs is None else texts.push(ids, logprobs or (), prompt)
             choice = self._choice(index, answer)
             choice["text"] = prompt + choice["text"]
             if entries is not None:
                 choice["logprobs"] = {name: entries[name] + values for name, values in choice["logprobs"].items()}
-        return choice | _prompt_fields(self._request, ids, logprobs)
+        return choice | _prompt_fields(self._request, stream)
 
     def _choice(self, index: int, answer: CompletionOutput | Delta) -> dict[str, Any]:
         """Make a choice without its prompt, or a chunk of it."""
@@ -219,9 +271,15 @@ class CompletionChoices:
         } | _extensions(answer, self._request.return_token_ids)
 
 
-def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: PromptLogprobs) -> JsonObject:
+def _is_shown(delta: Delta, request: GenerationRequest) -> bool:
+    """Whether a delta makes a chunk even if its text does not."""
+    return bool(delta.logprobs or delta.sampling_mask or delta.finish_reason or request.return_token_ids)
+
+
+def _prompt_fields(request: GenerationRequest, stream: RequestStream) -> JsonObject:
     """Return the fields by which vLLM describes a prompt, if requested."""
-    fields: dict[str, Any] = {"prompt_token_ids": token_ids} if request.return_token_ids else {}
+    fields: dict[str, Any] = {"prompt_token_ids": stream.prepared.prompt_token_ids} if request.return_token_ids else {}
+    logprobs = None if stream.request is None else stream.request.prompt_logprobs
     if request.prompt_logprobs is not None and logprobs is not None:
         fields["prompt_logprobs"] = [
             position and {str(i): asdict(entry) | {"logprob": max(entry.logprob, LOWEST)} for i, entry in position.items()}

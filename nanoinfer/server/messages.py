@@ -13,8 +13,7 @@ from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server import protocol
-from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
+from nanoinfer.server.blocks import Block, BlockReply, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
 
@@ -186,49 +185,57 @@ class MessagesReply(BlockReply):
         is_omitted = body.thinking is not None and body.thinking.display == "omitted"
         super().__init__(chat, chat_format, model, keeps_reasoning=not is_omitted)
 
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
-        head = {"id": f"msg_{answers.id}", "type": "message", "role": "assistant", "model": self.model}
-        content = [_json_of(block) for block in blocks.all]
-        return head | {"content": content} | self._stop(answers, blocks, answer) | {"usage": _usage(answers)}
+    def message(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
+        head = {"id": f"msg_{self.answers.id}", "type": "message", "role": "assistant", "model": self.model}
+        content = [_json_of(block) for block in self.blocks.all]
+        return head | {"content": content} | self._stop(answer) | {"usage": self._usage()}
 
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
-        message = self.message(answers, blocks, delta) | {"stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": message}]
+    def delta_events(self, delta: Delta) -> Iterator[protocol.JsonObject]:
+        if not self.has_begun:
+            yield {"type": "message_start", "message": self.message(delta) | {"stop_reason": None, "stop_sequence": None}}
+        for change, block, new in self.blocks.push(delta.text, delta.finish_reason):
+            at = {"index": block.index}
+            kind, name = {
+                "reasoning": ("thinking_delta", "thinking"),
+                "content": ("text_delta", "text"),
+                "call": ("input_json_delta", "partial_json"),
+            }[block.kind]
+            if change == "begins":
+                empty = _json_of(block) | ({"signature": ""} if block.kind == "reasoning" else {})
+                yield {"type": "content_block_start", **at, "content_block": empty}
+            elif change == "grows":
+                yield {"type": "content_block_delta", **at, "delta": {"type": kind, name: new}}
+            else:
+                if block.kind == "reasoning":
+                    yield {"type": "content_block_delta", **at, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
+                yield {"type": "content_block_stop", **at}
+        if delta.finish_reason is not None:
+            yield {"type": "message_delta", "delta": self._stop(delta), "usage": self._usage()}
+            yield {"type": "message_stop"}
 
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[protocol.JsonObject]:
-        if change == "begins":
-            empty = _json_of(block) | ({"signature": ""} if block.kind == "reasoning" else {})
-            return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
-        kind, name = {
-            "reasoning": ("thinking_delta", "thinking"),
-            "content": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[block.kind]
-        if change == "grows":
-            return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: new}}]
-        events: list[protocol.JsonObject] = []
-        if block.kind == "reasoning":
-            signature = {"type": "signature_delta", "signature": SIGNATURE}
-            events.append({"type": "content_block_delta", "index": block.index, "delta": signature})
-        return [*events, {"type": "content_block_stop", "index": block.index}]
+    def failure(self, status: int, message: str) -> bytes:
+        return render([error_body(status, message, path="/v1/messages")])
 
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
-        stop = self._stop(answers, blocks, delta)
-        return [{"type": "message_delta", "delta": stop, "usage": _usage(answers)}, {"type": "message_stop"}]
-
-    def failure(self, answers: Answers, status: int, message: str) -> list[protocol.JsonObject]:
-        return [error_body(status, message, path="/v1/messages")]
-
-    def _stop(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
+    def _stop(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason, sequence = "end_turn", None
         if answer.finish_reason == "length":
-            is_full = answers.usage()["completion_tokens"] < (self.chat.max_tokens or 0)
+            is_full = self.answers.usage()["completion_tokens"] < (self.chat.max_tokens or 0)
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif isinstance(answer.stop_reason, str):
             reason, sequence = "stop_sequence", answer.stop_reason
-        elif blocks.parser.has_tool_calls:
+        elif self.blocks.parser.has_tool_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self.answers.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
 
 
 def _json_of(block: Block) -> protocol.JsonObject:
@@ -250,14 +257,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return math.copysign(sys.float_info.max, value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _usage(answers: Answers) -> dict[str, int]:
-    usage = answers.usage()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
-    }

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
@@ -77,16 +76,25 @@ class RerankRequest(TextsRequest):
     instruction: str | None = None
 
 
-def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
-    """Add the endpoints. check_body: refuses unknown fields and models, and returns the model's name."""
+class Pooling:
+    """The endpoints. check_body refuses unknown fields and models, and returns the model's name."""
 
-    @app.post("/v1/embeddings")
-    async def embeddings(http: StrictRequest, body: EmbeddingRequest) -> Response:
-        model = check_body(body)
+    def __init__(self, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
+        self._async_llm, self._check_body = async_llm, check_body
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post("/v1/embeddings")(self.embeddings)
+        app.post("/v1/score")(self.score)
+        app.post("/score", include_in_schema=False)(self.score)
+        app.post("/v1/rerank")(self.rerank)
+        for path in ("/rerank", "/v2/rerank"):
+            app.post(path, include_in_schema=False)(self.rerank)
+
+    async def embeddings(self, http: StrictRequest, body: EmbeddingRequest) -> Response:
+        model = self._check_body(body)
         params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
-
-        def prepare(prompt: PromptType) -> PreparedRequest:
-            return async_llm.pooler.prepare(prompt, params, priority=body.priority, timeout=body.timeout)
+        options = {"priority": body.priority, "timeout": body.timeout}
+        prepares = [partial(self._async_llm.pooler.prepare, prompt, params, **options) for prompt in as_prompts(body.input)]
 
         def fields_of(prepared: list[PreparedRequest]) -> JsonObject:
             found = [text.reader.embedding.numpy(force=True) for text in prepared]
@@ -95,20 +103,15 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
                 vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
             return {"data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]}
 
-        return await _read(http, async_llm, model, [partial(prepare, prompt) for prompt in as_prompts(body.input)], fields_of)
+        return await self._read(http, model, prepares, fields_of)
 
-    @app.post("/score", include_in_schema=False)
-    @app.post("/v1/score")
-    async def score(http: StrictRequest, body: ScoreRequest) -> Response:
+    async def score(self, http: StrictRequest, body: ScoreRequest) -> Response:
         def fields_of(scores: list[float]) -> JsonObject:
             return {"data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]}
 
-        return await _score(http, async_llm, check_body(body), body, body.queries, fields_of)
+        return await self._score(http, body, body.queries, fields_of)
 
-    @app.post("/v2/rerank", include_in_schema=False)
-    @app.post("/rerank", include_in_schema=False)
-    @app.post("/v1/rerank")
-    async def rerank(http: StrictRequest, body: RerankRequest) -> Response:
+    async def rerank(self, http: StrictRequest, body: RerankRequest) -> Response:
         def fields_of(scores: list[float]) -> JsonObject:
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
             results: list[JsonObject] = [{"index": i, "relevance_score": scores[i]} for i in order]
@@ -116,45 +119,39 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
                 results = [result | {"document": {"text": body.documents[i]}} for result, i in zip(results, order, strict=True)]
             return {"results": results}
 
-        return await _score(http, async_llm, check_body(body), body, body.query, fields_of)
+        return await self._score(http, body, body.query, fields_of)
 
-
-async def _score(
-    http: StrictRequest,
-    async_llm: AsyncLLM,
-    model: str,
-    body: ScoreRequest | RerankRequest,
-    queries: str | list[str] | None,
-    fields_of: Callable[[list[float]], JsonObject],
-) -> Response:
-    documents = body.documents
-    assert queries is not None, "take_other_names has seen to it"
-    assert documents is not None, "take_other_names has seen to it"
-
-    def scoring_of() -> Scoring:
+    async def _score(
+        self,
+        http: StrictRequest,
+        body: ScoreRequest | RerankRequest,
+        queries: str | list[str] | None,
+        fields_of: Callable[[list[float]], JsonObject],
+    ) -> Response:
+        model, documents = self._check_body(body), body.documents
+        assert queries is not None, "take_other_names has seen to it"
+        assert documents is not None, "take_other_names has seen to it"
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         options = {"priority": body.priority, "timeout": body.timeout}
-        return Scoring(async_llm.pooler, queries, documents, params, body.instruction, **options)
+        make = partial(Scoring, self._async_llm.pooler, queries, documents, params, body.instruction, **options)
+        scoring = await self._async_llm.threads.run(make, is_large=http.is_large)
+        return await self._read(http, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))
 
-    scoring = await async_llm.threads.run(scoring_of, is_large=http.is_large)
-    return await _read(http, async_llm, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))
+    async def _read(
+        self,
+        http: StrictRequest,
+        model: str,
+        prepares: Sequence[Callable[[], PreparedRequest]],
+        fields_of: Callable[[list[PreparedRequest]], JsonObject],
+    ) -> Response:
+        """Read the texts, and answer with the fields that are made of them."""
+        answers = Answers(1)
 
+        def whole() -> Response:
+            prepared = [stream.prepared for stream in answers.streams]
+            num = sum(len(one.prompt_token_ids) for one in prepared)
+            head = {"id": answers.id, "object": "list", "created": int(time.time()), "model": model}
+            return json_response(head | fields_of(prepared) | {"usage": {"prompt_tokens": num, "total_tokens": num}})
 
-async def _read(
-    http: StrictRequest,
-    async_llm: AsyncLLM,
-    model: str,
-    prepares: Sequence[Callable[[], PreparedRequest]],
-    fields_of: Callable[[list[PreparedRequest]], JsonObject],
-) -> Response:
-    """Read the texts, and answer with the fields that are made of them."""
-    answers = Answers(1)
-
-    def whole() -> Response:
-        prepared = [stream.prepared for stream in answers.streams]
-        num = sum(len(text.prompt_token_ids) for text in prepared)
-        head = {"id": answers.id, "object": "list", "created": int(time.time()), "model": model}
-        return json_response(head | fields_of(prepared) | {"usage": {"prompt_tokens": num, "total_tokens": num}})
-
-    await answers.submit(async_llm, list(prepares), is_large=http.is_large)
-    return await respond_whole(http, answers, partial(async_llm.threads.run, whole, is_large=http.is_large))
+        await answers.submit(self._async_llm, list(prepares), is_large=http.is_large)
+        return await respond_whole(http, answers, partial(self._async_llm.threads.run, whole, is_large=http.is_large))

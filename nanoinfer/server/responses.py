@@ -6,7 +6,7 @@ In: a body of that API, which becomes a chat request. Out: an answer as a respon
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -16,8 +16,7 @@ from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server import protocol
-from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
+from nanoinfer.server.blocks import Block, BlockReply, Change, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -265,13 +264,13 @@ class ResponsesReply(BlockReply):
         self._created_at = int(time.time())
         self._num_events = 0
 
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
+    def message(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason = answer.finish_reason
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
-        response = self._response(answers, status) | {
-            "output": [_item(answers, block) for block in blocks.all],
+        response = self._response(status) | {
+            "output": [self._item(block) for block in self.blocks.all],
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": self._usage(answers, blocks) if answers.outputs else None,
+            "usage": self._usage() if self.answers.outputs else None,
         }
         if self._keep is not None and reason is not None:
             self._keep(response)
@@ -284,10 +283,10 @@ class ResponsesReply(BlockReply):
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
 
-    def _response(self, answers: Answers, status: str) -> protocol.JsonObject:
-        params = answers.streams[0].prepared.params
+    def _response(self, status: str) -> protocol.JsonObject:
+        params = self.answers.streams[0].prepared.params
         return {
-            "id": f"resp_{answers.id}",
+            "id": f"resp_{self.answers.id}",
             "object": "response",
             "created_at": self._created_at,
             "status": status,
@@ -306,13 +305,19 @@ class ResponsesReply(BlockReply):
             **self._given,
         }
 
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
-        response = self._response(answers, "in_progress")
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+    def delta_events(self, delta: Delta) -> Iterator[protocol.JsonObject]:
+        if not self.has_begun:
+            for name in ("created", "in_progress"):
+                yield self._event(f"response.{name}", response=self._response("in_progress"))
+        for change, block, new in self.blocks.push(delta.text, delta.finish_reason):
+            yield from self._block_events(change, block, new)
+        if delta.finish_reason is not None:
+            response = self.message(delta)
+            yield self._event(f"response.{response['status']}", response=response)
 
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[protocol.JsonObject]:
-        at = {"output_index": block.index}
-        within = at | {"item_id": _item_id(answers, block)} | ({} if block.kind == "call" else {"content_index": 0})
+    def _block_events(self, change: Change, block: Block, new: str) -> Iterator[protocol.JsonObject]:
+        is_call, at = block.kind == "call", {"output_index": block.index}
+        within = at | {"item_id": self._item_id(block)} | ({} if is_call else {"content_index": 0})
         name = {
             "reasoning": "response.reasoning_text",
             "content": "response.output_text",
@@ -320,39 +325,33 @@ class ResponsesReply(BlockReply):
         }[block.kind]
         more: protocol.JsonObject = {"logprobs": []} if block.kind == "content" else {}
         if change == "grows":
-            return [self._event(f"{name}.delta", delta=new, **within, **more)]
-        item = _item(answers, block, is_open=change == "begins")
-        if change == "begins":
-            item_event = self._event("response.output_item.added", item=item, **at)
-            if block.kind == "call":
-                return [item_event]
-            return [item_event, self._event("response.content_part.added", part=_part(block), **within)]
-        if block.kind == "call":
-            events = [self._event(f"{name}.done", arguments=block.text, name=block.name, **within)]
+            yield self._event(f"{name}.delta", delta=new, **within, **more)
+        elif change == "begins":
+            yield self._event("response.output_item.added", item=self._item(block, is_open=True), **at)
+            if not is_call:
+                yield self._event("response.content_part.added", part=_part(block), **within)
         else:
-            events = [self._event(f"{name}.done", text=block.text, **within, **more)]
-            events.append(self._event("response.content_part.done", part=_part(block), **within))
-        return [*events, self._event("response.output_item.done", item=item, **at)]
+            text = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+            yield self._event(f"{name}.done", **text, **within, **more)
+            if not is_call:
+                yield self._event("response.content_part.done", part=_part(block), **within)
+            yield self._event("response.output_item.done", item=self._item(block), **at)
 
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
-        response = self.message(answers, blocks, delta)
-        return [self._event(f"response.{response['status']}", response=response)]
-
-    def failure(self, answers: Answers, status: int, message: str) -> list[protocol.JsonObject]:
-        failed = self._response(answers, "failed") | {"error": {"code": "server_error", "message": message}}
-        first = [] if self._num_events else [self._event("response.created", response=self._response(answers, "in_progress"))]
-        return [*first, self._event("response.failed", response=failed)]
+    def failure(self, status: int, message: str) -> bytes:
+        first = [] if self.has_begun else [self._event("response.created", response=self._response("in_progress"))]
+        error = {"code": "server_error", "message": message}
+        return render([*first, self._event("response.failed", response=self._response("failed") | {"error": error})])
 
     def _event(self, name: str, /, **fields: object) -> protocol.JsonObject:
         self._num_events += 1
         return {"type": name, "sequence_number": self._num_events - 1} | fields
 
-    def _usage(self, answers: Answers, blocks: Blocks) -> protocol.JsonObject:
-        usage = answers.usage()
-        token_ids = answers.outputs[0].outputs[0].token_ids
+    def _usage(self) -> protocol.JsonObject:
+        usage = self.answers.usage()
+        token_ids = self.answers.outputs[0].outputs[0].token_ids
         num_reasoning = 0
-        if self._tokenizer is not None and any(block.kind == "reasoning" for block in blocks.all):
-            end = self._tokenizer.backend.token_to_id(self._format.parser.end_of_reasoning)
+        if self._tokenizer is not None and any(block.kind == "reasoning" for block in self.blocks.all):
+            end = self._tokenizer.backend.token_to_id(self.blocks.parser.end_of_reasoning)
             num_reasoning = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -363,22 +362,20 @@ class ResponsesReply(BlockReply):
             "total_tokens": usage["total_tokens"],
         }
 
+    def _item(self, block: Block, *, is_open: bool = False) -> protocol.JsonObject:
+        """Return an item of the output. is_open: whether the item has not ended yet."""
+        status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
+        item: protocol.JsonObject = {"id": self._item_id(block), "status": status}
+        if block.kind == "call":
+            return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+        content: protocol.JsonObject = {"content": [] if is_open else [_part(block)]}
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "encrypted_content": None} | content
+        return item | {"type": "message", "role": "assistant"} | content
 
-def _item(answers: Answers, block: Block, *, is_open: bool = False) -> protocol.JsonObject:
-    """Return an item of the output. is_open: whether the item has not ended yet."""
-    status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
-    item: protocol.JsonObject = {"id": _item_id(answers, block), "status": status}
-    if block.kind == "call":
-        return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
-    content: protocol.JsonObject = {"content": [] if is_open else [_part(block)]}
-    if block.kind == "reasoning":
-        return item | {"type": "reasoning", "summary": [], "encrypted_content": None} | content
-    return item | {"type": "message", "role": "assistant"} | content
-
-
-def _item_id(answers: Answers, block: Block) -> str:
-    prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
-    return f"{prefix}_{answers.id}_{block.index}"
+    def _item_id(self, block: Block) -> str:
+        prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
+        return f"{prefix}_{self.answers.id}_{block.index}"
 
 
 def _part(block: Block) -> protocol.JsonObject:
