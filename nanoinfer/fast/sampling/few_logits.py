@@ -84,12 +84,6 @@ def can_read(logits: Logits) -> bool:
     return not logits.is_cuda
 
 
-def argmax(logits: Logits) -> Ids:
-    """Compute draw.argmax in less time."""
-    token_ids, largest = first_largest(logits)
-    return torch.where(largest.isfinite(), token_ids, -1)
-
-
 def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
     """Compute the argmax and the draw of every row and keep one of them: the same kernels for any values, to be captured.
 
