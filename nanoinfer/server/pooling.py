@@ -76,7 +76,7 @@ class RerankRequest(TextsRequest):
     instruction: str | None = None
 
 
-class Pooling:
+class PoolingEndpoints:
     """The endpoints. check_body refuses unknown fields and models, and returns the model's name."""
 
     def __init__(self, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
