@@ -4,7 +4,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,7 +150,7 @@ class GenerationEndpoints:
         self,
         http: StrictRequest,
         body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
-        prepares: list[Callable[[SamplingParams], PreparedRequest]],
+        prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
         reply: Reply,
     ) -> Response:
         """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
