@@ -108,7 +108,7 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Draw:
     return draw
 
 
-def _warp_and_draw(warpers: list) -> Draw:
+def _warp_and_draw(warpers: list[Any]) -> Draw:
     """Draw as generate of transformers does."""
     processors = LogitsProcessorList(warpers)
     input_ids = torch.zeros(NUM_ROWS, 1, dtype=torch.int64)

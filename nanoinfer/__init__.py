@@ -1,11 +1,11 @@
 """nanoinfer: an LLM inference engine to read, run and change.
 
-One token's journey, from the prompt to the output:
+The journey of a token, from the prompt to the output:
 
     prompt -> tokenizer -> Sequence -> Scheduler -> ForwardBatch -> model(attend) -> last hidden rows -> LM head
            -> Sampler -> stop ids -> detokenizer -> stop strings -> RequestOutput
 
-docs/architecture.md says what each folder does and may import. Imports point downwards, without a circle.
+docs/architecture.md says what each folder does and may import. Imports point downwards, without circles.
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# The public names by their modules, imported on first use, so that `import nanoinfer` does not wait a second for torch.
+# Public name -> its module, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _NAMES = {
     "llm": "LLM",
     "async_llm": "AsyncLLM",
@@ -56,7 +56,7 @@ _PUBLIC = {name: f"nanoinfer.{module}" for module, names in _NAMES.items() for n
 __all__ = ["__version__", *_PUBLIC]
 
 
-if not TYPE_CHECKING:  # a type checker would take every unknown name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept every unknown name
 
     def __getattr__(name: str) -> object:
         if name in _PUBLIC:

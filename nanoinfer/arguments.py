@@ -46,15 +46,11 @@ FIELDS = "Args: as declared below."  # in the docstring of a dataclass of argume
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """The values that are allowed."""
-
-    values: tuple[object, ...]
-
-
-@dataclass(frozen=True)
 class Allowed:
-    """What messages say is allowed, instead of the range. names_none: those about a wrong type name None, too."""
+    """What messages say is allowed, instead of the range. A string must be one of the words in quotes, if it has some.
+
+    names_none: Whether messages about a wrong type name None, too.
+    """
 
     text: str
     names_none: bool = True
@@ -76,53 +72,42 @@ class Option:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter as its class declares it.
-
-    Attributes:
-        kind: bool, int, float or str, or any other type as it is written, without None.
-        or_none: Whether None is accepted.
-        default: dataclasses.MISSING if there is none.
-        markers: Ge or Interval (the range), OneOf, Allowed, WayOut, Option and Doc.
-    """
+    """A parameter as its class declares it. kind: its type without None. default: dataclasses.MISSING if there is none."""
 
     name: str
     kind: object
     or_none: bool
     default: object
-    markers: tuple[object, ...]
+    markers: tuple[object, ...]  # Ge or Interval, Allowed, WayOut, Option and Doc
 
     def marker(self, kind: type[T]) -> T | None:
         return next((one for one in self.markers if isinstance(one, kind)), None)
 
     @cached_property
     def interval(self) -> Any:
-        at_least = self.marker(Ge)
-        return Interval(ge=at_least.ge) if at_least is not None else self.marker(Interval) or Interval()
+        return self.marker(Interval) or Interval(ge=getattr(self.marker(Ge), "ge", None))
 
     @cached_property
     def allowed(self) -> str:
         """What messages say is allowed, with the way out after a semicolon. Empty without a range."""
         low, high, above = self.interval.ge, self.interval.le, self.interval.gt
-        if (stated := self.marker(Allowed) or self.marker(OneOf)) is not None:
-            text = stated.text if isinstance(stated, Allowed) else _listed(stated.values)
+        stated, way_out = self.marker(Allowed), self.marker(WayOut)
+        least, bracket = (f">= {low}", f"[{low}") if above is None else (f"> {above}", f"({above}")
+        if stated is not None or (low is None and above is None):
+            text = "" if stated is None else stated.text
         elif high is None:
-            text = f"{'finite and ' * (self.kind is float)}{f'>= {low}' if above is None else f'> {above}'}"
+            text = f"finite and {least}" if self.kind is float else least
         else:
-            text = f"in {low} .. {high}" if self.kind is int else f"in {f'[{low}' if above is None else f'({above}'}, {high}]"
-        way_out = self.marker(WayOut)
-        text = "" if stated is None and low is None and above is None else text
+            text = f"in {low} .. {high}" if self.kind is int else f"in {bracket}, {high}]"
         return text if way_out is None else f"{text}; {way_out.text}"
 
     @cached_property
     def sentences(self) -> list[str]:
         """What the parameter does. The first sentence, which says it by itself, is followed by the range."""
-        doc = self.marker(Doc)
+        doc, has_range = self.marker(Doc), self.kind in (int, float) and self.allowed
         first, *more = re.split(r"(?<=\.) ", "" if doc is None else doc.documentation)
-        return [" ".join([first, *self._range]), *more]
-
-    @property
-    def _range(self) -> list[str]:
-        return [f"{one[0].upper()}{one[1:]}." for one in self.allowed.split("; ") if one and self.kind in (int, float)]
+        allowed = [f" {one[0].upper()}{one[1:]}." for one in self.allowed.split("; ")] if has_range else []
+        return ["".join([first, *allowed]), *more]
 
     @cached_property
     def text_type(self) -> Any:
@@ -134,16 +119,10 @@ class Declaration:
     def read(self, value: Any) -> object:
         """Check a value of a simple kind, and return it as a plain number. Values of other kinds are returned as they are."""
         low, high, above = self.interval.ge, self.interval.le, self.interval.gt
-        choices = self.marker(OneOf)
         if value is None and self.or_none:
             return None
-        if choices is not None:
-            if not is_one_of(value, choices.values):
-                raise out_of_range(self.name, value, self.allowed)
-        elif self.kind is bool:
+        if self.kind is bool:
             check_flag(self.name, value)
-        elif self.kind is str and not isinstance(value, str):
-            raise InvalidTypeError(f"{self.name} must be {self.allowed or 'a string'}, got {shown(value)}")
         elif self.kind is int and low is not None:
             stated = self.marker(Allowed)
             or_none = self.or_none and (stated is None or stated.names_none)
@@ -153,12 +132,12 @@ class Declaration:
             low = math.nextafter(above, math.inf) if low is None else low
             check_number(self.name, value, low, math.inf if high is None else high, self.allowed)
             return float(value)
+        elif self.kind is str:
+            if (words := re.findall(r"'(\w+)'", self.allowed)) and not is_one_of(value, words):
+                raise out_of_range(self.name, value, self.allowed)
+            if not isinstance(value, str):
+                raise InvalidTypeError(f"{self.name} must be {self.allowed or 'a string'}, got {shown(value)}")
         return value
-
-
-def _listed(values: tuple[object, ...]) -> str:
-    *first, last = map(repr, values)
-    return f"{', '.join(first)} or {last}"
 
 
 @cache
@@ -168,10 +147,10 @@ def declarations(cls: Any, described_by: type | None = None) -> dict[str, Declar
     found = {}
     for field in fields(cls):
         kind, *markers = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
-        types = [one for one in get_args(kind) if one is not NoneType]
-        or_none = NoneType in get_args(kind)
         if not markers and field.name in described:
-            markers = list(described[field.name].markers)
+            markers = [*described[field.name].markers]
+        types = [one for one in get_args(kind) if one is not NoneType]
+        or_none = len(types) < len(get_args(kind))
         kind = types[0] if or_none and len(types) == 1 else kind
         found[field.name] = Declaration(field.name, kind, or_none, field.default, tuple(markers))
     return found
@@ -187,25 +166,17 @@ def read_fields(instance: Any, described_by: type | None = None) -> None:
 def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass of arguments: its docstring lists them, and one that does not exist is refused by name."""
 
-    def decorate(cls: Any) -> type[T]:
-        signature = inspect.signature(cls.__init__)
-        own, *parameters = signature.parameters.values()
-        plain = [one.replace(annotation=_without_markers(one.annotation)) for one in parameters]
+    def decorate(cls: Any) -> Any:
+        marked = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
+        types = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in marked}
+        cls.__init__.__annotations__ = {name: getattr(one, "__forward_arg__", one) for name, one in types.items()}
         cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)
-        cls.__init__.__signature__ = signature.replace(parameters=[own, *plain])
-        entries = (f"{name}: {' '.join(one.sentences)}" for name, one in declarations(cls).items())
-        indented = [
-            textwrap.fill(one, 124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
-            for one in entries
-        ]
-        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *indented]))
+        wrap = textwrap.TextWrapper(124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+        entries = [wrap.fill(f"{name}: {' '.join(one.sentences)}") for name, one in declarations(cls).items()]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *entries]))
         return cls
 
     return decorate
-
-
-def _without_markers(annotation: Any) -> object:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def arguments_of(
@@ -286,22 +257,19 @@ def check_neutral(name: str, value: object, neutral: Neutral) -> None:
 
 def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, neutral: Neutral) -> None:
     """Add an option for each argument that a command line can give, and for each of vLLM's, which are left out if not given."""
-    for one in declarations(arguments).values():
-        default = None if one.default is MISSING else one.default
-        _add_option(parser, one.name, one.text_type, default, " ".join(one.sentences))
-    for name, accepted in neutral.items():
-        kind = bool if isinstance(accepted[0][0], bool) else object
-        _add_option(parser, name, kind, argparse.SUPPRESS, argparse.SUPPRESS)
-
-
-def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: object, help_text: str) -> None:
-    option, help_text = "--" + name.replace("_", "-"), help_text.replace("%", "%%")
-    if kind is bool:
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=help_text)
-    elif kind is not None:
-        kind = (get_args(kind) or (kind,))[0]  # of a list, one
-        convert = {dict: json.loads, object: _json_or_text}.get(kind, kind)
-        parser.add_argument(option, type=convert, default=default, help=help_text)
+    options = [
+        (name, one.text_type, None if one.default is MISSING else one.default, " ".join(one.sentences).replace("%", "%%"))
+        for name, one in declarations(arguments).items()
+    ]
+    further = [(name, bool if isinstance(accepted[0][0], bool) else object) for name, accepted in neutral.items()]
+    for name, kind, default, text in [*options, *((*one, argparse.SUPPRESS, argparse.SUPPRESS) for one in further)]:
+        option = "--" + name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
+        elif kind is not None:
+            kind = (get_args(kind) or (kind,))[0]  # of a list, one
+            convert = {dict: json.loads, object: _json_or_text}.get(kind, kind)
+            parser.add_argument(option, type=convert, default=default, help=text)
 
 
 def _json_or_text(text: str) -> object:

@@ -7,8 +7,8 @@ In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they g
                                        step, step, step ...
     RequestStreams  <-- one call --    the new Deltas of all requests
 
-Prompts are prepared in further threads (system/work_threads.py), so that a long one delays no other request, and grammars are
-compiled in threads of their own, so that a request without a grammar never waits for them.
+Prompts are prepared in other threads (system/work_threads.py), so that a long prompt delays no other request. Grammars are
+compiled in separate threads, so that a request without a grammar never waits for them.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
 
 if TYPE_CHECKING:
-    from nanoinfer.embedding.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
+    from nanoinfer.embedding.pooling import Pooler
     from nanoinfer.lora.request import LoRARequest
 
-NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
-# An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
-# for 1 ms per stream, to be delivered together with later ones, which limits the cost to about 5% of the time.
+NUM_GRAMMAR_THREADS = 8  # most wait for the process that tries new grammars, and give up after MAX_WAIT_SECONDS
+# An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So streams hold
+# tokens for 1 ms, to deliver them together, which limits the cost to about 5% of the time.
 HOLD_SECONDS_PER_STREAM = 0.001
 MAX_HOLD_SECONDS = 0.05
-POLL_SECONDS = 0.02  # between two looks at whether the requests have ended
+POLL_SECONDS = 0.02  # between two checks whether the requests have ended
 
 T = TypeVar("T")
 
 
 class AsyncLLM:
-    """Serves many requests at once from one event loop. The arguments are those of LLM, and two of its own (AsyncEngineArgs).
+    """Serves many requests at once from an event loop. The arguments are those of LLM, and two more (AsyncEngineArgs).
 
     The end of an `async with` block shuts it down.
 
@@ -65,7 +65,7 @@ class AsyncLLM:
 
     @arguments_of(AsyncEngineArgs, "AsyncLLM()", NEUTRAL)
     def __init__(self, args: AsyncEngineArgs) -> None:
-        self._streams: dict[str, RequestStream] = {}  # of accepted requests that were not delivered to the end, by id
+        self._streams: dict[str, RequestStream] = {}  # by id, accepted and not yet delivered to the end
         self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
@@ -89,7 +89,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Make one from its arguments: vLLM's way to write AsyncLLM(...)."""
+        """Make an AsyncLLM from its arguments, as AsyncLLM(...) does, in the way of vLLM."""
         return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     async def __aenter__(self) -> Self:
@@ -112,19 +112,19 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
 
-        SamplingParams.output_kind says what each of them holds.
+        SamplingParams.output_kind decides what each output holds.
 
         Args:
-            prompt: As for LLM.generate, one prompt.
-            sampling_params: None is the checkpoint's default.
-            request_id: For abort(). Different from the ids of all unfinished requests. None makes one.
-            lora_request: The adapter of this prompt, with AsyncLLM(enable_lora=True).
-            priority: With AsyncLLM(scheduling_policy="priority"): lower runs first.
+            prompt: a prompt, as for LLM.generate.
+            sampling_params: the parameters. None: the checkpoint's defaults.
+            request_id: a name for abort() that differs from the ids of all unfinished requests. None: a new id.
+            lora_request: the adapter of this prompt, with AsyncLLM(enable_lora=True). None: no adapter.
+            priority: the priority, with AsyncLLM(scheduling_policy="priority"). Lower runs first. None: 0.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
-            QueueFullError: Too many requests wait already, or too many new grammars.
-            EngineDeadError: The engine has failed, or shutdown() was called.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: as in LLM.generate.
+            QueueFullError: too many requests are waiting, or too many new grammars.
+            EngineDeadError: the engine has failed, or shutdown() was called.
         """
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
@@ -135,32 +135,9 @@ class AsyncLLM:
                 if (output := stream.output_with(deltas)) is not None:
                     yield output
 
-    async def embed(
-        self,
-        prompt: PromptType,
-        pooling_params: "PoolingParams | None" = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> "EmbeddingRequestOutput":
-        """Compute a text's embedding. The arguments and errors are those of LLM.embed and of generate."""
-        from nanoinfer.embedding import pooling
-        from nanoinfer.engine import reading
-
-        def prepare() -> PreparedRequest:
-            params = pooling_params or pooling.PoolingParams()
-            return reading.prepare_all([prompt], partial(self.pooler.prepare, params=params, priority=priority))[0]
-
-        stream = await self.submit(prepare, num_answers=1, request_id=request_id, is_large=is_large_prompt(prompt))
-        with closing(stream):
-            async for _ in stream:
-                pass
-        reading.check([stream.output])
-        return pooling.embedding_output(stream.request_id, stream.prepared)
-
     @cached_property
     def pooler(self) -> "Pooler":
-        """What prepares texts for embeddings and scores, by the checkpoint's files. Raises: as LLM.embed does."""
+        """The Pooler that prepares texts for embeddings and scores, by the checkpoint's files. Raises: as LLM.embed does."""
         from nanoinfer.embedding.pooling import Pooler
 
         return Pooler(self.llm)
@@ -174,15 +151,14 @@ class AsyncLLM:
         request_id: str | None = None,
         is_large: bool = False,
     ) -> "RequestStream":
-        """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does.
+        """Queue a request, and return its stream, which the caller must close in any case. Raises: the errors of generate.
 
         Args:
-            prepare: Returns the request without its grammar, as InputProcessor.prepare_prompt does, or raises. It is called in
-                another thread.
-            has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
-            num_answers: The n of the request. Each answer is a sequence, which counts towards the limit.
-            request_id: As for generate.
-            is_large: Whether the request is longer than work_threads.LARGE, so that small ones must not wait for it.
+            prepare: called in another thread, returns the request without its grammar, as InputProcessor.prepare_prompt does.
+            has_news: an event that is set when the stream has deltas. Several streams may share it, and be read by take().
+            num_answers: the n of the request. Each answer is a sequence, which counts towards the limit.
+            request_id: as in generate.
+            is_large: whether the request is longer than work_threads.LARGE, so that small requests must not wait for it.
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
@@ -205,17 +181,17 @@ class AsyncLLM:
             del self._streams[stream.request_id]
             raise
         self._thread.submit(stream.prepared, stream.request_id)
-        if stream.is_closed:  # by abort(), meanwhile
+        if stream.is_closed:  # abort() was called meanwhile
             self._thread.abort(stream.request_id)
         return stream
 
     async def add_lora(self, lora_request: "LoRARequest") -> bool:
-        """Read and check an adapter before a request names it. Returns True. Raises: as generate does."""
+        """Read and check an adapter before a request names it. Returns True. Raises: the errors of generate."""
         await self.threads.run(partial(self.engine.inputs.adapter_of, lora_request), is_large=True)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
+        """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
         return self.engine.inputs.adapters is not None and self.engine.inputs.adapters.remove(lora_id)
 
     async def abort(self, request_id: str) -> None:
@@ -236,11 +212,11 @@ class AsyncLLM:
 
     @property
     def num_unfinished_answers(self) -> int:
-        """The number of answers of requests that were accepted and not delivered to the end."""
+        """The number of answers of accepted requests that were not delivered to the end."""
         return sum(stream.num_answers for stream in self._streams.values())
 
     def check_health(self) -> None:
-        """Raises: EngineDeadError if the engine is dead or shut down."""
+        """Check that the engine runs. Raises: EngineDeadError if it is dead or shut down."""
         if self._thread.error is not None:
             raise EngineDeadError(f"the engine is dead: {self._thread.error}; it must be restarted")
         if self._is_closing:
@@ -249,7 +225,7 @@ class AsyncLLM:
             raise EngineDeadError("the engine's thread has ended; it must be restarted")
 
     def check_capacity(self, num_answers: int) -> None:
-        """Raises: InvalidValueError for more answers than can be accepted even while nothing runs."""
+        """Check a number of answers. Raises: InvalidValueError if it cannot be accepted even while nothing runs."""
         if self._max_num_answers is not None and num_answers > self._max_num_answers:
             raise InvalidValueError(
                 f"{num_answers} answers are requested, and at most {self._max_num_answers} may run or wait; "
@@ -257,7 +233,7 @@ class AsyncLLM:
             )
 
     async def get_metrics(self) -> list[Metric]:
-        """See LLM.get_metrics. They are read by the engine's thread between two steps."""
+        """Return the metrics of LLM.get_metrics, read by the engine's thread between two steps."""
         if self._is_closing or not self._thread.is_alive():
             return await asyncio.to_thread(self.engine.get_metrics)
         return await self.between_steps(self.engine.get_metrics)
@@ -272,7 +248,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.call(function))
 
     async def pause(self, mode: str = "wait") -> None:
-        """See LLM.pause. Requests that run continue to stream. resume: `await between_steps(async_llm.llm.resume)`."""
+        """See LLM.pause. Running requests continue to stream. To resume: `await between_steps(async_llm.llm.resume)`."""
         from nanoinfer.training import rollouts
 
         await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
@@ -280,12 +256,12 @@ class AsyncLLM:
             await asyncio.sleep(POLL_SECONDS)
 
     def shutdown(self, timeout: float | None = 0.0) -> "asyncio.Task[None]":
-        """Refuse new requests, wait for the unfinished ones, abort those that take longer, and close the LLM.
+        """Refuse new requests, wait for unfinished requests, abort those that take longer, and close the LLM.
 
-        It begins at once, whether the returned task is awaited or, as in scripts for vLLM, not. Call it in an event loop.
+        It begins at once, even if the returned task is not awaited, as in scripts for vLLM. Call it in an event loop.
 
         Args:
-            timeout: Seconds to wait. None is without limit.
+            timeout: the seconds to wait. None: no limit.
         """
         self._is_closing = True
         task = asyncio.get_running_loop().create_task(self._shut_down(timeout))
@@ -312,14 +288,14 @@ class AsyncLLM:
         def __getattr__(self, name: str) -> object:
             raise missing(self, name)
 
-    # ---- deliveries: the first and the last deltas of a request at once, all others together with those of later steps
+    # ---- deliveries: the first and the last deltas of a request at once, all others together with later deltas
 
     def _publish(self, requests: list[Request]) -> None:
-        """Let the event loop deliver the new deltas of these requests. Called by the engine's thread."""
+        """Make the event loop deliver the new deltas of these requests. Called by the engine's thread."""
         assert self._loop is not None, "there is a request"
         urgent = []
         for request in requests:
-            if stream := self._streams.get(request.request_id):  # else its last delta has been delivered already
+            if stream := self._streams.get(request.request_id):  # without a stream, its last delta has already been delivered
                 if request.output is not None or (self._streaming and stream.request is None):
                     urgent.append(stream)
                 stream.request = request
@@ -329,18 +305,18 @@ class AsyncLLM:
             if self._streaming and len(urgent) < len(requests) and not self._is_delivery_planned:
                 self._is_delivery_planned = True
                 self._loop.call_soon_threadsafe(self._deliver_all)
-        except RuntimeError:  # the loop is closed, so nobody reads any more
+        except RuntimeError:  # the loop is closed, so nobody reads
             self._thread.close()
 
     def _deliver_all(self) -> None:
-        """Deliver everything when it is due."""
+        """Deliver all deltas when it is time."""
         loop = asyncio.get_running_loop()
         due = self._last_delivery + min(HOLD_SECONDS_PER_STREAM * len(self._streams), MAX_HOLD_SECONDS)
         if loop.time() < due:
             loop.call_at(due, self._deliver_all)
             return
         self._last_delivery = loop.time()
-        self._is_delivery_planned = False  # before the deltas are taken, so that later ones are delivered, too
+        self._is_delivery_planned = False  # set before the deltas are taken, so that later deltas are delivered, too
         self._deliver(list(self._streams.values()))
 
     def _deliver(self, streams: list["RequestStream"]) -> None:
@@ -353,11 +329,11 @@ class AsyncLLM:
 
 
 class RequestStream:
-    """The deltas of one request: an asynchronous iterable of lists of at most one Delta per answer, each of which merges all
-    that have arrived since the last list.
+    """The deltas of a request: an asynchronous iterable of lists with at most one Delta per answer, which merges all that
+    have arrived since the last list.
 
-    prepared: the request. request: the engine's, from the first delivery on. is_closed: the request is to be aborted.
-    output: the RequestOutput, as soon as its last delta was yielded.
+    prepared: the request. request: the engine's, from the first delivery on. is_closed: whether it is to be aborted.
+    output: the RequestOutput. None: until its last delta was yielded.
     """
 
     prepared: PreparedRequest
@@ -379,7 +355,7 @@ class RequestStream:
             yield self.take()
 
     def take(self) -> list[Delta]:
-        """Return what the iterator would yield, or no deltas if there are none now."""
+        """Return what the iterator would yield now, or no deltas."""
         deltas, self._waiting = merged(self._waiting), []
         self.output = next((delta.output for delta in deltas if delta.output is not None), self.output)
         return deltas
@@ -387,7 +363,7 @@ class RequestStream:
     def close(self) -> None:
         """Abort the request if it is unfinished. The stream then ends with finish_reason "abort"."""
         self.is_closed = True
-        if not self._is_complete:  # else the id may belong to another request by now
+        if not self._is_complete:  # otherwise another request may have its id by now
             self._abort(self.request_id)
 
     def deliver(self) -> list[Delta]:
@@ -402,7 +378,7 @@ class RequestStream:
         return deltas
 
     def output_with(self, deltas: list[Delta]) -> RequestOutput | None:
-        """Return what the request's output_kind says of these new deltas, and of those before them. None is nothing yet."""
+        """Return the output of these new deltas, and of earlier ones, that output_kind asks for. None: there is none yet."""
         kind = self.prepared.params.output_kind
         if kind is RequestOutputKind.CUMULATIVE:
             deltas = self._so_far = merged(self._so_far + deltas)
@@ -411,7 +387,7 @@ class RequestStream:
         return None if kind is RequestOutputKind.FINAL_ONLY else self.partial_output(deltas)
 
     def partial_output(self, deltas: list[Delta]) -> RequestOutput:
-        """These deltas as a RequestOutput. Log-probabilities of the prompt are in the last one."""
+        """Return these deltas as a RequestOutput. The prompt's log-probabilities are in the last output."""
         names = [field.name for field in fields(CompletionOutput) if field.name != "cumulative_logprob"]
         answers = []
         for delta in deltas:
@@ -425,13 +401,13 @@ class RequestStream:
 
 
 def is_large_prompt(prompt: PromptType) -> bool:
-    """Whether small prompts must not wait for this one."""
+    """Whether small prompts must not wait for this prompt."""
     text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Join successive deltas of the same answer. Returns at most one for each answer, in the order of the answers."""
+    """Join successive deltas of the same answer. Returns at most one delta for each answer, in the order of the answers."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -445,6 +421,6 @@ def _joined(deltas: list[Delta]) -> Delta:
         deltas[-1],
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=[one for delta in deltas for one in delta.logprobs or ()] or None,
-        sampling_mask=[one for delta in deltas for one in delta.sampling_mask or ()] or None,
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()] or None,
+        sampling_mask=[mask for delta in deltas for mask in delta.sampling_mask or ()] or None,
     )

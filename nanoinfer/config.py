@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
-from nanoinfer.arguments import (
-    Allowed,
-    Neutral,
-    OneOf,
-    WayOut,
-    add_cli_arguments,
-    declarations,
-    declared,
-    read_fields,
-)
+from nanoinfer.arguments import Allowed, Neutral, add_cli_arguments, declarations, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -57,7 +48,6 @@ DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }  # vLLM's spellings, and the short ones -> torch's
-LOGPROBS_MODES = ("raw", "raw_logprobs", "raw_logits", "processed", "processed_logprobs", "processed_logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +108,16 @@ class SpeculativeConfig:
 
     # fmt: off
     method: Annotated[str, Doc(
-        '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller '
-        "model. \"mtp\" asks the layer for multi-token prediction that Qwen3.5's checkpoints have."
-    )]
-    num_speculative_tokens: Annotated[int, Interval(ge=1, le=64), Doc(
-        "The most tokens that are guessed per sequence and step."
-    )] = 8
-    adaptive: Annotated[bool, Doc(
-        "Guess only as many as pay, by the time that steps take and by the share of guesses that were right."
-    )] = True
+        '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
+        "asks the layer for multi-token prediction of checkpoints of Qwen3.5.")]
+    num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
+        Doc("The most tokens that are guessed per sequence and step.")] = 8
+    adaptive: Annotated[bool,
+        Doc("Guess only as many as pay, by the time that steps take and by the share of guesses that were right.")] = True
     prompt_lookup_min: Annotated[int, Ge(1), Doc('The fewest newest tokens that must have occurred before ("ngram").')] = 2
     prompt_lookup_max: Annotated[int, Doc('The most newest tokens that are looked up ("ngram").')] = 4
-    model: Annotated[str | None, Doc(
-        'A folder, a hub name or a bundled model with the same vocabulary ("draft_model").'
-    )] = None
+    model: Annotated[str | None,
+        Doc('A folder, a hub name or a bundled model with the same vocabulary ("draft_model").')] = None
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -230,7 +216,7 @@ class EngineConfig:
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None
     logits_processors: "tuple[type[LogitsProcessor], ...]" = ()
-    logprobs_mode: str = "raw"  # one of LOGPROBS_MODES
+    logprobs_mode: str = "raw"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
@@ -299,11 +285,8 @@ NEUTRAL: Neutral = {
     "generation_config": (("auto",), ""),
     "override_generation_config": ((None, {}), "use SamplingParams for each call"),
     "hf_overrides": ((None, {}), "copy the checkpoint, and change its config.json; Qwen3-Reranker needs none"),
-    "hf_token": ((None,), ""),
-    "download_dir": ((None,), ""),
-    "code_revision": ((None,), ""),
+    **dict.fromkeys("hf_token download_dir code_revision tokenizer_revision mm_processor_kwargs".split(), ((None,), "")),
     "allowed_local_media_path": (("",), ""),
-    "tokenizer_revision": ((None,), ""),
     "tokenizer_mode": (("auto",), "a checkpoint needs Hugging Face's tokenizer.json"),
     "disable_sliding_window": ((False,), ""),
     "disable_custom_all_reduce": ((False, True), ""),  # there is one device
@@ -314,7 +297,6 @@ NEUTRAL: Neutral = {
     "kv_transfer_config": ((None,), "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"),
     "profiler_config": ((None,), _PROFILE),
     "limit_mm_per_prompt": ((None, {}), ""),
-    "mm_processor_kwargs": ((None,), ""),
     "max_logprobs": ((-1,), ""),  # no limit
     "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
     "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),
@@ -336,90 +318,71 @@ class EngineArgs:
 
     # fmt: off
     model: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
-        'A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3", '
-        '"tiny-gpt2"). None is tiny-qwen3. docs/supported.md lists the families.'
-    )] = None
+        'A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2"). '
+        "None is tiny-qwen3. docs/supported.md lists the families.")] = None
     _: KW_ONLY
-    tokenizer: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
-        "Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False."
-    )] = None
+    tokenizer: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"),
+        Doc("Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.")] = None
     skip_tokenizer_init: Annotated[bool, Doc(
         "Load no tokenizer. Prompts are token ids then, and requests need detokenize=False."
     )] = EngineConfig.skip_tokenizer_init
     revision: Annotated[str | None, Doc("Branch, tag or commit of a hub model.")] = None
     dtype: Annotated["str | torch.dtype", Doc(
-        "\"auto\" (the checkpoint's own, or float32 on a CPU that is slow at it), \"float32\"/\"float\", \"bfloat16\", "
-        "\"float16\"/\"half\", or torch's own."
-    )] = "auto"
-    quantization: Annotated[str | None, OneOf((None, "int8", "int4")), Doc(
-        '"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.'
-    )] = None
+        '"auto" (that of the checkpoint, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16", '
+        '"float16"/"half", or a dtype of torch.')] = "auto"
+    quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
+        Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
     lora: Annotated[str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None, Doc(
-        "LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, "
-        'or a dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.'
-    )] = None
-    enable_lora: Annotated[bool, Doc(
-        "Let each request have an adapter of its own, generate(lora_request=...)."
-    )] = EngineConfig.enable_lora
+        "LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a "
+        'dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.')] = None
+    enable_lora: Annotated[bool,
+        Doc("Let each request have an adapter of its own, generate(lora_request=...).")] = EngineConfig.enable_lora
     max_loras: Annotated[int, Ge(1), Doc(
         "The most of these adapters in a step. Their matrices are beside the weights, where kernels read them."
     )] = EngineConfig.max_loras
     max_lora_rank: Annotated[int, Ge(1), Doc("The highest rank of these adapters.")] = EngineConfig.max_lora_rank
     device: Annotated[str, Doc('"auto" (a GPU if there is one), "cpu", "cuda", or one of the GPUs, "cuda:0".')] = "auto"
-    tensor_parallel_size: Annotated[int, Ge(1), Doc(
-        "Number of processes, or GPUs, among which the model is split (docs/scaling.md)."
-    )] = 1
+    tensor_parallel_size: Annotated[int, Ge(1),
+        Doc("Number of processes, or GPUs, among which the model is split (docs/scaling.md).")] = 1
     block_size: Annotated[int | None, Ge(1), Doc("Tokens per cache block. None is the attention backend's own.")] = None
-    max_num_seqs: Annotated[int | None, Ge(1), Doc(
-        "Maximum number of running sequences. None is the default."
-    )] = SchedulerConfig.max_num_seqs
+    max_num_seqs: Annotated[int | None, Ge(1),
+        Doc("Maximum number of running sequences. None is the default.")] = SchedulerConfig.max_num_seqs
     max_num_batched_tokens: Annotated[int | None, Ge(1), Doc(
         "Maximum number of prompt tokens per step, to which every running sequence adds its one token. None is the default."
     )] = SchedulerConfig.max_num_batched_tokens
-    scheduling_policy: Annotated[
-        str, OneOf(("fcfs", "priority", "deadline")), WayOut("scheduler_cls takes a class of your own"), Doc(
+    scheduling_policy: Annotated[str, Allowed("'fcfs', 'priority' or 'deadline'; scheduler_cls takes a class of your own"), Doc(
         'Which request starts first, and is preempted last: "fcfs" (first come, first served), "priority" (the lowest '
         '`priority` of generate()), or "deadline" (the earliest arrival + `timeout` of SamplingParams).'
     )] = SchedulerConfig.scheduling_policy
     scheduler_cls: Annotated["str | type[Scheduler] | None", Doc(
         'A subclass of nanoinfer.scheduling.scheduler.Scheduler, or its name "module.Class", for a policy of your own. The '
-        "tokens stay the same (docs/usage.md)."
-    )] = None
+        "tokens stay the same (docs/usage.md).")] = None
     block_manager_cls: Annotated["str | type[BlockManager] | None", Doc(
         "A subclass of nanoinfer.scheduling.block_manager.BlockManager, or its name, for example one that evicts other blocks "
-        "from the prefix cache."
-    )] = None
+        "from the prefix cache.")] = None
     enable_chunked_prefill: Annotated[bool | None, Doc(
         "False computes each prompt in one step, which requires max_num_batched_tokens >= max_model_len. None is the default."
     )] = SchedulerConfig.enable_chunked_prefill
     chunk_size: Annotated[int, Ge(1), Doc(
         "Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if that is "
-        "smaller."
-    )] = SchedulerConfig.chunk_size
-    max_model_len: Annotated[int | None, Ge(1), Doc(
-        "Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds."
-    )] = None
+        "smaller.")] = SchedulerConfig.chunk_size
+    max_model_len: Annotated[int | None, Ge(1),
+        Doc("Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.")] = None
     kv_cache_memory: Annotated[int | None, Ge(1), Doc(
         "Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights, and on a "
-        "CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use."
-    )] = None
-    kv_cache_dtype: Annotated[str, OneOf(("auto", "int8")), Doc(
-        "\"auto\" is the model's dtype, and \"int8\" keeps keys and values in 8 bits, on a CPU. A scale per token "
-        "and head is kept with them: twice as many tokens in the same memory as with bfloat16, and half of it to "
-        "read for each new token."
+        "CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.")] = None
+    kv_cache_dtype: Annotated[str, Allowed("'auto' or 'int8'"), Doc(
+        '"auto" is the dtype of the model, and "int8" keeps keys and values in 8 bits, on a CPU. A scale per token and head is '
+        "kept with them: twice as many tokens in the same memory as with bfloat16, and half of it to read for each new token."
     )] = CacheConfig.kv_cache_dtype
-    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1), Doc(
-        "Share of the GPU's memory for weights and cache. No effect on a CPU."
-    )] = CacheConfig.gpu_memory_utilization
-    enable_prefix_caching: Annotated[bool | None, Doc(
-        "Compute common prefixes of prompts once. None is the default."
-    )] = CacheConfig.enable_prefix_caching
-    prefix_cache_dir: Annotated[str | os.PathLike[str] | None, Doc(
-        "A folder that keeps the cached prefixes for the next process (docs/usage.md)."
-    )] = None
-    prefix_cache_size: Annotated[int, Ge(1), Doc(
-        "The most bytes that the files in prefix_cache_dir may take."
-    )] = CacheConfig.prefix_cache_size
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1),
+        Doc("Share of the GPU's memory for weights and cache. No effect on a CPU.")] = CacheConfig.gpu_memory_utilization
+    enable_prefix_caching: Annotated[bool | None,
+        Doc("Compute common prefixes of prompts once. None is the default.")] = CacheConfig.enable_prefix_caching
+    prefix_cache_dir: Annotated[str | os.PathLike[str] | None,
+        Doc("A folder that keeps the cached prefixes for the next process (docs/usage.md).")] = None
+    prefix_cache_size: Annotated[int, Ge(1),
+        Doc("The most bytes that the files in prefix_cache_dir may take.")] = CacheConfig.prefix_cache_size
     batch_invariant: Annotated[bool, Doc(
         "Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any batch, as prompt "
         "or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal `prompt_logprobs` of the "
@@ -428,38 +391,30 @@ class EngineArgs:
         "`LLM.batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside."
     )] = SchedulerConfig.batch_invariant
     attention_backend: Annotated[str, Doc(
-        '"auto" (the best one that is installed and supports the model, which the log explains), "cpu", "flash", "triton" '
-        'or "reference".'
-    )] = "auto"
+        '"auto" (the best one that is installed and supports the model, which the log explains), "cpu", "flash", "triton" or '
+        '"reference".')] = "auto"
     enforce_eager: Annotated[bool, Doc(
         "Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint in the "
-        "model's file stops. `batch_independent` is then False."
-    )] = False
-    async_scheduling: Annotated[bool | None, Doc(
-        "Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only."
-    )] = None
+        "model's file stops. `batch_independent` is then False.")] = False
+    async_scheduling: Annotated[bool | None,
+        Doc("Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.")] = None
     speculative_config: Annotated[Mapping[str, object] | None, Doc(
-        'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier '
-        'text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and '
-        "{\"method\": \"mtp\"} a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. "
-        "The tokens are those of plain decoding (see `LLM.batch_independent`)."
-    )] = None
+        'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier text. '
+        '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and {"method": "mtp"} '
+        "a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. The tokens are those of "
+        "plain decoding (see `LLM.batch_independent`).")] = None
     seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
         "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "
-        "the operating system and logs it at level INFO."
-    )] = None
-    stages: Annotated["Sequence[Stage] | None", Doc(
-        "The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own."
-    )] = None
+        "the operating system and logs it at level INFO.")] = None
+    stages: Annotated["Sequence[Stage] | None",
+        Doc("The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.")] = None
     logits_processors: Annotated["Sequence[str | type[LogitsProcessor]] | None", Doc(
-        "Classes of vLLM's V1 form, or their names \"module:Class\": subclasses of LogitsProcessor from "
-        "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step."
-    )] = None
-    logprobs_mode: Annotated[str, OneOf(LOGPROBS_MODES), Allowed("'raw', 'processed', 'raw_logits' or 'processed_logits'"), Doc(
-        "\"raw\" (or \"raw_logprobs\") returns the model's own log-probabilities, \"processed\" (or "
-        '"processed_logprobs") those after all stages. "raw_logits" and "processed_logits" return logits '
-        "instead."
-    )] = "raw"
+        'Classes of the V1 interface of vLLM, or their names "module:Class": subclasses of LogitsProcessor from '
+        "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.")] = None
+    logprobs_mode: Annotated[str,
+        Allowed("'raw', 'raw_logprobs', 'raw_logits', 'processed', 'processed_logprobs' or 'processed_logits'"), Doc(
+        '"raw" (or "raw_logprobs") returns the log-probabilities of the model, "processed" (or "processed_logprobs") those '
+        'after all stages. "raw_logits" and "processed_logits" return logits instead.')] = "raw"
     tracer: Annotated["Tracer | None", Doc("Receives the engine's events, see nanoinfer.Recorder.")] = None
     # fmt: on
 
@@ -514,12 +469,10 @@ class AsyncEngineArgs(EngineArgs):
     """
 
     # fmt: off
-    max_num_queued_requests: Annotated[int | None, Ge(0), Doc(
-        "How many requests may wait while max_num_seqs run. One with n answers counts n times. None is no limit."
-    )] = None
-    streaming: Annotated[bool, Doc(
-        "False delivers answers when they end, and nothing before, which costs less for those who read no stream."
-    )] = True
+    max_num_queued_requests: Annotated[int | None, Ge(0),
+        Doc("How many requests may wait while max_num_seqs run. One with n answers counts n times. None is no limit.")] = None
+    streaming: Annotated[bool,
+        Doc("False delivers answers when they end, and nothing before, which costs less for those who read no stream.")] = True
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 Each message says what is wrong, what was given, what is allowed, and the way out.
 
-A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
-call are answered.
+A prompt that is only too long for the engine raises no error. Its result has finish_reason "error", and others are answered.
 """
 
 import difflib
@@ -49,11 +48,11 @@ class InvalidTypeError(NanoinferError, TypeError):
 
 
 class QueueFullError(NanoinferError):
-    """Too many requests wait already, or too many new grammars, in AsyncLLM or the server."""
+    """Too many requests, or too many new grammars, already wait in AsyncLLM or the server."""
 
 
 class HelperProcessError(NanoinferError):
-    """A helper process, which renders chats or tries new grammars, does not start, or is killed again and again."""
+    """A helper process, which renders chats or tries new grammars, does not start, or is killed repeatedly."""
 
 
 class EnginePausedError(NanoinferError):
@@ -65,26 +64,26 @@ class EngineDeadError(NanoinferError):
 
 
 def is_one_of(value: object, allowed: Sequence[object]) -> bool:
-    """Whether a value equals one of the allowed ones. An array does not."""
+    """Whether a value equals an allowed value. An array equals none."""
     try:
         return value in allowed
-    except Exception:  # an array compares element by element, which is neither True nor False
+    except Exception:  # comparing an array gives an array
         return False
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return the way out for an unknown name: the known one that was probably meant, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1) or [one for one in known if name[2:] and one.startswith(name)]
+    """Return the way out for an unknown name: the known name that was probably meant, or all known names."""
+    close = difflib.get_close_matches(name, known, n=1) or [other for other in known if name[2:] and other.startswith(name)]
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, for use in a message."""
+    """Return the first line of another library's error for a message."""
     return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
 
 
 def shown(value: object) -> str:
-    """Return a value's repr for a message: on one line, shortened. Also of a value without one, an int of 5,000 digits."""
+    """Return a value's repr for a message: on one line, shortened. Values without a repr are supported, such as huge ints."""
     try:
         text = repr(value).replace("\n", " ")
     except Exception:
@@ -93,25 +92,25 @@ def shown(value: object) -> str:
 
 
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
-    """Return the error for a value that is not `allowed`. A way out may follow in `allowed`, after a semicolon."""
+    """Return the error for a value that is not `allowed`, which may contain a way out after a semicolon."""
     allowed, _, way_out = allowed.partition("; ")
     return InvalidValueError(f"{name} must be {allowed}, got {shown(value)}" + (f"; {way_out}" if way_out else ""))
 
 
 def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    """Refuse what is not a finite number in low .. high."""
+    """Check that a value is a finite number in low .. high. Raises: InvalidTypeError, InvalidValueError."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be a number, got {shown(value)}")
     try:
         in_range = low <= float(value) <= high and math.isfinite(value)  # NaN fails every comparison
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int beyond the range of floats
         in_range = False
     if not in_range:
         raise out_of_range(name, value, allowed)
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
-    """Refuse what is not an integer in low .. high. A `high` of None is 2**63 - 1. `or_none` accepts the value None."""
+    """Check that a value is an integer in low .. high. high: None: 2**63 - 1. or_none: whether None is accepted."""
     if value is None and or_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -123,6 +122,6 @@ def check_integer(name: str, value: object, low: int, high: int | None, allowed:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is not True or False."""
+    """Check that a value is True or False. Raises: InvalidTypeError."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")

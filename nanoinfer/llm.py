@@ -1,4 +1,4 @@
-"""LLM, the class that users begin with. Its names and shapes are vLLM's.
+"""LLM, the class with which users begin. Its names and types are vLLM's.
 
 In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Malformed input is refused before any work is done.
 """
@@ -68,44 +68,44 @@ class LLM:
         """Load a model.
 
         Raises:
-            InvalidValueError, InvalidTypeError: An argument out of its range, of the wrong type or unknown.
-            UnsupportedError: A model or a setting that is not supported.
-            CheckpointNotFoundError, CheckpointError, WeightsError: Missing or damaged files.
-            EngineDeadError: A rank has ended.
+            InvalidValueError, InvalidTypeError: an argument is out of its range, of the wrong type or unknown.
+            UnsupportedError: the model or a setting is not supported.
+            CheckpointNotFoundError, CheckpointError, WeightsError: files are missing or damaged.
+            EngineDeadError: a rank has ended.
         """
         config = args.to_config()
         self._engine: LLMEngine | None = None
         self._engine, checkpoint = load_engine(config)
         self.checkpoint = replace(checkpoint, gguf=None)  # a GGUF file's header is large
-        self._default_params: SamplingParams | None = None  # as soon as they are asked for
+        self._default_params: SamplingParams | None = None  # set on first use
         self._name = config.model or checkpoint.path.name
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Make one from its arguments: LLM(...) with those that are in an EngineArgs."""
+        """Make an LLM from an EngineArgs, as LLM(...) does from its fields."""
         return cls(**{field.name: getattr(engine_args, field.name) for field in fields(EngineArgs)})
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine below this interface. Raises: NanoinferError if the LLM is closed."""
+        """The engine under this interface. Raises: NanoinferError if the LLM is closed."""
         if self._engine is None:
             raise NanoinferError(CLOSED)
         return self._engine
 
     @property
     def info(self) -> "ExecutorInfo":
-        """The device, dtype and attention backend that were chosen, and the sizes of the model and of its KV cache."""
+        """The chosen device, dtype and attention backend, and the sizes of the model and of its KV cache."""
         return self.engine.executor.info
 
     def close(self) -> None:
         """Free the model and its KV cache, and end the processes of other ranks. A second call does nothing.
 
-        Requests and streams that are unfinished end with finish_reason "abort". Any later use raises NanoinferError.
+        Unfinished requests and streams end with finish_reason "abort". Later use raises NanoinferError.
         """
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            gc.collect()  # the parts of a model may refer to each other in circles
+            gc.collect()  # because the parts of a model may refer to each other in circles
             torch.cuda.empty_cache()  # does nothing without a GPU
 
     def __enter__(self) -> Self:
@@ -133,20 +133,19 @@ class LLM:
         lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
+        """Generate answers to all prompts in one batch, and return the outputs in the order of the prompts.
 
-        A prompt that is too long for the engine gets finish_reason "error" and the reason in outputs[0].error. The others are
-        answered.
+        A prompt that is too long for the engine gets finish_reason "error", with the reason in outputs[0].error.
 
         Args:
-            prompts: A string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
-            sampling_params: One for all prompts, or one per prompt. None is get_default_sampling_params().
-            use_tqdm: Show a progress bar.
-            lora_request: The adapter of all prompts, or one or None per prompt, with LLM(enable_lora=True).
-            priority: One integer per prompt, with LLM(scheduling_policy="priority"): lower runs first. None is 0 for all.
+            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
+            sampling_params: the parameters of all prompts, or a list with those of each. None: get_default_sampling_params().
+            use_tqdm: whether to show a progress bar.
+            lora_request: the adapter of all prompts, or a list with an adapter or None for each, with LLM(enable_lora=True).
+            priority: an integer per prompt, with LLM(scheduling_policy="priority"). Lower runs first. None: 0 for all.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: With the prompt's index. Nothing has run then.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: for a prompt, with its index, before anything runs.
         """
         check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -162,13 +161,13 @@ class LLM:
         lora_request: "LoRARequest | None" = None,
         priority: int = 0,
     ) -> Generator[Delta, None, None]:
-        """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
+        """Answer a prompt, and yield a Delta for every sampled token. The last Delta has the whole RequestOutput.
 
-        The joined texts are the output's text: yielded text is never taken back. With n > 1, Delta.index says to which answer a
-        text belongs. Leaving the loop early aborts the request.
+        The joined texts are the output's text: yielded text is never taken back. With n > 1, Delta.index is the answer that a
+        text belongs to. Leaving the loop early aborts the request.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: When it is called, not at the first token.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: raised by the call, not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._stream(self.engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request))
@@ -189,29 +188,29 @@ class LLM:
         lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of them, through the checkpoint's chat template.
+        """Answer a conversation, or a list of conversations, through the checkpoint's chat template.
 
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
                 parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
-            sampling_params: As for generate.
-            use_tqdm: Show a progress bar.
-            chat_template: A Jinja template instead of the checkpoint's.
-            add_generation_prompt: End the rendered text with the beginning of an answer.
-            continue_final_message: End the rendered text inside the last message, which the answer continues. Requires
+            sampling_params: as in generate.
+            use_tqdm: whether to show a progress bar.
+            chat_template: a Jinja template. None: the checkpoint's.
+            add_generation_prompt: whether the rendered text ends with the beginning of an answer.
+            continue_final_message: whether the rendered text ends inside the last message, which the answer continues. Requires
                 add_generation_prompt=False.
-            chat_template_kwargs: Passed to the template, such as {"enable_thinking": False} for Qwen3.
-            tools: Functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
+            chat_template_kwargs: variables for the template, such as {"enable_thinking": False} for Qwen3. None: no variables.
+            tools: functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses. gpt-oss's
                 needs SamplingParams(skip_special_tokens=False).
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, and no structured output. With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
-            lora_request, priority: As for generate.
+            lora_request, priority: as in generate.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
-            UnsupportedError: The template has no place for tools.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
+            UnsupportedError: the template has no place for tools.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prompts, constrained = self.engine.inputs.render_chats(
@@ -236,7 +235,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: "Sequence[Tool] | None" = None,
     ) -> TokensPrompt:
-        """Render one conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
+        """Render a conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
         return self.engine.inputs.render_chat(
             messages,
             chat_template=chat_template,
@@ -250,11 +249,11 @@ class LLM:
     def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
-        The prompts run together as far as the KV cache allows. The beams of one prompt share their blocks.
+        The prompts run together as far as the KV cache allows. The beams of a prompt share their blocks.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
-            NanoinferError: The beams of one prompt do not fit into the KV cache.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
+            NanoinferError: the beams of a prompt do not fit into the KV cache.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
@@ -264,10 +263,10 @@ class LLM:
 
     @property
     def batch_independent(self) -> bool:
-        """Whether a prompt's logits have the same bits in any batch on this machine. Measured when the model is loaded.
+        """Whether a prompt's logits have the same bits in any batch on this machine, as tested when the model is loaded.
 
         If True, a seed gives the same tokens in any batch. Prefix hits and preemptions may still change the last bits, unless
-        batch_invariant=True. Always False on a GPU, and while torch uses a different number of threads than at loading.
+        batch_invariant=True. It is False on a GPU, and while torch uses another number of threads than at loading.
         """
         return self.engine.executor.batch_independent
 
@@ -280,7 +279,7 @@ class LLM:
         """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
 
         Returns:
-            True, as in vLLM after a reset. (vLLM returns False while requests run. Here a reset is possible then, too.)
+            True, as in vLLM after a reset. (vLLM returns False while requests run. Here a reset is possible even then.)
         """
         self.engine.reset_prefix_cache()
         return True
@@ -290,13 +289,13 @@ class LLM:
         return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return transformers' tokenizer of this model. Raises: InvalidValueError, if the checkpoint has none."""
+        """Return the tokenizer of transformers for this model. Raises: InvalidValueError if the checkpoint has none."""
         if self.engine.tokenizer is None:
             raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
         return self.engine.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what generate() uses without params: the checkpoint's generation_config.json over SamplingParams()."""
+        """Return the parameters that generate() uses by default: generation_config.json's over SamplingParams()."""
         has_tokenizer = self.engine.tokenizer is not None
         if self._default_params is not None:
             return self._default_params.clone()
@@ -487,12 +486,12 @@ class LLM:
     # ---- running
 
     def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[Request]:
-        """Run requests to their end. After an error or Ctrl-C, none of them remains."""
+        """Run requests to their end. After an error or Ctrl-C, all are aborted."""
         engine, requests = self.engine, list[Request]()
         try:
             with interrupt_deferred():
-                for one in prepared:
-                    requests.append(engine.submit(one))
+                for request in prepared:
+                    requests.append(engine.submit(request))
             self._run(requests, use_tqdm)
         finally:
             engine.abort(*(request.request_id for request in requests))
@@ -513,7 +512,7 @@ class LLM:
             engine.abort(*(request.request_id for request in requests))
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Step until all of these have ended. Requests of open streams advance as well."""
+        """Step until all of these requests have ended. Requests of open streams advance as well."""
         pending = [request for request in requests if request.output is None]
         start = last_shown = time.perf_counter()
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:

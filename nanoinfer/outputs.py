@@ -1,6 +1,6 @@
 """Results with vLLM's names and fields, as plain data that a user may keep, print and compare.
 
-None of them holds a tensor or the engine.
+No result holds a tensor or the engine.
 """
 
 from dataclasses import Field, dataclass, fields
@@ -41,13 +41,13 @@ class _ShortRepr:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one id at one position.
+    """The log-probability of an id at a position.
 
     Attributes:
-        logprob: The natural logarithm of the probability.
-        rank: The number of ids at this position that are at least as likely, so the most likely id has rank 1.
-        decoded_token: The text of the id alone, if there is a tokenizer. For an id that is a part of a character, the text that
-            it adds to the tokens before it: the character if the id completes it, otherwise nothing.
+        logprob: the natural logarithm of the probability.
+        rank: the number of ids at this position that are at least as likely. The most likely id has rank 1.
+        decoded_token: the text of the id alone, or, for a part of a character, the text that
+            it adds to the tokens before it: the character that it completes, or "". None: there is no tokenizer.
     """
 
     logprob: float
@@ -59,7 +59,7 @@ LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the mos
 
 
 def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
-    """Return the sum of the log-probabilities of token_ids, or None without logprobs."""
+    """Return the sum of the log-probabilities of token_ids. None: without logprobs."""
     if logprobs is None:
         return None
     return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
@@ -69,7 +69,7 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
 class TokenLogprobs:
     """Log-probabilities at one position as the executor returns them, before token texts are added.
 
-    ids[0] is the token itself, and the other ids are the most likely ones without it, in descending order. Ranks are those of
+    ids[0] is the token itself. The other ids are the most likely ids except the token, in descending order. Ranks are those of
     Logprob, and ties share the larger number.
     """
 
@@ -80,20 +80,20 @@ class TokenLogprobs:
 
 @dataclass(slots=True, repr=False)
 class CompletionOutput(_ShortRepr):
-    """One answer to one prompt.
+    """An answer to a prompt.
 
     Attributes:
-        index: Which of the n answers this is.
-        text: The text of the tokens after the rules of SamplingParams, without an incomplete character at the end.
-        token_ids: Every sampled id, EOS included.
-        cumulative_logprob: The sum of the log-probabilities of token_ids, or None without logprobs.
-        logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
-        sampling_mask: With SamplingParams(return_sampling_mask=True), for every id of token_ids the ids that could be drawn in
-            its place, in rising order. The drawn one is among them.
+        index: the index of the answer among the n answers.
+        text: the text of the tokens after the rules of SamplingParams, without an incomplete character at the end.
+        token_ids: every sampled id, EOS included.
+        cumulative_logprob: the sum of the log-probabilities of token_ids. None: without logprobs.
+        logprobs: a dict for every id of token_ids. None: without SamplingParams(logprobs=...).
+        sampling_mask: for every id of token_ids, the ids that could be drawn, itself included, in
+            rising order. None: without SamplingParams(return_sampling_mask=True).
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
             "timeout" (that of SamplingParams), "error".
-        stop_reason: The stop string or stop id that ended the answer, or None for an EOS id and for the other reasons.
-        error: With finish_reason "error" or "timeout", what went wrong and what to do. With "abort", the pause that came before
+        stop_reason: the stop string or stop id that ended the answer. None: EOS or another reason ended it.
+        error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", the pause that came before
             the request had begun.
     """
 
@@ -110,7 +110,7 @@ class CompletionOutput(_ShortRepr):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When one request arrived, ran and ended. All times are seconds on the clock of time.perf_counter."""
+    """The times at which a request arrived, ran and ended, in seconds on the clock of time.perf_counter."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -121,12 +121,12 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token, in seconds from arrival."""
+        """The time to first token, in seconds from arrival."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds. None with fewer than two tokens."""
+        """The time per output token after the first, in seconds. None: there are fewer than two tokens."""
         if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
             return None
         return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
@@ -134,9 +134,9 @@ class RequestMetrics:
 
 @dataclass(slots=True, repr=False)
 class RequestOutput(_ShortRepr):
-    """One prompt with its n answers, where `prompt` is None if the prompt was given as token ids.
+    """A prompt with its n answers. prompt: None if the prompt was given as token ids.
 
-    weights_version: How often LLM.update_weights had replaced the weights before they answered.
+    weights_version: how often LLM.update_weights had replaced the weights before they answered.
     """
 
     request_id: str
@@ -145,7 +145,7 @@ class RequestOutput(_ShortRepr):
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token, None for the first
+    prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # an entry for every prompt token, None for the first
     weights_version: int = 0
 
     @property
@@ -156,14 +156,14 @@ class RequestOutput(_ShortRepr):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BeamSearchSequence(_ShortRepr):
-    """One answer of a beam search.
+    """An answer of a beam search.
 
     Attributes:
-        text: The text of the generated ids. In vLLM it begins with the prompt.
-        token_ids: The generated ids, EOS included.
-        tokens: The prompt's ids and the generated ones, as in vLLM.
+        text: the text of the generated ids. In vLLM it begins with the prompt.
+        token_ids: the generated ids, EOS included.
+        tokens: the prompt's ids and the generated ids, as in vLLM.
         score: cumulative_logprob / len(token_ids) ** length_penalty.
-        cumulative_logprob: The sum of the log-probabilities of token_ids. vLLM's name, cum_logprob, is the same.
+        cumulative_logprob: the sum of the log-probabilities of token_ids. vLLM's name for it is cum_logprob.
         finish_reason: "stop" (EOS) or "length".
     """
 
@@ -176,16 +176,16 @@ class BeamSearchSequence(_ShortRepr):
 
     @property
     def cum_logprob(self) -> float:
-        """vLLM's name of cumulative_logprob."""
+        """The cumulative_logprob, under vLLM's name."""
         return self.cumulative_logprob
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BeamSearchOutput(_ShortRepr):
-    """One prompt with the beam_width best answers, the best first.
+    """A prompt with its beam_width best answers, the best first.
 
     Attributes:
-        error: Why the prompt has no answers, if it is too long.
+        error: why the prompt has no answers. None: it was not too long.
     """
 
     prompt: str | None
@@ -196,17 +196,17 @@ class BeamSearchOutput(_ShortRepr):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Delta(_ShortRepr):
-    """The text and ids that one step adds to one answer of a request.
+    """The text and ids that a step adds to an answer of a request.
 
     The text may be empty, because an incomplete character is held back until it is complete (and dropped if the answer ends in
     it), and the possible start of a stop string is held back until it is certain.
 
     Attributes:
-        output: The whole RequestOutput on the last Delta of the request, None before it.
-        request_id: The id that LLM.abort takes.
-        logprobs, sampling_mask: Those of token_ids, if requested.
-        index: Which of the n answers this is.
-        finish_reason, stop_reason, error: As in CompletionOutput on the last Delta of an answer, None before it.
+        output: the whole RequestOutput on the last Delta of the request. None: before it.
+        request_id: the id for LLM.abort.
+        logprobs, sampling_mask: those of token_ids. None: not requested.
+        index: the index of the answer among the n answers.
+        finish_reason, stop_reason, error: as in CompletionOutput on the last Delta of an answer. None: before it.
     """
 
     text: str

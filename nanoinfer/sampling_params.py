@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 else:
     Tensor = object  # typing.get_type_hints needs a value, and this file imports no torch
 
-# (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's form without the prompt ids
+# (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's signature without the prompt ids
 LogitsProcessor = Callable[[list[int], list[int], Tensor], Tensor] | Callable[[list[int], Tensor], Tensor]
 
-_FORMS = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
+_SIGNATURES = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
@@ -114,31 +114,22 @@ class SamplingParams(_CheckedParams):
     """
 
     # fmt: off
-    temperature: Annotated[float, Ge(0), WayOut("0 is greedy"), Option("-t"), Doc(
-        "Divides the logits. The largest logit is then taken, ties to the lowest id."
-    )] = 1.0
-    top_k: Annotated[int, Ge(-1), Allowed(">= 1, or 0 or -1 to turn it off"), Option(), Doc(
-        "Keep the k largest logits. Ties with the k-th stay."
-    )] = 0
-    top_p: Annotated[float, Interval(gt=0, le=1), WayOut("use 1.0 to turn it off"), Option(), Doc(
-        "Keep the smallest set whose probabilities reach top_p. The token that crosses it stays."
-    )] = 1.0
-    min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(), Doc(
-        "Drop tokens less probable than min_p times the most probable one."
-    )] = 0.0
-    seed: Annotated[
-        int | None, Interval(ge=-1, le=2**64 - 1), Option(),
-        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one", names_none=False), Doc(
-        "The same seed and the same logits give the same tokens, in any batch."
-    )] = None
-    max_tokens: Annotated[
-        int | None, Ge(1), Allowed(">= 1, or None for the model's length", names_none=False), Option("-n"), Doc(
-        "Maximum length of the output in tokens."
-    )] = 16
+    temperature: Annotated[float, Ge(0), WayOut("0 is greedy"), Option("-t"),
+        Doc("Divides the logits. The largest logit is then taken, ties to the lowest id.")] = 1.0
+    top_k: Annotated[int, Ge(-1), Allowed(">= 1, or 0 or -1 to turn it off"), Option(),
+        Doc("Keep the k largest logits. Ties with the k-th stay.")] = 0
+    top_p: Annotated[float, Interval(gt=0, le=1), WayOut("use 1.0 to turn it off"), Option(),
+        Doc("Keep the smallest set whose probabilities reach top_p. The token that crosses it stays.")] = 1.0
+    min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(),
+        Doc("Drop tokens less probable than min_p times the most probable one.")] = 0.0
+    seed: Annotated[int | None, Interval(ge=-1, le=2**64 - 1), Option(),
+        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one", names_none=False),
+        Doc("The same seed and the same logits give the same tokens, in any batch.")] = None
+    max_tokens: Annotated[int | None, Ge(1), Allowed(">= 1, or None for the model's length", names_none=False), Option("-n"),
+        Doc("Maximum length of the output in tokens.")] = 16
     min_tokens: Annotated[int, Ge(0), Option(), Doc(
         "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
-        "text after them."
-    )] = 0
+        "text after them.")] = 0
     stop: Annotated[str | Sequence[str] | None, Option(), Doc(
         "A string or several, of which the first one that completes ends the text. The text ends before it, or after it with "
         "include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens leaves "
@@ -146,72 +137,55 @@ class SamplingParams(_CheckedParams):
     )] = None  # kept as a tuple of strings
     stop_token_ids: Annotated[Sequence[int] | None, Option(), Doc(
         "Ids that end the output as EOS does. The id stays in token_ids. Its text is dropped, except with "
-        "include_stop_str_in_output."
-    )] = None  # kept as a tuple of ids
+        "include_stop_str_in_output.")] = None  # kept as a tuple of ids
     include_stop_str_in_output: Annotated[bool, Option(), Doc(
         "Keep the stop string, or the text of the stop id, in the text. A stop string that completes in the text of a stop id "
-        "or of EOS cuts that text, and is the stop_reason."
-    )] = False
+        "or of EOS cuts that text, and is the stop_reason.")] = False
     ignore_eos: Annotated[bool, Option(), Doc("EOS does not stop. stop and stop_token_ids still do.")] = False
     skip_special_tokens: Annotated[bool, Option(), Doc("Leave special tokens out of the text.")] = True
     detokenize: Annotated[bool, Doc("False returns token ids only, without text.")] = True
-    n: Annotated[int, Interval(ge=1, le=MAX_ANSWERS), Doc(
-        "Number of answers to the prompt. The i-th is drawn with seed + i."
-    )] = 1
-    repetition_penalty: Annotated[float, Interval(gt=0), WayOut("use 1.0 to turn it off"), Option(), Doc(
-        "Logits of ids in prompt or output are divided by it if positive, else multiplied."
-    )] = 1.0
-    presence_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(), Doc(
-        "Subtracted once for every id that is in the output."
-    )] = 0.0
-    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(), Doc(
-        "Subtracted once for each time an id is in the output."
-    )] = 0.0
-    no_repeat_ngram_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"), Option(), Doc(
-        "No run of this many tokens occurs twice in prompt + output."
-    )] = 0
-    logit_bias: Annotated[Mapping[int, float] | None, Option(), Doc(
-        "{token id: -100 .. 100}, added to the logits."
-    )] = None  # kept as a copy
-    allowed_token_ids: Annotated[Sequence[int] | None, Option(), Doc(
-        "Only these ids can be drawn. At least one."
-    )] = None  # kept as a tuple of ids
+    n: Annotated[int, Interval(ge=1, le=MAX_ANSWERS),
+        Doc("Number of answers to the prompt. The i-th is drawn with seed + i.")] = 1
+    repetition_penalty: Annotated[float, Interval(gt=0), WayOut("use 1.0 to turn it off"), Option(),
+        Doc("Logits of ids in prompt or output are divided by it if positive, else multiplied.")] = 1.0
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(),
+        Doc("Subtracted once for every id that is in the output.")] = 0.0
+    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(),
+        Doc("Subtracted once for each time an id is in the output.")] = 0.0
+    no_repeat_ngram_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"), Option(),
+        Doc("No run of this many tokens occurs twice in prompt + output.")] = 0
+    logit_bias: Annotated[Mapping[int, float] | None, Option(),
+        Doc("{token id: -100 .. 100}, added to the logits.")] = None  # kept as a copy
+    allowed_token_ids: Annotated[Sequence[int] | None, Option(),
+        Doc("Only these ids can be drawn. At least one.")] = None  # kept as a tuple of ids
     bad_words: Annotated[Sequence[str | Sequence[int]] | None, Option(), Doc(
         "Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output ends with "
-        "the tokens before it. A string applies in every form in which the tokenizer writes it at a word boundary: at the "
+        "the tokens before it. A string applies in every spelling that the tokenizer has for it at a word boundary: at the "
         "start of a text, after a space and after a line break. A list of ids applies as it is."
     )] = None  # kept as a tuple of strings and tuples of ids
     logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
         "Report the log-probabilities of this many most likely ids and of the drawn one, for each output token. True is 1, and "
-        "False None."
-    )] = None
-    prompt_logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
-        "The same for the tokens of the prompt."
-    )] = None
+        "False None.")] = None
+    prompt_logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"),
+        Doc("The same for the tokens of the prompt.")] = None
     return_sampling_mask: Annotated[bool, Doc(
         "Report for each output token which ids could be drawn: those that every stage has left, from allowed_token_ids to "
-        "top_p. A trainer renormalises over them. All stages then run, one after the other."
-    )] = False
+        "top_p. A trainer renormalises over them. All stages then run, one after the other.")] = False
     logits_processors: Annotated[Sequence[LogitsProcessor] | None, Doc(
         "Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those that require "
-        "two arguments are called with (output_ids, logits [vocab])."
-    )] = None  # kept as a tuple
+        "two arguments are called with (output_ids, logits [vocab]).")] = None  # kept as a tuple
     timeout: Annotated[float | None, Interval(gt=0), Allowed("> 0 seconds; leave it out for no limit"), Doc(
-        'Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far '
-        "stays. Counted from its arrival in the engine."
-    )] = None
-    extra_args: Annotated[Mapping[str, object] | None, Doc(
-        "A dict for LLM(logits_processors=...) and stages of your own, which decide what it means."
-    )] = None
+        'Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far stays. '
+        "Counted from its arrival in the engine.")] = None
+    extra_args: Annotated[Mapping[str, object] | None,
+        Doc("A dict for LLM(logits_processors=...) and stages of your own, which decide what it means.")] = None
     structured_outputs: Annotated[StructuredOutputsParams | None, Doc(
-        "The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
+        "The format that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
         "can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It may still be cut "
-        "by max_tokens and stop."
-    )] = None
+        "by max_tokens and stop.")] = None
     output_kind: Annotated[RequestOutputKind | Literal["cumulative", "delta", "final_only"], Doc(
         'What each output of AsyncLLM.generate and LLMEngine.step holds. "cumulative": everything so far. "delta": what is '
-        'new. "final_only": there is one output, the finished one, as LLM always returns.'
-    )] = RequestOutputKind.CUMULATIVE
+        'new. "final_only": there is one output, the finished one, as LLM always returns.')] = RequestOutputKind.CUMULATIVE
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -289,7 +263,7 @@ class SamplingParams(_CheckedParams):
         }
 
     @property
-    def needs_state(self) -> bool:
+    def needs_sampling_state(self) -> bool:
         """Whether a stage reads this sequence's history, or a list of ids."""
         has_list = self.allowed_token_ids is not None or self.logit_bias is not None
         return self.has_penalty or has_list or self.no_repeat_ngram_size > 0
@@ -318,18 +292,15 @@ class BeamSearchParams(_CheckedParams):
     """
 
     # fmt: off
-    beam_width: Annotated[int, Ge(1), Doc(
-        "Number of beams kept at each step, and of answers returned. More than max_num_seqs run in turns."
-    )]
+    beam_width: Annotated[int, Ge(1),
+        Doc("Number of beams kept at each step, and of answers returned. More than max_num_seqs run in turns.")]
     max_tokens: Annotated[int, Ge(1), Doc("Maximum length of an answer in tokens.")] = 16
     length_penalty: Annotated[float, Interval(ge=-10, le=10), WayOut("0 compares plain sums"), Doc(
         "A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS counted. Above 0 it "
-        "favours long answers, since the sums are negative."
-    )] = 1.0
+        "favours long answers, since the sums are negative.")] = 1.0
     early_stopping: Annotated[bool | Literal["never"], Doc(
-        "When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would end with "
-        'a better score at its present length. "never": when none could at any length up to max_tokens.'
-    )] = False
+        "When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would end with a "
+        'better score at its present length. "never": when none could at any length up to max_tokens.')] = False
     ignore_eos: Annotated[bool, Doc("No answer ends before max_tokens.")] = False
     # fmt: on
 
@@ -405,7 +376,7 @@ def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
     """The processors, each with three arguments."""
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
-        raise InvalidTypeError(f"logits_processors must be a list of functions {_FORMS}, got {shown(processors)}")
+        raise InvalidTypeError(f"logits_processors must be a list of functions {_SIGNATURES}, got {shown(processors)}")
     return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
 
 
@@ -418,6 +389,6 @@ def _num_arguments(processor: LogitsProcessor) -> int:
         signature.bind(*range(num_arguments))
     except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
         raise InvalidTypeError(
-            f"each of logits_processors must be a function {_FORMS}, got {shown(processor)} ({error}); wrap it in a lambda"
+            f"each of logits_processors must be a function {_SIGNATURES}, got {shown(processor)} ({error}); wrap it in a lambda"
         ) from None
     return num_arguments

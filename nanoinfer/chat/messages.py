@@ -89,7 +89,7 @@ def with_text_content(messages: Any) -> list[dict[str, object]]:
 def constrain_calls(
     params: SamplingParams,
     prompt: str,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     tool_choice: ToolChoice,
     tokenizer: Tokenizer | None,
     *,

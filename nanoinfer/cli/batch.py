@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, apart from the engine's."""
+    """The options of a job, besides the engine's."""
 
     heading: ClassVar[str] = "Job"
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Require that an answer does not depend on the other requests.")
-    ] = False
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    batch_invariant: Annotated[bool, EngineArgs] = False
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="The job's, from which requests get their own. Default: drawn, and kept."),
@@ -93,7 +92,7 @@ def batch(
 
 
 def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
-    """Check the input, and describe the job, whose seed is that of an earlier run unless the user gave one."""
+    """Check the input, and describe the job. Its seed is the user's, or else that of an earlier run."""
     from nanoinfer.loading.checkpoint import file_digests, locate
     from nanoinfer.server.batch import Manifest, check_requests, read_manifest
 
@@ -152,7 +151,7 @@ async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", in
     async with load() as async_llm:
         app = create_app(async_llm, settings)
         share_the_process()
-        num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
+        num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests are always waiting
         with _writing(results) as write:
             await answer_all(app, requests, seed=results.manifest.seed, num_concurrent=num_concurrent, write=write)
 

@@ -2,7 +2,7 @@
 
 In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers and keeps the messages, and
 chat_model.py is the model. GNU readline edits the line, keeps the history and takes a pasted text with its newlines as one
-input (bracketed paste). Where Python has no readline module, the terminal's own editing remains.
+input (bracketed paste). If Python has no readline module, the terminal's own editing remains.
 """
 
 import os
@@ -29,7 +29,7 @@ try:
 except ImportError:  # Windows, and Pythons that were built without it
     readline = None  # type: ignore[assignment]
 
-DEFAULT_MAX_TOKENS = 1024  # of a model in this process
+DEFAULT_MAX_TOKENS = 1024  # for a model in this process
 MAX_HISTORY_LINES = 1000
 QUOTES = '"""'
 
@@ -94,11 +94,11 @@ def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
 
 
 def _converse(session: ChatSession) -> None:
-    session.conversation.render("Hello")  # refuses a model without a chat template before anything is typed
+    session.conversation.render("Hello")  # refuses a model without a chat template before the user types
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
-    reader = MessageReader(complete)
-    while (message := reader.read()) is not None:
+    messages = MessageInput(complete)
+    while (message := messages.read()) is not None:
         try:
             session.handle(message)
         except EOFError:  # /exit
@@ -110,11 +110,11 @@ def _converse(session: ChatSession) -> None:
         note("")
 
 
-class MessageReader:
+class MessageInput:
     """Reads messages from the terminal, and keeps them in a history file for the next chat."""
 
     def __init__(self, complete: Callable[[str], list[str]] | None = None) -> None:
-        """complete: returns what the last word of a line may become, for the Tab key."""
+        """complete: returns possible completions of a line's last word, for the Tab key. None: there are none."""
         folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         self._history = Path(folder).expanduser() / "nanoinfer" / "chat_history"
         if readline is not None:
@@ -128,7 +128,7 @@ class MessageReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str | None:
-        """Return the next message that is not empty, or None after Ctrl-D, or after Ctrl-C twice in a row."""
+        """Return the next message that is not empty. None: after Ctrl-D, or after Ctrl-C twice in a row."""
         was_interrupted = False
         while True:
             try:
@@ -146,7 +146,7 @@ class MessageReader:
             except UnicodeError as error:
                 print_error(f"the line is not valid text ({error})")
             else:
-                if readline is not None:  # after every message, because a chat often ends with its window
+                if readline is not None:  # after every message, because a chat often ends when its window is closed
                     with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
                         self._history.parent.mkdir(parents=True, exist_ok=True)
                         readline.write_history_file(self._history)
@@ -154,7 +154,7 @@ class MessageReader:
                     return message
 
     def _read_lines(self) -> str:
-        """Read one line, a pasted text, or the text between triple quotes without the quotes."""
+        """Read a line, a pasted text, or the text between triple quotes."""
         text = _input(">>> ").rstrip()
         if not text.startswith(QUOTES):
             return text

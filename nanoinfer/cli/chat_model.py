@@ -2,11 +2,11 @@
 
 In: messages and parameters. Out: Deltas, the last of which has the RequestOutput.
 
-    max_model_len    the tokens of the context, or None if they are not known, so that no turn is left out
-    given            the parameters that the user gave, where the others are the server's. None: all are the session's
+    max_model_len    the tokens of the context. None: unknown, so no turn is left out
+    given            the parameters that the user gave, while the server decides the others. None: the session has all
     render()         the prompt for stream(). With a known max_model_len, it has "prompt_token_ids"
     check()          raises NanoinferError for parameters that the model cannot have
-    stream()         generates an answer, which closing the generator ends
+    stream()         generates an answer. Closing the generator ends it
     describe()       one line about the model, and describe_speed() one about the newest answer
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 Messages = list[dict[str, str]]
-THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # the second ended while thinking
+THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # the second: an answer that ended while thinking
 
 
 class LocalModel:
@@ -40,7 +40,7 @@ class LocalModel:
         return self._llm.render_chat(messages, chat_template_kwargs=self._chat_template_kwargs)
 
     def check(self, params: SamplingParams) -> None:
-        self._llm.engine.inputs.prepare([0], params)  # refuses token ids that this model does not have
+        self._llm.engine.inputs.prepare([0], params)  # refuses token ids that this model lacks
 
     def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         return self._llm.stream(prompt, params)
@@ -55,7 +55,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model of an OpenAI-compatible server, whose reasoning becomes text between <think> and </think>, as Qwen3 writes it."""
+    """A model of an OpenAI-compatible server. Its reasoning becomes text between <think> and </think>, as in Qwen3."""
 
     max_model_len: int | None = None
 
@@ -72,11 +72,11 @@ class RemoteModel:
         ]
 
     def check(self, params: SamplingParams) -> None:
-        """Accept everything, because only the server knows the model. It will refuse the next question."""
+        """Accept everything, because only the server knows the model. The server will refuse the next question."""
 
     def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         given = {name: getattr(params, name) for name in self.given or ()}
-        body = {"model": self._name, "messages": prompt} | {name: one for name, one in given.items() if one is not None}
+        body = {"model": self._name, "messages": prompt} | {name: value for name, value in given.items() if value is not None}
         if self._chat_template_kwargs:
             body["chat_template_kwargs"] = self._chat_template_kwargs
         self._usage = {}
@@ -115,7 +115,7 @@ ChatModel = LocalModel | RemoteModel
 
 
 def _text_of(delta: dict[str, Any], is_thinking: bool) -> tuple[str, bool]:
-    """Return the text of a chunk's delta, and whether the model is thinking after it. The reasoning has two names."""
+    """Return the text of a chunk's delta, and whether the model still thinks after it. Reasoning has two names."""
     reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
     content = delta.get("content") or delta.get("refusal") or ""
     if reasoning and not is_thinking:

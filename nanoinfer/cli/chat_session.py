@@ -1,7 +1,7 @@
-"""One chat on a terminal, where questions are answered and lines that begin with / are commands.
+"""A chat on a terminal: questions are answered, and lines that begin with / are commands.
 
-In: one message at a time. Out: answers on standard output, everything else on standard error. The Conversation keeps the
-messages, gives the model those that leave room for an answer in its context, and reads and writes files.
+In: messages. Out: answers on standard output, everything else on standard error. The Conversation keeps the
+messages, passes those to the model that leave room for an answer in its context, and reads and writes files.
 """
 
 import glob
@@ -33,9 +33,9 @@ class ChatSession:
     """A conversation, and the parameters of its next answer.
 
     Attributes:
-        params: The parameters of the next answer. Every answer adds 1 to the seed, so /retry gives another answer, and the
+        params: the parameters of the next answer. Every answer adds 1 to the seed, so /retry gives another answer, and the
             first seed repeats the whole session.
-        output: The newest RequestOutput, or None before the first answer and after one that Ctrl-C stopped.
+        output: the newest RequestOutput. None: before the first answer and after an answer that Ctrl-C stopped.
     """
 
     def __init__(self, conversation: "Conversation", params: SamplingParams, *, shows_stats: bool = False) -> None:
@@ -51,8 +51,8 @@ class ChatSession:
         """Run a command or answer a question. A text of several lines is a question.
 
         Raises:
-            NanoinferError: If the message is refused. The session is then unchanged.
-            EOFError: If the message is /exit.
+            NanoinferError: the message is refused. The session is then unchanged.
+            EOFError: the message is /exit.
         """
         if not message.startswith("/") or "\n" in message:
             self.ask(message.strip())
@@ -131,8 +131,8 @@ class ChatSession:
             for name in listed:
                 note(f"  {name:28}{getattr(self.params, name)}")
             rest = ", ".join(name for name in PARAMETERS if name not in listed)
-            state = "Not in use" if given is None else "As the server has them"
-            note(fill(f"{state}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
+            sent = "Not in use" if given is None else "As the server has them"
+            note(fill(f"{sent}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
             note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
@@ -197,7 +197,7 @@ class ChatSession:
         raise EOFError
 
 
-# Name -> the argument, and the method, whose docstring begins with the command's help. "FILE" must be given, "[TEXT]" may be.
+# Name -> the argument, and the method, whose docstring begins with the help. "FILE" is required, "[TEXT]" is optional.
 COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
     "help": ("", ChatSession.print_help),
     "clear": ("", ChatSession.clear),
@@ -213,7 +213,7 @@ ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
 
 
 def complete(line: str) -> list[str]:
-    """Return what the last word of a line may become: a command, a parameter or a file."""
+    """Return possible completions of a line's last word: commands, parameters or files."""
     if not line.startswith("/"):
         return []
     name, *arguments = line.removeprefix("/").split(" ")
@@ -238,28 +238,28 @@ def _read_value(text: str) -> Any:
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:
-    """Draw a seed where there is none, of 32 bits, which are short enough to type."""
+    """Draw a seed if there is none. It has 32 bits, which are short enough to type."""
     return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
 
 
 class Conversation:
     """A system message and the turns after it.
 
-    Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, except when turns
+    Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, unless turns
     are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
     """
 
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
         self.model = model
         self.system = system  # the system message
-        self.messages: list[dict[str, str]] = []  # all questions and answers, as LLM.chat takes them
-        self.num_dropped = 0  # the oldest messages, which the model no longer reads
+        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
+        self.num_dropped = 0  # the number of oldest messages that the model no longer reads
 
     def render(self, question: str) -> tuple[Any, int]:
         """Return the prompt for a question, and the number of oldest messages that it leaves out.
 
         If less than a quarter of the context remains for the answer, the oldest turns are left out until the prompt takes at
-        most half, because leaving out one turn at a time would change the beginning of every prompt, of which nothing would be
+        most half. If single turns were left out, the beginning of every prompt would change, and nothing of it would be
         in the prefix cache. Only add() changes the conversation itself.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
@@ -283,7 +283,7 @@ class Conversation:
         self.messages, self.num_dropped = [], 0
 
     def save(self, path: Path) -> None:
-        """Write all messages as a JSON list, which LLM.chat takes. Raises: NanoinferError, if the file cannot be written."""
+        """Write all messages as a JSON list, as LLM.chat takes it. Raises: NanoinferError if the file cannot be written."""
         text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=1)
         try:
             path.write_bytes(text.encode())
@@ -294,7 +294,7 @@ class Conversation:
         """Replace the messages and the system message by those of a file.
 
         Raises:
-            InvalidValueError: If the file is not a conversation. The conversation is then unchanged.
+            InvalidValueError: the file is not a conversation. The conversation is then unchanged.
         """
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))

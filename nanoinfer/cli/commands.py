@@ -1,6 +1,6 @@
-"""What every command has in common: help in sections, one line for an error, and values that a shell completes.
+"""The common parts of all commands: help in sections, errors in one line, and values that a shell completes.
 
-The errors of the engine name arguments of Python. `in_words_of` rewrites them for someone who typed options.
+The engine's errors name Python arguments. `in_words_of` rewrites them for a user who typed options.
 """
 
 import os
@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from nanoinfer.errors import NanoinferError, suggest
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click inside typer
 
 _stderr = Console(stderr=True)
 
@@ -27,7 +27,7 @@ class Command(TyperCommand):
     """A command whose help has a section for each group of options, and whose errors name options."""
 
     def invoke(self, ctx: Any) -> object:
-        with cli_errors({one.name: max(one.opts, key=len) for one in self.params if one.param_type_name == "option"}):
+        with cli_errors({param.name: max(param.opts, key=len) for param in self.params if param.param_type_name == "option"}):
             return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -35,12 +35,12 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
-        for one in self.get_params(ctx):
-            is_argument = one.param_type_name == "argument"
-            panel = isinstance(one, TyperOption) and one.rich_help_panel
+        for param in self.get_params(ctx):
+            is_argument = param.param_type_name == "argument"
+            panel = isinstance(param, TyperOption) and param.rich_help_panel
             heading = "Arguments" if is_argument else panel or "Options"
-            if record := one.get_help_record(ctx):
-                names = (one.metavar or str(one.name).upper()) if is_argument else record[0]
+            if record := param.get_help_record(ctx):
+                names = (param.metavar or str(param.name).upper()) if is_argument else record[0]
                 sections.setdefault(heading, []).append((names, record[1]))
         for heading, records in sections.items():
             with formatter.section(heading):
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:
-    """Return what completes an option whose usual values are known."""
+    """Return a function that completes an option whose usual values are known."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
@@ -86,7 +86,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def in_words_of(message: str, options: Mapping[str, str]) -> str:
-    """Return an error of Python in the words of a command line.
+    """Return a Python error in the words of a command line.
 
     Args:
         options: name of an argument -> the option that sets it.
@@ -105,7 +105,7 @@ def in_words_of(message: str, options: Mapping[str, str]) -> str:
 
 
 def print_error(error: NanoinferError | str) -> None:
-    """Print one line to standard error, without a traceback."""
+    """Print a line to standard error, without a traceback."""
     _stderr.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -113,16 +113,15 @@ def print_error(error: NanoinferError | str) -> None:
 def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Exit without a traceback: with code 2 if the command line cannot be read, 130 after Ctrl-C, and 1 after any other error.
 
-    Other errors are those of nanoinfer and of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) prints
-    nothing.
+    Other errors are those of nanoinfer and of the system, such as a full disk. After a closed pipe nothing is printed.
 
     Args:
-        options: of the command, for in_words_of.
+        options: the command's options, for in_words_of. None: it has none.
     """
     try:
         yield
         if sys.stdout is not None:
-            sys.stdout.flush()  # so that an error of the buffered rest is an error of the command
+            sys.stdout.flush()  # so that an error of the buffered output is an error of the command
     except NanoinferError as error:
         print_error(in_words_of(str(error), options or {}))
         raise typer.Exit(1) from None
@@ -139,7 +138,7 @@ def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         if not isinstance(error, BrokenPipeError):
             name = error.filename or "the output cannot be written"
             print_error(f"{name}: {error.strerror or error}")
-        try:  # Python would write the buffered output when it ends, with a second error
+        try:  # otherwise Python writes the buffered output at its end, with a second error
             sys.stdout.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

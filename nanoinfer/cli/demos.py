@@ -1,4 +1,4 @@
-"""The prepared runs of `nanoinfer explain --demo`, each of which shows one mechanism of the engine on the bundled model.
+"""The prepared runs of `nanoinfer explain --demo`. Each shows a mechanism of the engine on the bundled model.
 
 In: a Recorder after the run. Out: the moments to look at, which are found in its events.
 """
@@ -21,7 +21,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """A run, given by arguments of LLM, and the function that finds the moments to look at in its recording."""
+    """A run, with arguments of LLM, and the function that finds the moments to look at in its recording."""
 
     prompts: list[str]
     kv_cache_memory: int = 2**24

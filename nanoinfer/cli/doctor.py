@@ -1,4 +1,4 @@
-"""`nanoinfer doctor`: report what a bug report needs, what the engine will use, and whether each attention backend is right.
+"""`nanoinfer doctor`: print what a bug report needs, what the engine will use, and whether each attention backend is right.
 
 A backend is right if its output for a small step with random numbers is that of the reference backend in fp32.
 """
@@ -22,7 +22,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.build import make_parts
+from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
@@ -44,7 +44,7 @@ class Check:
     """The comparison of a backend with the reference."""
 
     backend: str
-    difference: float | None  # the largest absolute one, or None where the backend was not run or raised
+    difference: float | None  # the largest absolute difference. None: the backend was not run, or raised
     result: str  # the text to print
     failed: bool
 
@@ -56,7 +56,7 @@ class Report:
     machine: dict[str, str]
     engine: dict[str, str]
     checks: list[Check]
-    model: dict[str, str] | None = None  # what was compiled of the model
+    model: dict[str, str] | None = None  # which modules were compiled
 
 
 def examine(model: str | None = None, *, with_model: bool = False) -> Report:
@@ -132,7 +132,7 @@ def _release() -> str:
 
 
 def _cpu() -> str:
-    """The name of the processor, as the system reports it."""
+    """Return the name of the processor, as the system reports it."""
     named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
     return named[1] if named else platform.processor() or platform.machine()
 
@@ -147,13 +147,13 @@ def _memory() -> str:
 
 def _folder(path: Path) -> str:
     """Describe a folder, and the space on its disk."""
-    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     access = "" if os.access(existing, os.W_OK) else ", which CANNOT be written"
     return f"{path}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free{access}"
 
 
 def _compiler() -> str:
-    """The compiler of the kernels and the first line of its --version, or why there is none."""
+    """Return the compiler of the kernels and the first line of its --version, or why there is none."""
     try:
         command = find_compiler()
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
@@ -191,17 +191,17 @@ def _kernel_backend(dtype: torch.dtype) -> KernelBackend:
 
 
 def examine_model(model: str | None) -> dict[str, str]:
-    """Load a model and compile it. Returns what was compiled of it, what was not, and why: module -> text.
+    """Load a model and compile it. Returns module -> text: whether it was compiled, or why not.
 
     Raises: the errors of loading.
     """
     config = EngineConfig(model=model)
-    parts = make_parts(load(config).model, config)
-    bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
-    if parts.report is None:
+    runtime = make_runtime(load(config).model, config)
+    bits = "the same in any batch" if runtime.is_batch_independent else "may depend on the batch"
+    if runtime.report is None:
         return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}
-    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in parts.report.compiled.items()}
-    left = {path or "the model": f"runs as it is: {why}" for path, why in parts.report.left.items()}
+    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in runtime.report.compiled.items()}
+    left = {path or "the model": f"runs as it is: {why}" for path, why in runtime.report.left.items()}
     return compiled | left | {"a row's bits": bits}
 
 

@@ -1,7 +1,7 @@
 """`nanoinfer explain`: record a generation, print a line for each token, and write the HTML replay.
 
-A line has the model's probability of the token, the stages of sampling, the draw and the text that was shown. Recorder.to_html
-draws the same in more detail. With --demo the run is one of demos.py, and the moments to look at are printed, too.
+A line shows the model's probability of the token, the stages of sampling, the draw and the released text. Recorder.to_html
+draws the same in more detail. With --demo the run is one of demos.py, whose moments to look at are printed, too.
 """
 
 import json
@@ -90,8 +90,8 @@ def find_demo(name: str, context: typer.Context) -> Demo:
     """Return the demo of a name. Raises: InvalidValueError, also if the command line has options that the demo sets."""
     if name not in DEMOS:
         raise InvalidValueError(f"--demo must be one of {', '.join(DEMOS)}, got {name!r}")
-    given = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
-    sources = {option: context.get_parameter_source(one) for one, option in given.items()}
+    given = {option.name: option.opts[0] for option in context.command.params if option.name is not None}
+    sources = {option: context.get_parameter_source(parameter) for parameter, option in given.items()}
     others = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if refused := [option for option in others if option not in ("--demo", "--html", "--jsonl", "--json")]:
         raise InvalidValueError(
@@ -101,7 +101,7 @@ def find_demo(name: str, context: typer.Context) -> Demo:
 
 
 def _write(write: Callable[[Path], None], path: Path, what: str) -> str:
-    """Write a file. Returns: a sentence about it."""
+    """Write a file, and return a sentence about it."""
     try:
         write(path)
     except OSError as error:
@@ -120,10 +120,10 @@ def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
     stages: dict[tuple[str, int], list[StageApplied]] = {}
     for stage_event in recorder.of(StageApplied):
         applied = stages.setdefault((stage_event.sequence_id, stage_event.position), [])
-        if stage_event.stage == "model" and all(one.before == one.after for one in stage_event.candidates):
+        if stage_event.stage == "model" and all(candidate.before == candidate.after for candidate in stage_event.candidates):
             applied.clear()  # at the first stage, because a token may be drawn twice, and the last draw counts
         applied.append(stage_event)
-    draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
+    draws: dict[tuple[str, int], TokenDrawn] = {(draw.sequence_id, draw.position): draw for draw in recorder.of(TokenDrawn)}
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])
     rows = []
     for event in appended:
@@ -135,8 +135,8 @@ def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
                 "at": event.position,
                 "token_id": event.token_id,
                 "token": event.token,
-                "p": next(one.after for one in applied[0].candidates if one.token_id == event.token_id),
-                "left": {one.stage.removeprefix("keep_"): one.num_left for one in (applied[0], *changed)},
+                "p": next(candidate.after for candidate in applied[0].candidates if candidate.token_id == event.token_id),
+                "left": {stage.stage.removeprefix("keep_"): stage.num_left for stage in (applied[0], *changed)},
                 "u": draw.u,
                 "interval": [draw.low, draw.high],
                 "text": _shown_text(event),

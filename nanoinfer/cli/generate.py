@@ -63,7 +63,7 @@ def generate(
     if n == 1 and not as_json:
         _, output = print_stream(llm, request, params)
         if output is None:
-            raise typer.Exit(130)  # the code that a shell gives
+            raise typer.Exit(130)  # a shell's exit code after Ctrl-C
     else:
         [output] = llm.generate(request, params, use_tqdm=False)
         if error := output.outputs[0].error:
@@ -103,10 +103,10 @@ def print_stream(
     decorate: Callable[[str], str] = str,
     end: str = "",
 ) -> tuple[str, RequestOutput | None]:
-    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended it.
+    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended the answer.
 
     Args:
-        decorate: returns what is printed of a piece of text.
+        decorate: returns the text to print for a piece of text.
         end: the text to print before the end of the last line.
     """
     text, output = "", None
@@ -116,7 +116,7 @@ def print_stream(
             text += delta.text
             print(decorate(delta.text), end="", flush=True)
             output = delta.output
-    if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
+    if text or output is None:  # ends the line of the answer, or of the ^C that the terminal shows
         print(end, flush=True)
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
@@ -128,7 +128,7 @@ def logprobs_table(answer: CompletionOutput) -> Table:
     table = options.new_table("token", "logprob", "rank", "most likely")
     for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
         token = position[token_id]
-        likeliest = sorted(position.values(), key=lambda one: -one.logprob)
-        alternatives = "  ".join(f"{one.decoded_token!r} {one.logprob:.2f}" for one in likeliest)
+        likeliest = sorted(position.values(), key=lambda entry: -entry.logprob)
+        alternatives = "  ".join(f"{entry.decoded_token!r} {entry.logprob:.2f}" for entry in likeliest)
         table.add_row(Text(repr(token.decoded_token)), f"{token.logprob:.2f}", str(token.rank), Text(alternatives))
     return table

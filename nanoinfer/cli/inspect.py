@@ -1,7 +1,7 @@
-"""`nanoinfer inspect` and `nanoinfer models`: report what a checkpoint is, and which there are on this machine.
+"""`nanoinfer inspect` and `nanoinfer models`: describe a checkpoint, and list those on this machine.
 
-Both read config.json, the headers of the weights and the tokenizer's files, but no weights. Of a hub's model that is not in the
-cache, inspect downloads only the small files. models uses no network.
+Both read config.json, the headers of the weights and the tokenizer's files, but no weights. If a hub's model is not in the
+cache, inspect downloads only its small files. models uses no network.
 """
 
 import os
@@ -29,25 +29,25 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """The findings about a checkpoint, where None means unknown."""
+    """The findings about a checkpoint. None means unknown."""
 
-    path: str  # of the folder or the GGUF file
-    architecture: str  # as config.json names it
-    unsupported_reason: str | None = None  # why it cannot be loaded, with the way out. None if it can be
-    sizes: dict[str, int] = field(default_factory=dict)  # as the engine reads them. Not supported: as in config.json
+    path: str  # the folder or the GGUF file
+    architecture: str  # the architecture in config.json
+    unsupported_reason: str | None = None  # why it cannot be loaded, with the way out. None: it can be loaded
+    sizes: dict[str, int] = field(default_factory=dict)  # as the engine reads them, or as in config.json if it is not supported
     is_tied: bool | None = None  # whether the LM head shares the embedding's weight
-    num_parameters: int | None = None  # None until the weights are downloaded
-    num_file_bytes: int  # of the weights on the disk
-    quantization: str | None  # "gguf", or the method of config.json. None means not quantised
-    dtype: str | None = None  # in which it runs on this machine
+    num_parameters: int | None = None  # None: the weights are not downloaded
+    num_file_bytes: int  # the bytes of the weights on the disk
+    quantization: str | None  # "gguf", or the method in config.json. None: not quantised
+    dtype: str | None = None  # the dtype in which it runs on this machine
     special_ids: dict[str, object]  # bos, eos and pad: an id, a list of ids or None
     has_tokenizer: bool | None = None
-    has_chat_template: bool | None = None  # None if the tokenizer cannot be loaded
-    num_weight_bytes: int | None = None  # of the weights in memory, in `dtype`
+    has_chat_template: bool | None = None  # None: the tokenizer cannot be loaded
+    num_weight_bytes: int | None = None  # the bytes of the weights in memory, in `dtype`
     num_cache_bytes_per_token: int | None = None
-    num_users: int  # sequences at a time
-    num_tokens: int | None  # tokens of each sequence
-    num_bytes: int | None = None  # of the weights and the KV cache for these users. A step takes some more
+    num_users: int  # the number of sequences at a time
+    num_tokens: int | None  # the tokens of each sequence
+    num_bytes: int | None = None  # the bytes of the weights and the KV cache for these users. A step takes some more
 
 
 def examine(
@@ -56,8 +56,8 @@ def examine(
     """Read a checkpoint's headers.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: If there is no checkpoint of this name, or its config.json is damaged.
-        InvalidValueError: For more tokens than the model's positions, or an unknown dtype.
+        CheckpointNotFoundError, CheckpointError: there is no checkpoint of this name, or its config.json is damaged.
+        InvalidValueError: num_tokens exceeds the model's positions, or the dtype is unknown.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)
     found = Inspection(
@@ -97,13 +97,13 @@ def examine(
             sizes = CacheSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
             if found.num_weight_bytes is not None:
-                num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_slot
+                num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state
                 found.num_bytes = found.num_weight_bytes + num_users * num_bytes_per_user
     return found
 
 
 def _open(model: str, revision: str | None) -> Checkpoint:
-    """Open the checkpoint, without weight files if it is a hub's and they have not been downloaded."""
+    """Open the checkpoint, without weight files if it is a hub's whose weights have not been downloaded."""
     path = locate(model, revision, with_weights=False)
     is_download = path.parent.name == "snapshots"  # a folder of the hub's cache
     if not is_download or any(path.glob("*.safetensors")) or any(path.glob("*.gguf")):
@@ -126,7 +126,7 @@ def _quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def print_inspection(found: Inspection) -> None:
-    """Print a table of what is known, and below it why the checkpoint cannot be loaded."""
+    """Print a table of what is known, followed by the reason why the checkpoint cannot be loaded."""
 
     def size(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
@@ -167,15 +167,15 @@ def print_inspection(found: Inspection) -> None:
 class InstalledModel:
     """A model on this machine."""
 
-    name: str  # as --model takes it
-    architecture: str  # of config.json, or "" where it has none
+    name: str  # as for --model
+    architecture: str  # from config.json, "" without it
     num_parameters: int
     num_bytes: int
-    unsupported_reason: str | None  # None if the model can be loaded
+    unsupported_reason: str | None  # None: the model can be loaded
 
 
 def installed_models() -> list[InstalledModel]:
-    """Find the models on this machine, the bundled ones and then those of the cache, in the order of their names."""
+    """Find the models on this machine, the bundled models and then those of the cache, sorted by name."""
     bundled = [
         (name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())) for name in bundled_models()
     ]
@@ -183,7 +183,7 @@ def installed_models() -> list[InstalledModel]:
 
 
 def print_models(models: list[InstalledModel]) -> None:
-    """Print a table of the models, and below it why a model cannot be loaded."""
+    """Print a table of the models, followed by the reasons why some cannot be loaded."""
     table = new_table("model", "architecture", "parameters", "MB", "supported")
     table.columns[0].no_wrap = True  # so that names can be copied
     for model in models:
@@ -197,14 +197,14 @@ def print_models(models: list[InstalledModel]) -> None:
 
 
 def _cached() -> Iterator[tuple[str, Path, int]]:
-    """Yield the name, folder and size of each model in the cache, of its branch main or its newest revision."""
+    """Yield the name, folder and size of each model in the cache, for its main branch or its newest revision."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:  # nothing was downloaded yet
         return
     for repository in repositories:
         if repository.repo_type == "model" and repository.revisions:
-            revision = max(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified))
+            revision = max(repository.revisions, key=lambda found: ("main" in found.refs, found.last_modified))
             yield repository.repo_id, revision.snapshot_path, repository.size_on_disk
 
 

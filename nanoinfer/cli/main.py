@@ -1,4 +1,4 @@
-"""The `nanoinfer` command. Each subcommand has a file of its own, and options.py has what they share."""
+"""The `nanoinfer` command. Each subcommand has its own file, and options.py has the shared options."""
 
 import io
 import logging
@@ -30,7 +30,7 @@ app = typer.Typer(
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stderr, which rich replaces while a spinner turns, to print above the spinner."""
+    """Writes to the current sys.stderr, which rich replaces while a spinner runs, to print above the spinner."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -46,11 +46,11 @@ def main(
         typer.echo(f"nanoinfer {__version__}")
         raise typer.Exit
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # "?" for a character that the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
     if sys.stderr is not None and sys.stderr.isatty():
-        logging.getLogger("nanoinfer.fast.cpu.native").setLevel(logging.INFO)  # says when kernels are compiled
+        logging.getLogger("nanoinfer.fast.cpu.native").setLevel(logging.INFO)  # it logs when kernels are compiled
 
 
 @expand_options

@@ -43,6 +43,9 @@ L = TypeVar("L", "LLM", "AsyncLLM")
 R = TypeVar("R")
 
 
+SIZES = ("kv_cache_memory", "prefix_cache_size")  # arguments that parse_size reads
+
+
 def parse_size(text: str | int) -> int:
     """Read a number of bytes, where K, M, G and T are powers of 1,024.
 
@@ -114,23 +117,14 @@ class EngineOptions:
     enforce_eager: EnforceEager = False
     max_model_len: Annotated[int | None, EngineArgs] = None
     attention_backend: Annotated[str, EngineArgs] = "auto"
-    kv_cache_memory: Annotated[
-        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
-    ] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None
     prefix_cache_dir: Annotated[str | None, EngineArgs] = None
-    prefix_cache_size: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size, metavar="SIZE", show_default=False, help="Limit of its files: 512M or bytes. Default: 4G."
-        ),
-    ] = EngineArgs.prefix_cache_size
+    prefix_cache_size: Annotated[int, EngineArgs] = EngineArgs.prefix_cache_size
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_cls: SchedulerCls = None
     block_manager_cls: BlockManagerCls = None
     kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
-    speculative_config: Annotated[
-        str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
-    ] = None
+    speculative_config: Annotated[str | None, EngineArgs] = None
 
 
 # The parameters of SamplingParams with an Option, by name, where None is the checkpoint's default.
@@ -234,13 +228,16 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
         names[0] += f"/--no-{names[0][2:]}"
     names += [marker.short_name] if marker and marker.short_name else []
     is_list = declared.text_type is not None and get_origin(declared.text_type) is list
-    several = " May be given several times." if is_list else ""
-    return typer.Option(
+    more = " May be given several times." if is_list else " Also as 512M or 1.5G." if option.name in SIZES else ""
+    info: OptionInfo = typer.Option(
         *names,
-        help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{several}",
+        help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{more}",
         autocompletion=complete_from(*words) if words else None,
         rich_help_panel="Sampling" if owner is SamplingParams else None,
+        parser=parse_size if option.name in SIZES else None,
+        metavar="SIZE" if option.name in SIZES else "JSON" if declared.text_type is dict else None,
     )
+    return info
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The server as a Ray Serve deployment: `serve run nanoinfer.cli.ray_serve:build_app model=Qwen/Qwen3-0.6B`.
 
 In: the options of `nanoinfer serve` by their Python names, from the command line or from a Serve config file. Out: an
-application, whose replicas each have an engine and the endpoints. Ray's configuration decides how many there are, and where.
+application, whose replicas each have an engine and the endpoints. Ray's configuration decides how many replicas run, and where.
 """
 
 import os
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
-from nanoinfer.cli.options import EngineOptions, parse_size, ray_resources
+from nanoinfer.cli.options import SIZES, EngineOptions, parse_size, ray_resources
 from nanoinfer.cli.serve import API_KEY_VARIABLE, ServerOptions, check_api_keys, load_server_llm, make_settings
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
@@ -25,10 +25,10 @@ def build_app(args: dict[str, object]) -> serve.Application:
     """Make the application of one deployment, named nanoinfer.
 
     Args:
-        args: Fields of EngineOptions and ServerOptions, as values or as text. The default of api_key is the environment's.
+        args: fields of EngineOptions and ServerOptions, as values or as text. api_key is the environment's by default.
 
     Raises:
-        InvalidValueError: For a name that is not an option, or a value that cannot be converted.
+        InvalidValueError: a name is not an option, or a value cannot be converted.
     """
     names = {field.name for group in (EngineOptions, ServerOptions) for field in fields(group)}
     if unknown := sorted(args.keys() - names):
@@ -46,7 +46,7 @@ def build_app(args: dict[str, object]) -> serve.Application:
 
 
 class ServeReplica:
-    """One engine and its endpoints, of which Ray makes the application when the engine is loaded."""
+    """An engine and its endpoints, whose application Ray makes when the engine is loaded."""
 
     def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
         self._async_llm = load_server_llm(engine, options)
@@ -62,11 +62,11 @@ class ServeReplica:
 
 
 def _read(group: type[G], args: dict[str, object]) -> G:
-    """Make a group of options, in which a single string for a list becomes a list of one."""
+    """Make a group of options. A single string becomes a list if the option is a list."""
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():
-        if name in ("kv_cache_memory", "prefix_cache_size"):
+        if name in SIZES:
             given[name] = parse_size(str(value))
         elif isinstance(value, str) and hints[name] == list[str] | None:
             given[name] = [value]

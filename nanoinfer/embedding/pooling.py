@@ -3,9 +3,9 @@
 In: texts, and an LLM, whose methods `embed` and `score` call the functions here. Out: vectors and numbers, under vLLM's names.
 Nothing here is imported by an LLM that only generates.
 
-The files of sentence-transformers in a checkpoint say what is made of the hidden rows. Without them it is the last token's row,
+The files of sentence-transformers in a checkpoint say how hidden rows become a vector. Without them it is the last token's row,
 normalised, as in vLLM. A reranker is asked whether a document answers a query, in the template of Qwen3-Reranker
-(https://huggingface.co/Qwen/Qwen3-Reranker-0.6B). Its score is the probability of "yes", and not of "no", as the next token.
+(https://huggingface.co/Qwen/Qwen3-Reranker-0.6B). Its score is the probability that the next token is "yes" and not "no".
 """
 
 import json
@@ -62,7 +62,7 @@ NEUTRAL: Neutral = {
 @declared(NEUTRAL)
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """What is computed of a text.
+    """What to compute of a text.
 
     Args: as declared below.
     """
@@ -70,12 +70,10 @@ class PoolingParams:
     # fmt: off
     dimensions: Annotated[int | None, Ge(1), Doc(
         "How many first elements of the embedding are kept, and normalised again, for models that were trained for it "
-        "(Matryoshka). None is all."
-    )] = None
+        "(Matryoshka). None is all.")] = None
     truncate_prompt_tokens: Annotated[int | None, Ge(-1), Allowed("-1, or >= 1"), Doc(
         "How many first tokens of a text are kept, apart from those that the tokenizer or the template adds at its end. -1 is "
-        "the model's length. None refuses texts that are longer than that."
-    )] = None
+        "the model's length. None refuses texts that are longer than that.")] = None
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -86,21 +84,21 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """embedding: hidden_size numbers, or `dimensions` of them."""
+    """embedding: a list of hidden_size numbers, or of `dimensions` numbers."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """score: of a reranker a probability, 0 .. 1, and of an embedding model the cosine of both texts, -1 .. 1."""
+    """score: a reranker's probability, 0 .. 1, or the cosine of both texts by an embedding model, -1 .. 1."""
 
     score: float
 
 
 @dataclass(frozen=True)
 class PoolingRequestOutput:
-    """What was computed of a text, or of a pair of texts, whose ids follow each other in prompt_token_ids."""
+    """The result for a text, or for a pair of texts, whose ids follow each other in prompt_token_ids."""
 
     request_id: str
     outputs: Any
@@ -127,12 +125,10 @@ def embed(
     prepared = reading.prepare_all(prompts, partial(Pooler(llm).prepare, params=params))
     requests = llm._complete(prepared, use_tqdm)
     reading.check(request.output for request in requests)
-    return [embedding_output(request.request_id, one) for request, one in zip(requests, prepared, strict=True)]
-
-
-def embedding_output(request_id: str, prepared: PreparedRequest) -> EmbeddingRequestOutput:
-    """Return the embedding of a text that was read to its end."""
-    return EmbeddingRequestOutput(request_id, EmbeddingOutput(prepared.reader.embedding.tolist()), prepared.prompt_token_ids)
+    return [
+        EmbeddingRequestOutput(request.request_id, EmbeddingOutput(one.reader.embedding.tolist()), one.prompt_token_ids)
+        for request, one in zip(requests, prepared, strict=True)
+    ]
 
 
 def score(
@@ -155,16 +151,16 @@ def score(
     return outputs
 
 
-# ---- what a checkpoint wants to be computed
+# ---- what a checkpoint asks to compute
 
 
 @dataclass(frozen=True)
 class Pooling:
     """How hidden rows become a vector, and which ids are the answers of a reranker.
 
-    mode: "lasttoken" or "mean". is_embedding: whether the checkpoint says so. answer_ids: of "no" and "yes", if it has them.
-    max_tokens: to which longer texts are truncated. None: the checkpoint does not say. prompt: before each text. lower: whether
-    capital letters become small ones.
+    mode: "lasttoken" or "mean". is_embedding: whether the checkpoint says so. answer_ids: the ids of "no" and "yes".
+    max_tokens: the length at which texts are cut. None: the checkpoint names none. prompt: precedes each text. lower: whether
+    capital letters are lowered.
     """
 
     mode: str = "lasttoken"
@@ -177,9 +173,9 @@ class Pooling:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Pooling":
-        """Read the files of sentence-transformers as it does.
+        """Read the files of sentence-transformers in the way that it reads them.
 
-        Raises: UnsupportedError for what is not supported, CheckpointError for damaged files.
+        Raises: UnsupportedError, CheckpointError for damaged files.
         """
         path = checkpoint.path / "modules.json"
         if not path.exists():
@@ -199,15 +195,15 @@ class Pooling:
         return cls(mode, "Normalize" in modules, is_embedding, answer_ids, max_tokens, prompt, lower)
 
     def text(self, content: str) -> str:
-        """The text that a text's tokens are those of. The tokenizer's own normalizers follow."""
+        """Return the text whose tokens are read. The tokenizer's own normalizers come after it."""
         return Lowercase().normalize_str(self.prompt + content) if self.lower else self.prompt + content
 
 
 def _modules(path: Path) -> dict[str, dict[str, Any]]:
-    """The modules of sentence-transformers: the name of each one's class -> its settings."""
+    """Return the modules of sentence-transformers: class name -> settings."""
     check_file(path, MAX_JSON_BYTES)
     try:
-        folders = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
+        folders = {str(item["type"]).rpartition(".")[2]: str(item["path"]) for item in json.loads(path.read_text("utf-8"))}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} must be a list of modules with a type and a path; download it again") from error
     for folder in folders.values():
@@ -219,7 +215,7 @@ def _modules(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _transformer(settings: dict[str, Any]) -> tuple[int | None, bool]:
-    """max_seq_length and do_lower_case of sentence_bert_config.json."""
+    """Return max_seq_length and do_lower_case of sentence_bert_config.json."""
     for name in ("processing_kwargs", "tokenizer_name_or_path"):
         if settings.get(name):
             raise UnsupportedError(f"{name} must be None, got {shown(settings[name])}; others are not supported")
@@ -230,7 +226,7 @@ def _transformer(settings: dict[str, Any]) -> tuple[int | None, bool]:
 
 
 def _default_prompt(path: Path) -> str:
-    """The prompt before each text, which the file names. "": it names none, or does not exist."""
+    """Return the prompt before each text, which the file names, or "" if it names none or does not exist."""
     settings = read_json(path) if path.exists() else {}
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
     if name is None:
@@ -241,7 +237,7 @@ def _default_prompt(path: Path) -> str:
 
 
 def _mode(settings: dict[str, object], path: Path) -> str:
-    """The mode of a Pooling, by its newer or its older settings."""
+    """Return the mode of a Pooling, by its newer or its older settings."""
     wanted = [settings["pooling_mode"]] if "pooling_mode" in settings else []
     wanted += [
         name.removeprefix("pooling_mode_") for name, value in settings.items() if value is True and name != "include_prompt"
@@ -256,17 +252,17 @@ def _mode(settings: dict[str, object], path: Path) -> str:
 
 
 class Pooler:
-    """Prepares texts for one LLM. Any thread may call it."""
+    """Prepares texts for one LLM. It may be called by any thread."""
 
     def __init__(self, llm: "LLM") -> None:
-        """Raises: as Pooling.of does."""
-        engine: Any = llm.engine  # with a LocalExecutor
+        """Read what the checkpoint asks for. Raises: the errors of Pooling.of."""
+        engine: Any = llm.engine  # its executor is a LocalExecutor
         self.pooling = Pooling.of(llm.checkpoint)
         self._hidden_size = engine.executor.runner.model.config.hidden_size
         self._inputs, self._tokenizer, self._max_model_len = engine.inputs, engine.tokenizer, engine.max_model_len
 
     def prepare(self, prompt: Any, params: PoolingParams, **options: Any) -> PreparedRequest:
-        """Prepare a text to be embedded. options: those of reading.prepare."""
+        """Prepare a text to be embedded. options: the options of reading.prepare."""
         if not isinstance(params, PoolingParams):
             raise InvalidTypeError(f"pooling_params must be PoolingParams, got {shown(params)}")
         if (params.dimensions or 1) > self._hidden_size:
@@ -277,9 +273,9 @@ class Pooler:
             prompt = prompt | {"prompt": content} if isinstance(prompt, dict) else content
         if (most := self._most_tokens(params)) is not None:
             if isinstance(content, str) and self._tokenizer is not None:
-                one, bare = (self._tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
-                start = next(i for i in range(len(one)) if one[i : i + len(bare)] == bare)
-                ids = self._framed(content, one[:start], one[start + len(bare) :], most)
+                full, bare = (self._tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
+                start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+                ids = self._framed(content, full[:start], full[start + len(bare) :], most)
                 prompt = {"prompt": content, "prompt_token_ids": ids}
             elif isinstance(content, list):
                 prompt = content[:most]
@@ -289,7 +285,7 @@ class Pooler:
     def prepare_pair(
         self, query: str, document: str, instruction: str, params: PoolingParams, **options: Any
     ) -> PreparedRequest:
-        """Prepare a pair for a reranker. Raises: UnsupportedError for a model without its answers."""
+        """Prepare a pair for a reranker. Raises: UnsupportedError if the model lacks the answers' tokens."""
         answer_ids: Any = None
         if self._tokenizer is not None:
             answer_ids = tuple(self._tokenizer.backend.token_to_id(answer) for answer in ("no", "yes"))
@@ -299,7 +295,7 @@ class Pooler:
                 "modules.json has no Pooling; use one of these, or embed()"
             )
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        before, after = (self._tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _AFTER))
+        before, after = (self._tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _AFTER))
         ids = self._framed(text, before, after, self._most_tokens(params))
         prompt = {"prompt": _BEFORE + text + _AFTER, "prompt_token_ids": ids}
         return reading.prepare(self._inputs, prompt, _ScoreReader(answer_ids), self._max_model_len, **options)
@@ -313,14 +309,14 @@ class Pooler:
         return self._max_model_len if most == -1 else most
 
     def _framed(self, text: str, before: list[int], after: list[int], most: int | None) -> list[int]:
-        """The ids of a text between others, of which the text alone is truncated."""
+        """Return the ids of a text between others. Only the text is truncated."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=most or self._max_model_len)
         num = len(ids) if most is None else max(most - len(before) - len(after), 0)
         return [*before, *ids[:num], *after]
 
 
 class Scoring:
-    """The scores of one call. prepares: of the requests that it needs. texts: for each score the indices of its requests."""
+    """The scores of a call. prepares: make the requests that it needs. texts: for each score, the indices of its requests."""
 
     def __init__(
         self,
@@ -331,8 +327,8 @@ class Scoring:
         instruction: str | None = None,
         **options: Any,
     ) -> None:
-        """options: those of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
-        first, second = ([one] if isinstance(one, str) else list(one) for one in (queries, documents))
+        """options: the options of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
+        first, second = ([given] if isinstance(given, str) else list(given) for given in (queries, documents))
         for text in (*first, *second):
             if not isinstance(text, str):
                 raise InvalidTypeError(f"queries and documents must be strings, got {shown(text)}")
@@ -352,7 +348,7 @@ class Scoring:
             self.texts = [(i,) for i in range(len(second))]
 
     def scores(self, prepared: Sequence[PreparedRequest]) -> list[float]:
-        """Return the scores when the requests were read to their ends."""
+        """Return the scores, after the requests were read to their ends."""
         found = []
         for texts in self.texts:
             readers = [prepared[text].reader for text in texts]
@@ -364,37 +360,37 @@ class Scoring:
 
 
 class _EmbeddingReader:
-    """Makes a text's rows one vector: its last row, or the sum of all."""
+    """Reduces a text's rows to a vector: its last row, or the sum of all."""
 
     def __init__(self, pooling: Pooling, dimensions: int | None) -> None:
         self._pooling, self._dimensions = pooling, dimensions
         self._vector = torch.empty(0)
         self._num_tokens = 0
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         if self._pooling.mode == "lasttoken":
-            self._vector = hidden[part.stop - 1].float().clone()
+            self._vector = hidden[chunk.stop - 1].float().clone()
             return
-        rows = hidden[part.start : part.stop].float().sum(0)
-        self._vector = self._vector + rows if part.position else rows
-        self._num_tokens = part.position + part.stop - part.start
+        rows = hidden[chunk.start : chunk.stop].float().sum(0)
+        self._vector = self._vector + rows if chunk.position else rows
+        self._num_tokens = chunk.position + chunk.stop - chunk.start
 
     @property
     def embedding(self) -> Tensor:
-        """[dimensions], fp32."""
+        """The embedding, [dimensions], in fp32."""
         mean = self._vector if self._pooling.mode == "lasttoken" else self._vector / self._num_tokens
         kept = mean[: self._dimensions]
         return torch.nn.functional.normalize(kept, dim=0) if self._pooling.normalize else kept
 
 
 class _ScoreReader:
-    """Reads the probability of an answer of two. answer_ids: of "no" and "yes". score: of "yes"."""
+    """Reads the probability of one of two answers. answer_ids: the ids of "no" and "yes". score: the probability of "yes"."""
 
     score: Tensor
 
     def __init__(self, answer_ids: tuple[int, int]) -> None:
         self._answer_ids = list(answer_ids)
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         if row is not None:
             self.score = ends.logits[row, self._answer_ids].softmax(-1)[1]

@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
@@ -61,7 +61,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor[Any],
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
@@ -246,8 +246,7 @@ class LLMEngine:
         """Launch a step for the sequences that the scheduler selects, and collect tokens. Returns the finished requests.
 
         With async_scheduling, these are the tokens of the step before. While the device computes a step, the host prepares the
-        next step and makes text of the previous step's tokens. If a sequence turns out to have finished, its token in flight is
-        dropped.
+        next step and makes text of the previous step's tokens. A token in flight of a finished sequence is dropped.
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
@@ -277,9 +276,9 @@ class LLMEngine:
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         finished = []
-        for part in output.prompt_logprobs:
-            if request := self._requests.get(part.sequence.request_id):
-                request.add_prompt_logprobs(part.position, part.logprobs)
+        for chunk in output.prompt_logprobs:
+            if request := self._requests.get(chunk.sequence.request_id):
+                request.add_prompt_logprobs(chunk.position, chunk.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class StepGraphs(Protocol):
-    """Replays the forward pass of some steps, as fast/cuda/decode_graphs.py does with CUDA graphs.
+    """Replays the forward pass of some steps, as fast/cuda/graphs.py does with CUDA graphs.
 
     The KV cache has an extra block, unknown to the scheduler, into which a replay may write.
     """

@@ -50,4 +50,5 @@ def load_drafter(model: Any, config: EngineConfig) -> Model:
         drafter = model.drafter_class(model.config)
     weight = next(model.parameters())
     load_weights(drafter, weights, rules, weight.dtype, weight.device)
-    return drafter.to(weight.device).eval()
+    loaded: Model = drafter.to(weight.device).eval()
+    return loaded

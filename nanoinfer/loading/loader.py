@@ -253,10 +253,10 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> t
     """Return the dtype in which a checkpoint runs, for one of config.DTYPES."""
     if dtype not in DTYPES:
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
-    if DTYPES[dtype] != "auto":
-        return getattr(torch, DTYPES[dtype])
-    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # the names of newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if DTYPES[dtype] != "auto":
+        return own[DTYPES[dtype]]
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # the names of newer and older transformers
     resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(open_weights(checkpoint))
     if resolved is None:
         raise UnsupportedError(

@@ -12,10 +12,11 @@ its parameter piece by piece, so loading takes little more memory than the param
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,7 +72,7 @@ class WeightFiles(Weights):
     """The tensors of safetensors files. `read` returns views of the mapped files, not yet read from the disk."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._files: dict[str, Any] = {}
+        self._read: dict[str, Callable[[str], Tensor]] = {}  # from the file that has the tensor
         for path in paths:
             try:
                 with path.open("rb") as start:
@@ -87,13 +88,13 @@ class WeightFiles(Weights):
                 if name in self:
                     raise WeightsError(f"{name} is in {path.name} and in another file of {path.parent}")
                 header = file.get_slice(name)
-                self._files[name] = file
+                self._read[name] = file.get_tensor
                 self[name] = TensorInfo(tuple(header.get_shape()), header.get_dtype(), is_mapped=True)
         if not self:
             raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        return self._files[name].get_tensor(name)[rows]
+        return self._read[name](name)[rows]
 
 
 def dtype_of(files: Weights) -> torch.dtype:

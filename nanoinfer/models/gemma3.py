@@ -9,7 +9,7 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.registry import refuse_others
+from nanoinfer.models.registry import ConfigJson, refuse_others
 from nanoinfer.models.rope import RopeConfig
 
 
@@ -29,7 +29,7 @@ class Gemma3Config(QwenConfig):
     is_sliding: tuple[bool, ...]  # for each layer. It has the local RoPE even if no text is longer than the window
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "Gemma3Config":
+    def from_hf(cls, config: ConfigJson) -> "Gemma3Config":
         """Read config.json as older (rope_theta, sliding_window_pattern) and newer transformers write it.
 
         Raises: the errors of QwenConfig.from_hf.
@@ -69,7 +69,7 @@ class Gemma3Config(QwenConfig):
 
 
 class GeGLU(SwiGLU):
-    """Computes down(gelu(gate(x)) * up(x)), from the same paper."""
+    """Computes down(gelu(gate(x)) * up(x)), as in SwiGLU's paper."""
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))

@@ -11,7 +11,7 @@ loading/formats/experts.py divides. The other names are theirs.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, empty, nn
 
@@ -19,7 +19,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.registry import ConfigJson, WeightRules
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # the default
 
@@ -33,7 +33,7 @@ class GptOssConfig(QwenConfig):
     swiglu_limit: float
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "GptOssConfig":
+    def from_hf(cls, config: ConfigJson) -> "GptOssConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):

@@ -3,6 +3,8 @@
 Rows are packed tokens. Every function works on [num_tokens, ...] and computes each token on its own.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -13,6 +15,7 @@ from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
 Ids = Int[Tensor, " num_tokens"]  # also positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
+Layer = Callable[[Hidden], Hidden]  # the call of a module, whose type nn.Module leaves open
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 
@@ -33,6 +36,8 @@ class RMSNorm(nn.Module):
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
     """
+
+    __call__: Callable[..., Tensor]  # more than nn.Module says
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -76,7 +81,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias)
+        self.down_proj: Layer = nn.Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -10,15 +10,15 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
+from nanoinfer.models.registry import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(QwenConfig):
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
+    def from_hf(cls, config: ConfigJson) -> "LlamaConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
         slides = config["model_type"] == "mistral" and config.get("sliding_window", 4096) is not None  # as in transformers
         kinds = ["sliding_attention"] * config["num_hidden_layers"] if slides else []

@@ -6,8 +6,7 @@
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
     window     Qwen2 and Qwen3 with use_sliding_window in some layers, Mistral in all: attention over the newest tokens only
 
-Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their
-checkpoints.
+Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are the checkpoints'.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
-from nanoinfer.models.registry import WeightRules, refuse_others
+from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, Layer, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 from nanoinfer.models.rope import RopeConfig
 
 
@@ -45,7 +44,7 @@ class QwenConfig:
     layer_windows: tuple[int | None, ...] = ()  # the window of each layer. (): all layers have full attention
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
+    def from_hf(cls, config: ConfigJson) -> "QwenConfig":
         """Read config.json.
 
         Raises:
@@ -61,7 +60,7 @@ class QwenConfig:
 
 
 def shared_fields(
-    config: dict[str, Any], kinds: Sequence[str] | None = (), *, default_head_dim: int | None = None, **options: bool
+    config: ConfigJson, kinds: Sequence[str] | None = (), *, default_head_dim: int | None = None, **options: bool
 ) -> dict[str, Any]:
     """Return the fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises: the errors of from_hf.
 
@@ -90,7 +89,7 @@ def shared_fields(
     }
 
 
-def layer_windows(config: dict[str, Any], length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
+def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
     """Return the window of each layer. None: full attention. (): in all layers, or no text is longer than the window.
 
     length: the most tokens of a text. YaRN may raise it above the max_position_embeddings of config.json.
@@ -132,7 +131,7 @@ class QwenAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj: Layer = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
@@ -161,7 +160,7 @@ class QwenDecoderLayer(nn.Module):
         self.input_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = QwenAttention(config, layer)
         self.post_attention_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.mlp: nn.Module = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp: Layer = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
@@ -170,7 +169,7 @@ class QwenDecoderLayer(nn.Module):
 
 class QwenForCausalLM(nn.Module):
     Config: ClassVar[type[QwenConfig]] = QwenConfig
-    layer_class: ClassVar[type[Any]] = QwenDecoderLayer
+    layer_class: ClassVar[type[nn.Module]] = QwenDecoderLayer
     weight_rules = WeightRules(
         prefix="model.",
         embedding="embed_tokens.weight",
@@ -196,4 +195,5 @@ class QwenForCausalLM(nn.Module):
         return self.norm(x)
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        return self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits

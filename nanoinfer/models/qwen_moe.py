@@ -5,8 +5,7 @@
     shared_expert           Qwen2-MoE: a further MLP, with a gate of its own, for every token
     decoder_sparse_step     every decoder_sparse_step-th layer has experts, except mlp_only_layers
 
-Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are those of their
-checkpoints.
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are the checkpoints'.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.registry import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class QwenMoeConfig(QwenConfig):
     mlp_only_layers: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenMoeConfig":
+    def from_hf(cls, config: ConfigJson) -> "QwenMoeConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         is_qwen3 = config["model_type"] == "qwen3_moe"
         slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
@@ -62,7 +62,7 @@ class QwenMoeConfig(QwenConfig):
         return [layer for layer in layers if layer not in self.mlp_only_layers]
 
 
-def expert_fields(config: dict[str, Any]) -> dict[str, Any]:
+def expert_fields(config: ConfigJson) -> dict[str, Any]:
     """Return the number of experts, and how many a token passes. Raises: CheckpointError if the second exceeds the first."""
     num_experts = config.get("num_experts") or config["num_local_experts"]  # newer transformers has the second name
     if config.get("num_local_experts", num_experts) != num_experts:

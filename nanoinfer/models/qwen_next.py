@@ -6,12 +6,11 @@
                  of a key head together. Qwen3.5 has a matrix for q, k and v, and one each for z, b and a
     MLP          Qwen3.5: SwiGLU. Qwen3-Next and Qwen3.5-MoE: experts, with a shared expert (qwen_moe.py)
 
-Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and the papers of gated_delta.py. The names are those of the
-checkpoints.
+Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and gated_delta.py. The names are the checkpoints'.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -23,7 +22,7 @@ from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
-from nanoinfer.models.registry import WeightRules, refuse_others
+from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -48,7 +47,7 @@ class QwenNextConfig(QwenMoeConfig):
     linear_conv_kernel_dim: int
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenNextConfig":
+    def from_hf(cls, config: ConfigJson) -> "QwenNextConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         is_next, has_experts = config["model_type"] == "qwen3_next", config["model_type"] != "qwen3_5_text"
         refuse_others(config, attention_bias=(False, None))
@@ -62,12 +61,12 @@ class QwenNextConfig(QwenMoeConfig):
             )
         # In Qwen3.5-MoE every layer has experts, so its config has no intermediate_size.
         defaults = {"intermediate_size": config.get("moe_intermediate_size"), "partial_rotary_factor": 0.25}
-        fields = shared_fields(defaults | config, default_head_dim=256, rotates_parts=True)
-        part = fields["rope"].partial_rotary_factor
-        rotary_dim = int(fields["head_dim"] * part)
+        fields = shared_fields(defaults | config, default_head_dim=256, allows_partial=True)
+        share = fields["rope"].partial_rotary_factor
+        rotary_dim = int(fields["head_dim"] * share)
         if not 0 < rotary_dim <= fields["head_dim"] or rotary_dim % 2:
             raise CheckpointError(
-                f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(part)}"
+                f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(share)}"
             )
         linear = {name: config[name] for name in cls.__annotations__ if name.startswith("linear_")}
         num_key_heads, num_value_heads = linear["linear_num_key_heads"], linear["linear_num_value_heads"]
@@ -155,7 +154,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Hidden, attend: Recur) -> Hidden:
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        return self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        out: Tensor = self.out_proj(self.recurrence(attend, *self.project(x), weights))
+        return out
 
 
 class GatedDeltaNetOfNext(GatedDeltaNet):
@@ -204,7 +204,7 @@ class QwenNextDrafter(nn.Module):
     The model's row is the row after the last norm, as the head reads it. For a second draft, the module's own row takes its
     place. The embedding, the angles and the head are the model's.
 
-    Source: https://arxiv.org/abs/2412.19437, section 2.2, in the form of Qwen's checkpoints, where the embedding comes first.
+    Source: https://arxiv.org/abs/2412.19437, section 2.2, as Qwen's checkpoints have it, where the embedding comes first.
     """
 
     Config = QwenNextConfig

@@ -17,6 +17,8 @@ from nanoinfer.attention.kv_cache import LayerSizes
 from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
 from nanoinfer.models.layers import Hidden, Ids
 
+ConfigJson = dict[str, Any]  # config.json, whose values a family's from_hf checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRules:
@@ -102,7 +104,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def refuse_others(config: dict[str, Any], **supported: tuple[object, ...]) -> None:
+def refuse_others(config: ConfigJson, **supported: tuple[object, ...]) -> None:
     """Refuse a field of config.json whose value would change the logits in an unsupported way. Raises: UnsupportedError.
 
     supported: the values that the family computes, by the field's name. The first applies to files without the field.
@@ -117,7 +119,7 @@ def register_model(architecture: str, model_class: type[nn.Module]) -> None:
     _registered[architecture] = model_class
 
 
-def find_model(config: dict[str, Any]) -> type[Any]:
+def find_model(config: ConfigJson) -> type[Any]:
     """Return the class for a config.json.
 
     Raises:
@@ -132,7 +134,8 @@ def find_model(config: dict[str, Any]) -> type[Any]:
             return _registered[architecture]
         if architecture in _MODELS:
             module, _, class_name = _MODELS[architecture].partition(":")
-            return getattr(import_module(module), class_name)
+            model_class: type[nn.Module] = getattr(import_module(module), class_name)
+            return model_class
     if isinstance(config.get("text_config"), dict):
         raise UnsupportedError(
             f"architectures {shown(architectures)} also read images or sound, which is not supported; use the text model "

@@ -12,10 +12,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, draw
-from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.stages import Logits
 from nanoinfer.system.transfer import on_device
@@ -87,22 +88,14 @@ class Sampler:
     Greedy rows pass through the stages like all other rows, and take the argmax at the end, the lowest id of equal maxima.
     """
 
-    def __init__(
-        self,
-        stages: tuple[Stage, ...] = STAGES,
-        *,
-        routes: Sequence[Route] = (),
-        processed_logprobs: bool = False,
-        logprobs_as_logits: bool = False,
-    ) -> None:
+    def __init__(self, stages: tuple[Stage, ...] = STAGES, *, routes: Sequence[Route] = (), logprobs_mode: str = "raw") -> None:
         """Check and keep the stages.
 
         Args:
             stages: the stages in their order. `[*STAGES, mine]` adds a stage, (logits [batch, vocab], SamplingBatch) -> logits.
                 With stages other than STAGES, every row runs stage by stage.
             routes: faster ways to the same tokens, in the order in which they are tried.
-            processed_logprobs: return the log-probabilities after all stages instead of the model's own.
-            logprobs_as_logits: return logits in the place of log-probabilities.
+            logprobs_mode: which log-probabilities are returned, or which logits instead, as EngineArgs says.
 
         Raises:
             InvalidValueError: a stage of STAGES is missing.
@@ -114,8 +107,8 @@ class Sampler:
             )
         self.stages = stages
         self.routes = tuple(routes)
-        self.processed_logprobs = processed_logprobs
-        self.logprobs_as_logits = logprobs_as_logits
+        self.processed_logprobs = logprobs_mode.startswith("processed")
+        self.returns_logits = logprobs_mode.endswith("_logits")
         self.has_user_stages = stages != STAGES
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
@@ -125,8 +118,8 @@ class Sampler:
         """
         if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
-        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.groups.logprobs))
-        reads_every_stage |= bool(batch.groups.masks)
+        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.row_groups.logprobs))
+        reads_every_stage |= bool(batch.row_groups.masks)
         if self.routes and not reads_every_stage and not self.has_user_stages:
             return self._sample_by_route(rows, batch)
         return self._sample_by_stages(rows.logits, batch, tracer)
@@ -140,7 +133,7 @@ class Sampler:
         logits = self._apply(self.stages, logits, batch, tracer)
         token_ids = torch.where(is_finite, _choose(logits, batch), -1)
         if tracer is not None:
-            greedy = set(batch.groups.greedy_rows)
+            greedy = set(batch.row_groups.greedy_rows)
             tracer.after_draw(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
         if self.processed_logprobs:
             logprob_logits = _rows_with_logprobs(logits, batch)
@@ -149,7 +142,7 @@ class Sampler:
     def _sample_by_route(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
         """Run the stages before the temperature if they may change a logit, then the first route that supports the step."""
         logits = is_finite = logprob_logits = None
-        if batch.changes_logits or batch.groups.logprobs:
+        if batch.changes_logits or batch.row_groups.logprobs:
             logprob_logits = _rows_with_logprobs(rows.logits, batch)
             is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
             logits = self._apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
@@ -201,7 +194,7 @@ class Sampler:
             logprobs = {} if logprob_logits is None else self._logprobs(logprob_logits, batch, sampled)
             masks = {}
             if logits is not None:  # true if a row asks for its mask, since then every stage runs
-                masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.groups.masks}
+                masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.row_groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 
         return SampledTokens(token_ids, read)
@@ -210,11 +203,11 @@ class Sampler:
         self, logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, token_ids: list[int]
     ) -> dict[int, TokenLogprobs]:
         """Log-probabilities by row. logits: of the rows that return them. A row without a token gets none."""
-        if not batch.groups.logprobs:
+        if not batch.row_groups.logprobs:
             return {}
-        rows, nums = zip(*batch.groups.logprobs, strict=True)
+        rows, nums = zip(*batch.row_groups.logprobs, strict=True)
         drawn = [max(token_ids[row], 0) for row in rows]
-        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.logprobs_as_logits)
+        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.returns_logits)
         return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}
 
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:
@@ -242,7 +235,7 @@ class Sampler:
 def _choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     """Take the argmax of greedy rows and draw the others. The id is -1 if the largest logit is not finite."""
     token_ids = argmax(logits)
-    if batch.groups.all_greedy:
+    if batch.row_groups.all_greedy:
         return token_ids
     is_chosen = token_ids < 0 if batch.columns.greedy is None else batch.columns.greedy | (token_ids < 0)
     return torch.where(is_chosen, token_ids, draw(logits, batch.u))
@@ -254,6 +247,6 @@ def _name(stage: Stage) -> str:
 
 def _rows_with_logprobs(logits: Logits, batch: SamplingBatch) -> Float[Tensor, "rows vocab"]:
     """Copy the rows that return log-probabilities, before a stage writes into them."""
-    if not batch.groups.logprobs:
+    if not batch.row_groups.logprobs:
         return logits[:0]
-    return logits[on_device(torch.tensor([row for row, _ in batch.groups.logprobs]), logits.device)]
+    return logits[on_device(torch.tensor([row for row, _ in batch.row_groups.logprobs]), logits.device)]

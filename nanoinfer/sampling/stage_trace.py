@@ -37,8 +37,7 @@ class _StageChange:
 class StageTracer:
     """Emits the events of a step after its draw, since every event includes the sampled token.
 
-    Until then it keeps the probabilities of all rows after every stage that changed a row. `seconds` is the time that tracing
-    took.
+    Until then it keeps the probabilities of all rows after every stage that changed a row. `seconds` is its own time.
     """
 
     def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:

@@ -68,7 +68,7 @@ class Scheduler:
 
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new ones in the order of their arrival.
-        running: in the order in which they started.
+        running: the running sequences, in the order in which they started.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
     """
 
@@ -238,7 +238,7 @@ class Scheduler:
                 self._select(selection, seq, num_new)
 
     def _start_waiting(self, selection: _Selection) -> None:
-        """Start waiting sequences in the policy's order, until one does not fit."""
+        """Start waiting sequences in the policy's order, until a sequence does not fit."""
         num_reserved = sum(map(self._num_kept_free, self.running))
         adapters, limit = {seq.adapter for seq in self.running} - {None}, self.max_adapters or math.inf
         started: list[Sequence] = []

@@ -54,8 +54,7 @@ class StepPlan:
     """The plan of one step.
 
     Attributes:
-        scheduled: single-token sequences, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
-            first sequence.
+        scheduled: single-token sequences, then prompt chunks, each group oldest first. Packed tokens have the same order.
         rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
             its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
             its newest token and a row for each draft.

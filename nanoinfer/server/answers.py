@@ -36,7 +36,7 @@ class Answers:
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: Sequence[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
-        """Queue every prompt, or no prompt if one is refused."""
+        """Queue every prompt, or no prompt if any is refused."""
         async_llm.check_capacity(len(prepares) * self._n)
         try:
             for prepare in prepares:

@@ -247,7 +247,7 @@ async def answer_all(
 
 
 async def answer(app: ASGIApp, request: BatchRequest, job_seed: int) -> JsonObject:
-    """Return the result of one request, unless the engine has failed."""
+    """Return the result of a request, unless the engine has failed."""
     body = request.body
     if body.get("seed") is None:
         body = body | {"seed": request_seed(job_seed, request.custom_id)}

@@ -44,7 +44,7 @@ _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
 
 
 class ErrorFields(BaseModel):
-    """The fields of every error. param: the field that is wrong. code: for programs."""
+    """The fields of every error. param: the field that is wrong. code: a word for programs."""
 
     message: str
     type: str

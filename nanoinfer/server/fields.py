@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Collection, Mapping
 
 from nanoinfer.errors import is_one_of, shown
+from nanoinfer.sampling_params import NEUTRAL
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
 # Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's, then settings of samplers
@@ -32,6 +33,7 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "function_call": (("none", "auto"), "use tool_choice"),
     "suffix": (("",), ""),
     # vLLM's
+    **{name: accepted for name, accepted in NEUTRAL.items() if not isinstance(accepted, str)},
     "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
@@ -41,9 +43,7 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
     "mm_processor_kwargs": ((), "only text is read"),
-    "spaces_between_special_tokens": ((True,), ""),
     "include_reasoning": ((True,), "the reasoning is a field of its own"),
-    "thinking_token_budget": ((), "limit max_tokens"),
     "kv_transfer_params": ((), ""),
     "logits_processors": (([],), ""),
     "guided_json": ((), "use structured_outputs={'json': ...}"),

@@ -1,7 +1,6 @@
 """Prometheus metrics, with vLLM's names under the prefix nanoinfer: instead of vllm:.
 
-In: the engine's metrics (LLM.get_metrics), and the deltas of each step for metrics that the engine lacks. Out: the text of
-/metrics.
+In: the engine's metrics (LLM.get_metrics), and the deltas of each step for others. Out: the text of /metrics.
 """
 
 import time

@@ -38,7 +38,7 @@ class Replays:
             del self._answers[next(iter(self._answers))]
 
     async def page(self, response_id: str) -> str:
-        """Return the replay of the answer with this id, such as "chatcmpl-...". Raises: RequestError, 404, without one."""
+        """Return the replay of the answer with this id, such as "chatcmpl-...". Raises: RequestError, 404, if there is none."""
         answers = self._answers.get(response_id.replace("_", "-").partition("-")[2])
         page = None
         if answers is not None:

@@ -24,7 +24,7 @@ from nanoinfer.server.protocol import INT64, MAX_PROMPTS, JsonObject, ModelBody,
 
 
 def _text_of(document: object) -> object:
-    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's form
+    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's format
 
 
 Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -97,17 +97,17 @@ class PoolingEndpoints:
         prepares = [partial(self._async_llm.pooler.prepare, prompt, params, **options) for prompt in as_prompts(body.input)]
 
         def fields_of(prepared: list[PreparedRequest]) -> JsonObject:
-            found = [one.reader.embedding.numpy(force=True) for one in prepared]
-            vectors = [one.tolist() for one in found]
-            if body.encoding_format == "base64":  # as OpenAI's client reads it: fp32, the lowest byte first
-                vectors = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in found]
-            return {"data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]}
+            found = [text.reader.embedding.numpy(force=True) for text in prepared]
+            vectors = [vector.tolist() for vector in found]
+            if body.encoding_format == "base64":  # OpenAI's client expects fp32, the lowest byte first
+                vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+            return {"data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]}
 
         return await self._read(http, model, prepares, fields_of)
 
     async def score(self, http: StrictRequest, body: ScoreRequest) -> Response:
         def fields_of(scores: list[float]) -> JsonObject:
-            return {"data": [{"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}
+            return {"data": [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]}
 
         return await self._score(http, body, body.queries, fields_of)
 
@@ -116,7 +116,7 @@ class PoolingEndpoints:
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
             results: list[JsonObject] = [{"index": i, "relevance_score": scores[i]} for i in order]
             if body.return_documents is not False:
-                results = [one | {"document": {"text": body.documents[i]}} for one, i in zip(results, order, strict=True)]
+                results = [result | {"document": {"text": body.documents[i]}} for result, i in zip(results, order, strict=True)]
             return {"results": results}
 
         return await self._score(http, body, body.query, fields_of)

@@ -5,7 +5,7 @@ Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BaseModel,
@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from nanoinfer.arguments import Declaration, declarations
+from nanoinfer.arguments import declarations
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError, validation_message
@@ -56,8 +56,8 @@ Stops = Annotated[
 ]
 
 
-def _form_of_prompt(prompt: object) -> str | None:
-    """Return the tag of the form of a prompt, so that an error is about this form only."""
+def _kind_of_prompt(prompt: object) -> str | None:
+    """Return the tag of a prompt's kind, so that an error is about this kind only."""
     if isinstance(prompt, list):
         first = prompt[0] if prompt else 0
         return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
@@ -70,7 +70,7 @@ Prompt = Annotated[
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists>")],
     Discriminator(
-        _form_of_prompt,
+        _kind_of_prompt,
         custom_error_type="prompt_type",
         custom_error_message="Input should be a string, a list of token ids, or a list of these",
     ),
@@ -83,7 +83,7 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
-    """Return the type of a text or a list of items, whose errors are about the form that was given."""
+    """Return the type of a text or a list of items, whose errors are about the one that was given."""
     items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
 
     def form(content: object) -> str | None:
@@ -142,36 +142,27 @@ class OtherTool(Body):
 
 def add_accepted_fields(schema: dict[str, Any]) -> None:
     """Add what fields.py accepts to the schema of a body."""
-    accepted = {name: {"enum": [None, *values]} for name, (values, _) in NEUTRAL_VALUES.items()}
+    accepted = {
+        name: {"enum": [None, *(value for value in values if value is not None)]}
+        for name, (values, _) in NEUTRAL_VALUES.items()
+    }
     schema["properties"] = {name: {} for name in sorted(WITHOUT_EFFECT)} | accepted | schema["properties"]
     schema["additionalProperties"] = False
 
 
-# Parameters that are no fields, or are so in some bodies only, which say how, or that have limits of the server's own below.
+# Parameters that are no fields, or not of every body, or that have limits of the server's own.
 _EXCEPTIONS = {"detokenize", "max_tokens", "n", "logprobs", "prompt_logprobs", "return_sampling_mask", "seed"}
+# The numbers and flags of SamplingParams, which checks their ranges.
+_fields: dict[str, Any] = {
+    name: (Annotated[one.text_type | None, Field(description=" ".join(one.sentences))], None)
+    for name, one in declarations(SamplingParams).items()
+    if one.kind in (bool, int, float) and name not in _EXCEPTIONS
+}
+_DeclaredBody = create_model("_DeclaredBody", __base__=ModelBody, **_fields)
 
 
-def _field(declared: Declaration) -> tuple[Any, None]:
-    """Return the type and the default of a field: the type that JSON has. SamplingParams checks the range."""
-    return Annotated[declared.text_type | None, Field(description=" ".join(declared.sentences))], None
-
-
-if TYPE_CHECKING:
-
-    class _Declared(ModelBody):
-        top_k: int | None  # those that are read by name
-        skip_special_tokens: bool | None
-else:
-    _declared = {name: one for name, one in declarations(SamplingParams).items() if one.kind in (bool, int, float)}
-    _fields = {name: _field(one) for name, one in _declared.items() if name not in _EXCEPTIONS}
-    _Declared = create_model("_Declared", __base__=ModelBody, **_fields)
-
-
-class SamplingRequest(_Declared):
-    """The fields of every endpoint that generates, where None means the checkpoint's default.
-
-    They are the numbers and flags of SamplingParams, and those below.
-    """
+class SamplingRequest(_DeclaredBody):  # type: ignore[misc]  # a class that was made
+    """The fields of every endpoint that generates, where None means the checkpoint's default."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
@@ -404,11 +395,11 @@ def list_of_tools(tool: Any) -> Any:
 def one_of(kind: str, **models: Any) -> Any:
     """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
 
-    def form(value: Any) -> str | None:
+    def tag(value: Any) -> str | None:
         return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
 
-    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
-    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
+    tagged = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
+    return Annotated[tagged, Discriminator(tag), check_type(kind, *models)]
 
 
 def check_type(kind: str, *names: str) -> BeforeValidator:

@@ -70,8 +70,7 @@ def answer_all_on_ray(
     """Answer every request on the actors of the connected cluster, and pass each result to write.
 
     Each actor makes an AsyncLLM by load, takes batch_size requests at a time and reserves the resources, num_cpus and num_gpus.
-    An error of load or the engine in an actor is raised here as a NanoinferError, and the requests without a result are then
-    unfinished.
+    An error of load or of the engine in an actor is raised here as a NanoinferError. Requests may then have no result.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False

@@ -6,6 +6,7 @@ their probabilities are close, they draw the same token at every temperature.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution.executor import Executor, StepOutput
@@ -28,7 +29,7 @@ class DraftModelProposer:
 
     twin_class = Sequence
 
-    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+    def __init__(self, executor: Executor[Any], config: SchedulerConfig) -> None:
         info = executor.info
         layout = CacheLayout(info.windows, config.chunk_grid)
         self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False, layout=layout)

@@ -1,4 +1,4 @@
-"""Speculative decoding: guess some tokens, compute them in one step, keep those that would have been sampled anyway.
+"""Speculative decoding: guess some tokens, compute them in one step, keep the guesses that would have been sampled anyway.
 
 In: a StepPlan. Out: the same plan with draft tokens, if they are expected to pay. A decode step reads every weight to compute
 a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
@@ -109,7 +109,7 @@ class SpeculationMetrics:
 
 
 class Speculator:
-    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: of a step, drafts included."""
+    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: the most rows of a step, with drafts."""
 
     def __init__(
         self,
@@ -132,8 +132,7 @@ class Speculator:
     def add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
-        Drafts take only free blocks, the oldest sequence first. The block of a wrong draft stays with its sequence, which will
-        fill it later.
+        Drafts take only free blocks, the oldest sequence first. Blocks of wrong drafts stay with their sequence.
         """
         num_rows = len(plan.rows)
         candidates, limits = [], []

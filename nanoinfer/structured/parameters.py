@@ -14,7 +14,7 @@ from typing_extensions import Doc
 from nanoinfer.arguments import Neutral, declared, read_fields
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 # vLLM's further arguments: the values that change nothing, and the way out of all others.
@@ -40,18 +40,15 @@ class StructuredOutputsParams:
     """
 
     # fmt: off
-    json: Annotated[str | Mapping[str, object] | None, Doc(
-        "A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused."
-    )] = None  # kept as text
-    regex: Annotated[str | None, Doc(
-        "A regular expression that the whole answer matches. Neither lookaround nor back-references."
-    )] = None
+    json: Annotated[str | Mapping[str, object] | None,
+        Doc("A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.")] = None  # kept as text
+    regex: Annotated[str | None,
+        Doc("A regular expression that the whole answer matches. Neither lookaround nor back-references.")] = None
     choice: Annotated[Sequence[str] | None, Doc("The answer is one of these strings.")] = None  # kept as a tuple
     grammar: Annotated[str | None, Doc("A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).")] = None
     json_object: Annotated[bool | None, Doc("True: any JSON object.")] = None
-    disable_any_whitespace: Annotated[bool, Doc(
-        "Write JSON without white space between its parts. vLLM's default is False."
-    )] = True
+    disable_any_whitespace: Annotated[bool,
+        Doc("Write JSON without white space between its parts. vLLM's default is False.")] = True
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -59,7 +56,7 @@ class StructuredOutputsParams:
         given = self._given()
         if len(given) != 1:
             raise InvalidValueError(
-                f"structured_outputs needs exactly one of {', '.join(_FORMS)}, got {' and '.join(given) or 'none'}"
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -67,12 +64,12 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
 
     @property
-    def form(self) -> str:
+    def kind(self) -> str:
         """The name of the argument that is given."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
 
 
 def _schema_text(schema: object) -> str:

@@ -25,7 +25,7 @@ _CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS
 
 
 class HelperProcess:
-    """Runs `python -m module`, which calls serve(). Any thread may use it.
+    """Runs `python -m module`, which calls serve(). It may be used by any thread.
 
     Args:
         subject: what the process works on, for messages.

@@ -12,8 +12,7 @@ from torch import Tensor
 def release_pages(tensor: Tensor) -> None:
     """Return the whole pages of a contiguous tensor to the system, if it has madvise. The values are lost.
 
-    The pages of a privately mapped file are read from the file again. Other memory becomes zeros, and takes pages when it is
-    written.
+    The pages of a privately mapped file are read from the file again. Other memory becomes zeros, and takes no pages.
     """
     try:
         madvise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED

@@ -78,7 +78,7 @@ def cpu_quota() -> float | None:
 
 @cache
 def limit_threads() -> None:
-    """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one in forked processes.
+    """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to a single one after a fork.
 
     More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
     forked process OpenMP would wait forever for threads that exist only in the process that made them.

@@ -1,7 +1,7 @@
 """The events that the engine emits, the Tracer protocol that receives them, and a buffer between the two.
 
 The scheduler, the model runner, the sampler and the engine get the tracer as an argument. They construct an event only if there
-is a tracer, so running without one costs nothing. An event holds plain numbers and strings, never a tensor and never a live
+is a tracer, so running without costs nothing. An event holds plain numbers and strings, never a tensor and never a live
 object. The classes are in the order of a token's journey.
 
 The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".
@@ -207,8 +207,7 @@ class StepTimed:
     """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
     `forward` is the model up to the last layer, `sample` the LM head and the choice of the tokens. A GPU continues after
-    `forward` has returned, so there `sample` includes the wait for it. `trace` is the cost of Recorder(stages=True), which no
-    phase includes.
+    `forward` has returned, so there `sample` includes the wait for it. `trace` is what Recorder(stages=True) adds.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6

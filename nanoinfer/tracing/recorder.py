@@ -16,11 +16,11 @@ E = TypeVar("E")
 MAX_FRAME_CHARS = 3_000_000  # of a page inside a notebook, which saves it with the cell
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
-_PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
+_NESTED: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
 
 
 class Recorder:
-    """Keeps every event in `events`, in order: `LLM(tracer=Recorder())`. Use one per LLM: request ids start at 0 in each.
+    """Keeps every event in `events`, in order: `LLM(tracer=Recorder())`. Each LLM needs its own, since request ids start at 0.
 
     >>> from nanoinfer.tracing import BlocksAllocated
     >>> recorder = Recorder()
@@ -80,8 +80,7 @@ class Recorder:
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that replays the recorded events: a single file, which needs no network and opens from a disk.
 
-        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB: record tens of requests, not
-        hundreds.
+        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB.
 
         Raises:
             InvalidValueError: no step was recorded.
@@ -143,5 +142,5 @@ def rows(events: Iterable[Event]) -> Iterable[viewer.Row]:
 def _value(name: str, value: object) -> object:
     """Return a field's value. Lists of JSON become tuples, of dataclasses in some fields."""
     if isinstance(value, list):
-        return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)
+        return tuple(_NESTED[name](**nested) for nested in value) if name in _NESTED else tuple(value)
     return value

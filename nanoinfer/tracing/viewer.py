@@ -83,28 +83,30 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # of each run, as page() takes them
     pairs: list[Row] = []
     for key in (key for key in first if key in second):
-        ids, tokens = zip(first[key], second[key], strict=True)
-        positions = sorted({*tokens[0], *tokens[1]})
-        different = [at for at in positions if tokens[0].get(at) != tokens[1].get(at)]
+        (left_id, left), (right_id, right) = first[key], second[key]
+        ids, tokens = (left_id, right_id), (left, right)
+        different = [at for at in sorted({*left, *right}) if left.get(at) != right.get(at)]
         for side, name in enumerate(ids):
             own, other = tokens[side], tokens[1 - side]
             differences[side][name] = {at: other[at][1] if at in other else None for at in different if at in own}
-        num_tokens, num_equal = [len(tokens[0]), len(tokens[1])], len(positions) - len(different)
-        pairs.append({"ids": ids, "numTokens": num_tokens, "numEqual": num_equal, "first": next(iter(different), None)})
+        pairs.append({"ids": ids, "first": next(iter(different), None)})
     data = {
         "names": names,
         "pages": [page(run, differences=found) for run, found in zip(events, differences, strict=True)],
-        "runs": [_facts(run) for run in events],
         "pairs": pairs,
     }
     code = {"/* COLOURS */": read("colours.css"), "/* ELEMENTS */": read("elements.js")}
     return fill(fill(read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
 
 
-def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int, tuple[int, str]]]]:
-    """{(prompt, number of earlier requests with it, number of the answer): (sequence id, {position: token id and text})}."""
+Answer = tuple[str, dict[int, tuple[int, str]]]  # a sequence's id, and by position the ids and texts of its tokens
+
+
+def _answers(events: list[Row]) -> dict[tuple[object, ...], Answer]:
+    """{(prompt, number of earlier requests with it, number of the answer): the answer}."""
     keys: dict[str, tuple[object, ...]] = {}  # of the requests
-    num_added, answers = Counter[tuple[int, ...]](), {}
+    num_added = Counter[tuple[int, ...]]()
+    answers: dict[tuple[object, ...], Answer] = {}
     for event in events:
         if event["event"] == "RequestAdded":
             prompt = tuple(event["prompt_token_ids"])
@@ -115,13 +117,3 @@ def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int,
             _, tokens = answers.setdefault((*keys[request_id], number), (event["sequence_id"], {}))
             tokens[event["position"]] = event["token_id"], event["token"]
     return answers
-
-
-def _facts(events: list[Row]) -> Row:
-    """Return the figures of a run."""
-    scheduled = [event for event in events if event["event"] == "StepScheduled"]
-    return {
-        "steps": len(scheduled),
-        "most tokens in a step": max(sum(event["num_new_tokens"]) for event in scheduled),
-        "tokens drawn": sum(event["event"] == "TokenAppended" for event in events),
-    }

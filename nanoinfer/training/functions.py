@@ -6,7 +6,7 @@ has the engine's bits. The backward pass computes the module again in torch, as 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ Operation = Callable[..., Tensor]
 
 class KernelFunction(torch.autograd.Function):
     """Computes kernel(*inputs), with the gradients of plain(*inputs) for the inputs and for the parameters that plain reads."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # untyped in torch
 
     @staticmethod
     def forward(ctx: Any, kernel: Operation, plain: Operation, num_inputs: int, *tensors: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ class TrainedRotation(nn.Module):
         return KernelFunction.apply(self._compute, self.plain, 3, x, cos, sin, *self.plain.parameters())
 
     def _compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        num_heads, size = x.shape[1:]
+        _, num_heads, size = x.shape
         out = x.clone(memory_format=torch.contiguous_format)  # the kernel works in place
         num_rotated, heads = self.plain.num_rotated, Slice(0, 0, num_heads * size)
         slices = heads, Slice(1, 0, num_rotated or size), Slice(2, 0, num_rotated or size), heads
@@ -113,8 +115,8 @@ class TrainedAttention:
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute causal attention in plain torch, one sequence after the other."""
-        parts = (x.transpose(0, 1).split(self._lengths, dim=1) for x in (q, k, v))  # [heads, num_tokens, head_dim]
+        split = (x.transpose(0, 1).split(self._lengths, dim=1) for x in (q, k, v))  # [heads, num_tokens, head_dim]
         outs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*parts, strict=True)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*split, strict=True)
         ]
         return torch.cat(outs, dim=1).transpose(0, 1)

@@ -126,7 +126,7 @@ class Policy(nn.Module):
         attend = TrainedAttention(self._backend.begin_step(cache, batch.attention), lengths)
         hidden = self._layers[0](batch.input_ids, batch.positions, attend)
         rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
-        logits = self._head[0](hidden[rows]).float()
+        logits: Tensor = self._head[0](hidden[rows]).float()
         banned = torch.zeros(logits.shape if any(mask for _, mask in given) else (1, 1), dtype=torch.bool)
         for (_, mask), end in zip(given, accumulate(num - 1 for num in lengths), strict=True):
             for row, ids in enumerate(mask, end - len(mask)):
@@ -136,7 +136,7 @@ class Policy(nn.Module):
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
         found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
-        return found.split([num - 1 for num in lengths])
+        return torch.split(found, [num - 1 for num in lengths])
 
 
 def _with_gradients(model: nn.Module) -> fx.GraphModule:

@@ -3,8 +3,8 @@
 In: an LLM's engine. Out: the same engine with other weights, or less memory. LLM has the arguments, and says what they mean.
 Nothing here is imported by an LLM that only generates.
 
-An answer has the weights that its request began with: weights change only while no request runs, and then the prefix cache,
-which holds what the old ones computed, is reset.
+An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
+which holds results of the old weights, is reset.
 """
 
 import math
@@ -46,11 +46,11 @@ _GIVE_ALL = "give it all of them by update_weights(pairs) or update_weights_from
 
 
 class EngineAsleepError(EnginePausedError):
-    """sleep() has freed memory that requests and updates need."""
+    """The memory that requests and updates need was freed by sleep()."""
 
 
 class WeightsMissingError(EnginePausedError):
-    """The engine has no weights, or some of another version. An update with all of them ends this."""
+    """The engine has no weights, or a mix of two versions, until an update with all of them."""
 
 
 # ---- weights
@@ -76,7 +76,7 @@ def update_weights_from_path(engine: LLMEngine, path: str) -> int:
 
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
-    """Check everything, then refuse requests until _finish_update."""
+    """Check everything, then refuse requests until _finish_update is called."""
     origin = update.origin_of(_runner_of(engine).weights)
     if engine.num_unfinished:
         raise NanoinferError(
@@ -103,7 +103,7 @@ def _finish_update(engine: LLMEngine) -> int:
 
 
 def _runner_of(engine: LLMEngine) -> "ModelRunner":
-    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
+    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # a LocalExecutor has it
     return runner
 
 
@@ -171,18 +171,18 @@ def compute_logprobs(llm: "LLM", prompts: PromptType | Sequence[PromptType], tem
         prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
     )
     reading.check(request.output for request in llm._complete(prepared, use_tqdm=False))
-    return [one.reader.values for one in prepared]
+    return [item.reader.values for item in prepared]
 
 
 class _LogprobsReader:
-    """Reads the log-probabilities of one text. values: those of every token after the first, until now."""
+    """Reads the log-probabilities of a text. values: those read so far, for every token after the first."""
 
     def __init__(self, temperature: float) -> None:
         self.values: list[float] = []
         self._temperature = temperature
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
-        num_tokens = len(part.sequence.prompt_token_ids)
-        part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # the last has no successor
-        found = executor.prompt_logprobs(hidden, part, num_top=0, temperature=self._temperature)
-        self.values[part.position :] = [one.values[0] for one in found]
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
+        num_tokens = len(chunk.sequence.prompt_token_ids)
+        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without a successor
+        found = executor.prompt_logprobs(hidden, chunk, num_top=0, temperature=self._temperature)
+        self.values[chunk.position :] = [entry.values[0] for entry in found]

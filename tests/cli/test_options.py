@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import bench
+from nanoinfer.cli.chat_session import PARAMETERS
 from nanoinfer.cli.commands import cli_errors
-from nanoinfer.cli.options import EngineOptions, expand_options, new_table, option_names, parse_size
+from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, new_table, option_names, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,31 @@ def test_the_options_are_in_the_order_of_the_declaration():
 def test_the_groups_have_the_names_of_what_they_are_passed_to():
     assert names(EngineOptions) - {"threads"} <= set(signature(LLM.__init__).parameters)  # threads are torch's
     assert set(option_names(SamplingParams)) < names(SamplingParams)
+
+
+def test_a_command_that_generates_has_an_option_for_every_parameter_that_a_chat_can_set():
+    received = []
+
+    @expand_options
+    def command(*, sampling: SamplingOptions, max_tokens: int = 5) -> None:
+        received.append((sampling, max_tokens))
+
+    app = typer.Typer()
+    app.command()(command)
+    arguments = "-t 0.5 --ignore-eos --no-skip-special-tokens --bad-words a --bad-words b --allowed-token-ids 3".split()
+    for given in ([], arguments):
+        assert CliRunner().invoke(app, given).exit_code == 0
+    (none, _), (some, max_tokens) = received
+    assert set(none.values()) == {None}
+    assert {*none, "max_tokens", "logit_bias"} == set(PARAMETERS)  # logit_bias is no text, and max_tokens the command's own
+    assert max_tokens == 5
+    assert {name: value for name, value in some.items() if value is not None} == {
+        "temperature": 0.5,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "bad_words": ["a", "b"],
+        "allowed_token_ids": [3],
+    }
 
 
 def names(kind):
@@ -138,13 +164,13 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):
-    from nanoinfer.lab.bench.offline import Measurement, Memory
+    from nanoinfer.lab.bench.offline import Measurement
     from nanoinfer.lab.bench.timing import Figures, Percentiles
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Measurement(name, figures, 0.75, Memory(10**9, 10**9, 10**10)) for name in ("A", "B16", "yours")]
+    results = [Measurement(name, figures, 0.75) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)
     bench._show_latency(results)
     printed = capsys.readouterr().out

@@ -32,6 +32,9 @@ OPTIONAL = """
     models/gemma3.py models/gpt_oss.py
 """.split()
 
+# The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
+TESTED_IN = {"llm.py": "end_to_end/test_llm.py", "vllm_compat.py": "test_arguments.py"}
+
 
 @cache
 def imported(run: str = "LLM(enforce_eager=True, kv_cache_memory=2**22).generate('Once', use_tqdm=False)") -> tuple[str, ...]:
@@ -71,6 +74,12 @@ def test_the_page_says_how_large_the_core_is(page):
 def test_the_core_imports_nothing_that_it_does_not_use(part):
     assert any(path.as_posix().startswith((PACKAGE / part).as_posix()) for path in PACKAGE.rglob("*.py"))
     assert [file for file in imported() if file.startswith(part)] == []
+
+
+def test_every_module_of_the_core_has_a_file_of_tests():
+    modules = [Path(file) for file in imported() if not file.endswith("__init__.py")]
+    files = {file: TESTED_IN.get(file.as_posix(), file.with_name(f"test_{file.name}")) for file in modules}
+    assert [str(file) for file, tests in files.items() if not (PACKAGE.parent / "tests" / tests).exists()] == []
 
 
 def test_a_part_that_is_used_would_be_seen():

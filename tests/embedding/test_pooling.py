@@ -1,6 +1,5 @@
 """Embeddings and scores are those of transformers, whatever runs beside them, and other wishes of a checkpoint are refused."""
 
-import asyncio
 import json
 import shutil
 
@@ -11,7 +10,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.embedding.pooling import INSTRUCTION, PoolingParams
 from nanoinfer.errors import (
     CheckpointError,
@@ -45,6 +44,7 @@ def largest_difference(found, wanted):
     return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_window", "gemma3_window"])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 def test_embeddings_are_those_of_transformers(tmp_path, family, mode):
@@ -71,6 +71,7 @@ def test_without_modules_json_the_last_row_is_normalised_and_without_normalize_i
         assert max(float(one.norm()) for one in wanted) > 2, "they are not normalised by chance"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_window"])
 def test_an_embedding_has_the_same_bits_in_any_batch_and_after_preemptions(tmp_path, family):
@@ -224,8 +225,8 @@ QUERIES, DOCUMENTS = ["little dog", "a red ball"], ["The dog was happy.", "It wa
 def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_path):
     hf = AutoTokenizer.from_pretrained(reranker_path)
     before, after = (
-        hf.encode(part, add_special_tokens=False)
-        for part in (
+        hf.encode(text, add_special_tokens=False)
+        for text in (
             "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
             'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
             "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
@@ -294,22 +295,3 @@ def test_vllms_names_are_those_of_the_outputs(qwen3_path):
     assert nanoinfer.PoolingParams is PoolingParams
     with LLM(qwen3_path, runner="pooling", **SETTINGS) as llm:
         assert isinstance(llm.embed([[1]], use_tqdm=False)[0], nanoinfer.EmbeddingRequestOutput)
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_async_llm_embeds_beside_what_it_generates(embedding_path):
-    async def run():
-        async with AsyncLLM(embedding_path, **SETTINGS) as llm:
-            generated = asyncio.ensure_future(anext(llm.generate("Once", SamplingParams(max_tokens=5))))
-            outputs = await asyncio.gather(*map(llm.embed, TEXTS))
-            with pytest.raises(InvalidPromptError, match="maximum context length"):
-                await llm.embed([1] * 513)
-            await generated
-            await llm.between_steps(llm.llm.pause)
-            with pytest.raises(nanoinfer.NanoinferError, match=r"call resume\(\) first"):
-                await llm.embed([1])
-            return outputs
-
-    with LLM(embedding_path, **SETTINGS) as llm:
-        wanted = [one.outputs for one in llm.embed(TEXTS, use_tqdm=False)]
-    assert [one.outputs for one in asyncio.run(run())] == wanted

@@ -11,7 +11,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
+from nanoinfer.fast.cuda.graphs import DecodeGraphs
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
 

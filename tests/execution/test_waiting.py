@@ -68,7 +68,7 @@ def sequences():
 
 
 @pytest.mark.parametrize("routes", [(), (few_logits.FewLogits(),)])
-@pytest.mark.parametrize("options", [{}, {"processed_logprobs": True}, {"stages": (*STAGES, lambda logits, batch: logits)}])
+@pytest.mark.parametrize("options", [{}, {"logprobs_mode": "processed"}, {"stages": (*STAGES, lambda logits, batch: logits)}])
 def test_a_step_in_which_everything_is_asked_for_is_sampled_without_waiting(routes, options):
     rows = sequences()
     with OnlyPinnedCopies():

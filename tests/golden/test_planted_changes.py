@@ -69,7 +69,7 @@ PLANTED = {
             "num_full = (num_tokens - 1) // self.block_size if",
         ),
         ("a sequence seems to hold a block less", "else len(seq.block_table)\n", "else max(len(seq.block_table) - 1, 0)\n"),
-        ("a reset turns the order round", "in list(part.ids.values()):", "in list(part.ids.values())[::-1]:"),
+        ("a reset turns the order round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
         ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "scheduling/pool.py": [
@@ -105,8 +105,8 @@ PLANTED = {
     "scheduling/policies.py": [
         (
             "the oldest of equals is preempted",
-            "max(reversed(running), key=lambda one: one.priority)",
-            "max(running, key=lambda one: one.priority)",
+            "max(reversed(running), key=lambda seq: seq.priority)",
+            "max(running, key=lambda seq: seq.priority)",
         ),
         (
             "the newest of equals starts",

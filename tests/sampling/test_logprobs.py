@@ -28,10 +28,11 @@ def sequence(seed=0, prompt=(0,), output=(), **params):
     return seq
 
 
-def sample(logits, *sequences, processed=False):
+def sample(logits, *sequences, processed=False, mode=None):
     """The output of the plain stages, which the fast route must give as well."""
     batch = SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
-    samplers = (sampling_by(*routes, processed_logprobs=processed) for routes in ((), (FewLogits(),)))
+    mode = mode or ("processed" if processed else "raw")
+    samplers = (sampling_by(*routes, logprobs_mode=mode) for routes in ((), (FewLogits(),)))
     plain, fast = (sampler(logits.clone(), batch).read() for sampler in samplers)
     assert plain == fast
     return plain
@@ -228,6 +229,21 @@ def test_a_greedy_row_returns_the_models_logprob_of_a_token_that_its_bias_chose(
     assert sampled.token_ids == [2]
     assert (sampled.logprobs[0].ids, sampled.logprobs[0].ranks) == ([2, 0], [3, 1])
     assert sampled.logprobs[0].values == pytest.approx([math.log(0.25), math.log(0.5)])
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logits_can_be_returned_in_the_place_of_log_probabilities(mode):
+    logits, rows = random_logits(2), [sequence(i, logprobs=30, temperature=0.5, top_k=3) for i in range(2)]
+    logprobs = sample(logits, *rows, mode=mode)
+    returned = sample(logits, *rows, mode=f"{mode}_logits")
+    assert returned.token_ids == logprobs.token_ids
+    for row in range(2):
+        of_logits, of_logprobs = returned.logprobs[row], logprobs.logprobs[row]
+        assert (of_logits.ids, of_logits.ranks) == (of_logprobs.ids, of_logprobs.ranks)
+        expected = torch.tensor(of_logits.values).log_softmax(-1)  # of all 30 ids
+        torch.testing.assert_close(torch.tensor(of_logprobs.values), expected)
+        if mode == "raw":
+            assert of_logits.values == [logits[row, token_id].item() for token_id in of_logits.ids]
 
 
 @pytest.mark.parametrize("processed", [False, True])

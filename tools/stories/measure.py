@@ -92,7 +92,8 @@ def sample(
     output_ids: Tensor = model.generate(
         input_ids, attention_mask=torch.ones_like(input_ids), do_sample=True, temperature=temperature, top_k=0
     )
-    return tokenizer.batch_decode(output_ids[:, input_ids.shape[1] :], skip_special_tokens=True)
+    texts: list[str] = tokenizer.batch_decode(output_ids[:, input_ids.shape[1] :], skip_special_tokens=True)
+    return texts
 
 
 def shares(samples: list[Sample]) -> Shares:

@@ -1,7 +1,6 @@
 """Linear layers on a CPU in 8 and 4 bits, computed by quantized_linear.cpp.
 
-In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py has the
-rounding.
+In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py rounds.
 
 With one row, a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. With many
 rows it takes the time of the products, so activations are rounded to 8 bits too: for each row and group, x = scale * integer in
@@ -40,7 +39,7 @@ class QuantizedLinearCall(ctypes.Structure):
         (Slice, "x factor residual out"),
         (c_int64, "scratch"),
         (c_void_p, "weight scales zeros bias"),
-        (c_int64, "num_out num_in group bits activation"),
+        (c_int64, "num_out num_in group_size bits activation"),
         (c_void_p, "adapted"),
     )
 
@@ -58,10 +57,10 @@ class PackedQuantizedLinear:
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weight, bias = quantized([linear.weight for linear in fused.linears], bits), fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
-        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group)  # integers, and a scale and a sum per group
+        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group_size)  # integers, and a scale and a sum per group
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
-        self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
+        self._sizes = self.num_out, self.num_in, weight.group_size, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype, adapters)
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
@@ -76,8 +75,8 @@ class PackedQuantizedLinear:
 
 def _tiled(array: Shaped[Tensor, "out columns *rest"]) -> Shaped[Tensor, "tiles columns tile *rest"]:
     """Lay out the columns of TILE outputs, one column after the other. The last tile is padded with zeros."""
-    padded = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE))
-    return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+    tiles: Tensor = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE)).unflatten(0, (-1, TILE))
+    return tiles.transpose(1, 2).contiguous()
 
 
 def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:

@@ -97,9 +97,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch) {
                 for (int half = 0; half < 2; half++) {
                     const int64_t first = tile * TILE + half * LANES;
                     const float* from = sums[row / TILE_ROWS][half][row % TILE_ROWS];
-                    Floats outputs;
-                    std::memcpy(&outputs, from, sizeof outputs);
-                    if (first < call->num_out) write_outputs(*call, batch, i * BLOCK + row, first, outputs);
+                    if (first < call->num_out) write_outputs(*call, batch, i * BLOCK + row, first, vector_at<Floats>(from));
                 }
             }
         }

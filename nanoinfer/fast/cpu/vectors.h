@@ -74,24 +74,33 @@ inline Numbers narrow(Floats x) {
 }
 #endif
 
-// Load and store the first `num` numbers of a vector. A call of memcpy for a size that is not known takes longer than the rest.
-inline Floats load(const Number* from, int num = LANES) {
-    Numbers numbers = {};
+// The first `num` elements in memory as a vector, and back. A call of memcpy for a size that is not known takes longer than the rest.
+template <class Vector, class Element>
+inline Vector vector_at(const Element* from, int num = LANES) {
+    Vector vector = {};
     if (num == LANES) {
-        std::memcpy(&numbers, from, sizeof numbers);
+        std::memcpy(&vector, from, sizeof vector);
     } else {
-        std::memcpy(&numbers, from, num * sizeof(Number));
+        std::memcpy(&vector, from, num * sizeof(Element));
     }
-    return widen(numbers);
+    return vector;
+}
+
+template <class Vector, class Element>
+inline void put(Element* to, Vector vector, int num = LANES) {
+    if (num == LANES) {
+        std::memcpy(to, &vector, sizeof vector);
+    } else {
+        std::memcpy(to, &vector, num * sizeof(Element));
+    }
+}
+
+inline Floats load(const Number* from, int num = LANES) {
+    return widen(vector_at<Numbers>(from, num));
 }
 
 inline void store(Number* to, Floats x, int num = LANES) {
-    const Numbers numbers = narrow(x);
-    if (num == LANES) {
-        std::memcpy(to, &numbers, sizeof numbers);
-    } else {
-        std::memcpy(to, &numbers, num * sizeof(Number));
-    }
+    put(to, narrow(x), num);
 }
 
 inline float sum(Floats x) {

@@ -1,9 +1,10 @@
-"""CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch.
+"""CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch. Decode steps run so.
 
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
 CapturedGraph. A decode step of a small model, or the sampling of its tokens, launches hundreds of kernels of microseconds each,
 and Python cannot launch them fast enough. Whatever changes from step to step is copied into static input tensors before a
-replay. The number of rows is padded to one of a few sizes, each of which is captured on first use.
+replay. The number of rows is padded to one of a few sizes, each of which is captured on first use. The padding rows of a decode
+step read and write a block of their own, which no sequence has.
 """
 
 import logging
@@ -12,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.errors import first_line
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.forward_batch import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,3 +73,75 @@ class CUDACapture:
         taken = (torch.cuda.memory_reserved() - before) / 2**20
         logger.info("captured a CUDA graph for %d rows (%.0f MiB); enforce_eager=True disables CUDA graphs", len(out), taken)
         return graph.replay, out
+
+
+class DecodeGraphs:
+    """CUDA graphs of the forward pass of a decode step, by number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+
+    info: the sizes of the cache. The padding rows use the block after its last, which the cache must have as well.
+    """
+
+    def __init__(self, info: ExecutorInfo, max_num_rows: int, capture: Capture) -> None:
+        self.sizes = capture_sizes(max_num_rows)
+        self._max_model_len = info.max_model_len
+        self._max_blocks = -(-info.max_model_len // info.block_size)
+        self._padding_block = info.num_blocks
+        self._padding_slot = info.num_blocks * info.block_size
+        self._capture = capture
+        # Number of rows -> the tensors that the graph reads, and the graph, which is None if it could not be captured.
+        self._graphs: dict[int, tuple[ForwardBatch, CapturedGraph | None]] = {}
+
+    def supports(self, batch: ForwardBatch) -> bool:
+        """Whether every sequence of the step has one new token, and their number is at most the largest captured size."""
+        return batch.attention.num_decodes == len(batch.input_ids) <= self.sizes[-1]
+
+    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
+        """Return the hidden rows of run(batch), from the graph of the smallest sufficient size. It is captured on first use."""
+        num_rows = len(batch.input_ids)
+        size = next(size for size in self.sizes if size >= num_rows)
+        if size not in self._graphs:
+            static_inputs = self._make_static_inputs(size, 1 + len(batch.further_groups), batch.input_ids.device)
+            self._fill(static_inputs, batch)
+            graph = capture_graph(f"a decode step of {size} rows", lambda: run(static_inputs), self._capture)
+            self._graphs[size] = static_inputs, graph
+        static_inputs, graph = self._graphs[size]
+        if graph is None:
+            return run(batch)
+        self._fill(static_inputs, batch)
+        graph.replay()
+        return graph.out[:num_rows]
+
+    def _make_static_inputs(self, size: int, num_groups: int, device: torch.device) -> ForwardBatch:
+        """Make new tensors that contain only padding rows."""
+
+        def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
+            return torch.full((size, *shape), value, dtype=torch.int64, device=device)
+
+        attention, *further = (
+            AttentionMetadata(
+                query_start_loc=torch.arange(size + 1, device=device),
+                seq_lens=rows(1),
+                block_tables=rows(self._padding_block, self._max_blocks),
+                slot_mapping=rows(self._padding_slot),
+                max_query_len=1,
+                max_seq_len=self._max_model_len,
+                num_decodes=size,
+                query_start_loc_cpu=list(range(size + 1)),
+                seq_lens_cpu=[self._max_model_len] * size,
+            )
+            for _ in range(num_groups)
+        )
+        return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [], tuple(further))
+
+    def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
+        """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
+        padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
+        for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
+            static_input[len(new) :] = value
+            static_input[tuple(map(slice, new.shape))] = new
+
+
+def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:
+    """Return the tensors that change from step to step."""
+    groups = (batch.attention, *batch.further_groups)
+    return batch.input_ids, batch.positions, *(x for one in groups for x in (one.seq_lens, one.slot_mapping, one.block_tables))

@@ -1,7 +1,7 @@
-"""Eleven versions of an engine, each with one idea more: from the whole text again for each token to an engine with drafts.
+"""Eleven versions of an engine, each with a further idea: from recomputing the whole text for each token to drafts.
 
-In: a checkpoint. Out: a Rung for each version. The first four are the function `run_plainly`, which is notebook 00b with any
-model file. The others are the engine, each with the arguments of the version before it and one idea more.
+In: a checkpoint. Out: a Rung for each version. The first four call `run_plainly`, which is notebook 00b for any
+model file. The others are the engine, each with the arguments of the version before it and a further idea.
 """
 
 import math
@@ -26,12 +26,12 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import BITS
 from nanoinfer.sampling.sampler import STAGES
 
-NUM_SEQS = 8  # at a time
-NUM_ALONE = 2  # requests of the versions that run one at a time, which would take minutes for all
+NUM_SEQS = 8  # the number of sequences at a time
+NUM_ALONE = 2  # the number of requests for the versions that run them one at a time, which would take minutes for all
 
 
 class _SystemPrompt(Workload):
-    """Prompts of which the first three quarters are the same in every request and every run."""
+    """Prompts whose first three quarters are the same in every request and every run."""
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
         [shared, *_] = super().prompts(vocab_size, 0)
@@ -51,7 +51,7 @@ PLAIN: dict[str, dict[str, Any]] = {  # arguments of run_plainly
     "a batch": {"num_seqs": NUM_SEQS},
     "continuous batching": {"num_seqs": NUM_SEQS, "is_continuous": True},
 }
-ENGINE: dict[str, dict[str, Any]] = {  # arguments of LLM, which stay for the versions below
+ENGINE: dict[str, dict[str, Any]] = {  # arguments of LLM, which also hold for the versions below
     "the engine: pages": {
         "max_num_seqs": NUM_SEQS,
         "enforce_eager": True,
@@ -60,7 +60,7 @@ ENGINE: dict[str, dict[str, Any]] = {  # arguments of LLM, which stay for the ve
     },
     "chunks of prompts": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64},
     "a prefix cache": {"enable_prefix_caching": True},
-    # A stage of the user's own turns the sampler's fast routes off.
+    # A user's stage turns the sampler's fast routes off.
     "compiled layers": {"enforce_eager": False, "stages": (*STAGES, lambda logits, batch: logits)},
     "fast sampling": {"stages": None},
     "int8 weights": {"quantization": "int8", "dtype": "bfloat16"},  # the rest is computed in bfloat16
@@ -74,9 +74,9 @@ class Rung:
 
     Attributes:
         tokens_per_s: output tokens per second.
-        bandwidth_share: the bytes that the steps have to read and write, each weight once per step, by those that the memory
+        bandwidth_share: the bytes that the steps must read and write, each weight once per step, by those that the memory
             can deliver in the time of the run.
-        longest_pause_ms: between two tokens of a request.
+        longest_pause_ms: the longest time between two tokens of a request.
     """
 
     version: str
@@ -98,11 +98,11 @@ def climb(checkpoint: str | None, workload: Workload, bandwidth: float, *, repea
     """Measure one version after the other on the CPU, each once to warm up and then `repeats` times.
 
     Args:
-        checkpoint: a model, as LLM takes it.
-        workload: WORKLOAD, or another one.
-        bandwidth: of the memory, in bytes per second (roofline.measure_bandwidth).
-        repeats: at least 1.
-        dtype: of the versions before int8 weights.
+        checkpoint: a model, as for LLM. None: the bundled model.
+        workload: the requests, such as WORKLOAD.
+        bandwidth: the memory's bytes per second (roofline.measure_bandwidth).
+        repeats: the number of measured runs, at least 1.
+        dtype: the dtype of the versions before int8 weights.
     """
     opened = Checkpoint.open(checkpoint)
     model = loader.load_model(opened, dtype)
@@ -131,14 +131,14 @@ def rung(
     weight_bits: int | None = None,
 ) -> Rung:
     """Compute the figures of a version. The last four arguments are those of roofline.count, and the memory's bandwidth."""
-    only_reads = Machine(bandwidth, {dtype: math.inf})  # arithmetic takes no time
+    only_reads = Machine(bandwidth, {dtype: math.inf})  # arithmetic counts as free
     found = [figures(timings) for timings in runs]
     least_s = [least_s_of_run(timings, only_reads, model, dtype, weight_bits) for timings in runs]
     pauses = [after - before for timings in runs for timing in timings for before, after in pairwise(timing.token_times)]
     return Rung(
         version,
-        statistics.median(one.output_tokens_per_s for one in found),
-        statistics.median(least / one.duration_s for least, one in zip(least_s, found, strict=True)),
+        statistics.median(figures.output_tokens_per_s for figures in found),
+        statistics.median(least / figures.duration_s for least, figures in zip(least_s, found, strict=True)),
         1e3 * max(pauses),
     )
 
@@ -146,15 +146,15 @@ def rung(
 def run_plainly(
     model: Any, workload: Workload, run: int, *, keeps_cache: bool = True, num_seqs: int = 1, is_continuous: bool = False
 ) -> tuple[list[RequestTiming], list[list[int]]]:
-    """Generate with a model and nothing of the engine.
+    """Generate with a model, without the engine.
 
     Args:
-        model: on a CPU.
-        workload: all of its requests arrive at the start.
-        run: selects the prompts.
-        keeps_cache: whether keys and values are kept. If not, every step computes the whole text.
-        num_seqs: sequences in a step.
-        is_continuous: whether a waiting request starts when a running one ends, and not when all have ended.
+        model: a model on a CPU.
+        workload: the requests, which all arrive at the start.
+        run: the number of the run, which selects the prompts.
+        keeps_cache: whether keys and values are kept. If False, every step computes the whole text.
+        num_seqs: the number of sequences in a step.
+        is_continuous: whether a waiting request starts as soon as a running request ends, not when all have ended.
 
     Returns:
         The times of each request's tokens, and its answer.
@@ -181,7 +181,7 @@ def run_plainly(
 def _logits(model: Any, texts: list[_Text]) -> Tensor:
     """Compute the tokens of each text that are not in its cache. Returns: [num_texts, vocab], after each text's last token."""
     positions = [torch.arange(text.num_cached, len(text.ids)) for text in texts]
-    sizes = [len(one) for one in positions]
+    sizes = [len(ids) for ids in positions]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
@@ -194,11 +194,12 @@ def _logits(model: Any, texts: list[_Text]) -> Tensor:
 
     new_ids = [token_id for text in texts for token_id in text.ids[text.num_cached :]]
     hidden = model(torch.tensor(new_ids), torch.cat(positions), attend)
-    return model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    logits: Tensor = model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1]).float()
+    return logits
 
 
 def _drawn(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[int]:
-    """One id for each row. All logits are sorted, and the draw is torch's."""
+    """Draw an id for each row. All logits are sorted, and torch draws."""
     if temperature == 0:
         return logits.argmax(dim=-1).tolist()
     values, ids = (logits / temperature).sort(dim=-1, descending=True)

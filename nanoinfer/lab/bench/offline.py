@@ -1,31 +1,27 @@
 """Run workloads on an LLM in this process, and compute their figures from the time of each token.
 
-In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server instead.
+In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server.
 """
 
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.roofline import cache_bytes, least_s_of_run, measure_machine
+from nanoinfer.lab.bench.roofline import cache_bytes
 from nanoinfer.lab.bench.timing import Figures, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One workload. figures: those of the run with the median tokens per second. share_of_limit: its least time by its time."""
+    """A workload's figures, those of the run with the median tokens per second."""
 
     workload: str
     figures: Figures
-    share_of_limit: float
 
 
 def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
@@ -33,7 +29,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)
     waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
-    waiting.reverse()  # the next one is last
+    waiting.reverse()  # the next request is the last item
     timings, running = [], []
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
@@ -49,7 +45,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         now = time.perf_counter()
         for request, timing in running:
             timing.num_output_tokens = request.sequences[0].num_output_tokens
-            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # accepted drafts: several
+            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several, with accepted drafts
         running = [(request, timing) for request, timing in running if request.output is None]
     return timings
 
@@ -57,18 +53,13 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
 def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, **engine: Any) -> list[Measurement]:
     """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments."""
     llm = load(checkpoint, workloads, **engine)
-    info = llm.info
     for workload in workloads:
         run_workload(llm, workload, 0)
-    model, dtype, device = loader.on_meta(Checkpoint.open(checkpoint))[0], getattr(torch, info.dtype), torch.device(info.device)
-    machine, weight_bits = measure_machine(device, dtype), BITS.get(engine.get("quantization") or "")
     measurements = []
     for workload in workloads:
-        runs = [(timings, figures(timings)) for run in range(1, repeats + 1) for timings in [run_workload(llm, workload, run)]]
-        runs.sort(key=lambda run: run[1].output_tokens_per_s)
-        timings, median = runs[repeats // 2]
-        share = least_s_of_run(timings, machine, model, dtype, weight_bits) / median.duration_s
-        measurements.append(Measurement(workload.name, median, share))
+        runs = [figures(run_workload(llm, workload, run)) for run in range(1, repeats + 1)]
+        runs.sort(key=lambda found: found.output_tokens_per_s)
+        measurements.append(Measurement(workload.name, runs[repeats // 2]))
     return measurements
 
 
@@ -78,10 +69,10 @@ def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LL
     A larger cache would be touched for the first time in the measured runs.
 
     Args:
-        engine: Arguments of LLM. dtype and device are required.
+        engine: the arguments of LLM. dtype and device are required.
 
     Raises:
-        InvalidValueError: A workload is too long for the model or the cache.
+        InvalidValueError: a workload is too long for the model or the cache.
     """
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)

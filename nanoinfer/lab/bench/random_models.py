@@ -36,7 +36,7 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, object], str]] = {
 def write_checkpoint(name: str, folder: Path, dtype: str = "auto") -> None:
     """Write config.json and safetensors of one of RANDOM_MODELS, with random weights of standard deviation 0.02.
 
-    dtype: of the weights, where "auto" is the published checkpoint's. Raises: InvalidValueError, if a name is unknown.
+    dtype: the dtype of the weights. "auto": the published checkpoint's. Raises: InvalidValueError if a name is unknown.
     """
     import transformers
 
@@ -56,7 +56,7 @@ def write_checkpoint(name: str, folder: Path, dtype: str = "auto") -> None:
 
 @contextmanager
 def checkpoint_of(model: str | None, random_model: str | None, dtype: str) -> Iterator[str | None]:
-    """Yield the model's name, or a temporary folder with the random model. Raises: InvalidValueError, if both are given."""
+    """Yield the model's name, or a temporary folder with the random model. Raises: InvalidValueError if both are given."""
     if model is not None and random_model is not None:
         raise InvalidValueError(f"give a model or a random_model, not both, got {model!r} and {random_model!r}")
     if random_model is None:

@@ -1,4 +1,4 @@
-"""The roofline: the limits of this machine, what a step must read and compute, and how close it comes to them.
+"""The roofline: this machine's limits, the work that a step must do, and how close the step comes to the limits.
 
 A part of a phase takes at least max(bytes / bandwidth, operations / rate). A phase takes at least the sum over its parts.
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
@@ -28,17 +28,17 @@ from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
 READ_BYTES = {"cpu": 2**30, "cuda": 2**32}  # larger than any cache, and long enough to be timed
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
-# (sequences, tokens of each) of the measured steps. The first is a prefill, the others decode.
+# (number of sequences, tokens of each) in the measured steps. The first is a prefill, the others decode.
 STEPS = {
     "cpu": ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)),
     "cuda": ((1, 1023), (1, 128), (16, 900), (64, 900), (256, 1000)),
 }
-NUM_STEPS = 16  # decode steps whose median counts
+NUM_STEPS = 16  # the number of decode steps, of which the median counts
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Limits of a machine. bandwidth: bytes per second read from memory. gemm_rates: dtype -> GEMM operations per second."""
+    """A machine's limits. bandwidth: bytes per second read from memory. gemm_rates: dtype -> GEMM operations per second."""
 
     bandwidth: float
     gemm_rates: dict[torch.dtype, float]
@@ -46,7 +46,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The least work of one part of a phase: bytes read or written once, multiplications and additions."""
+    """The least work of a part of a phase: bytes read or written once, multiplications and additions."""
 
     name: str
     num_bytes: int
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of step. measured_s: seconds of one such step."""
+    """A kind of step. measured_s: the seconds of such a step."""
 
     name: str
     parts: tuple[Part, ...]
@@ -77,18 +77,18 @@ class Phase:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure the bandwidth and the GEMM rates, each the best of ten.
+    """Measure the bandwidth and the GEMM rates, each as the best of ten.
 
     The rates are those of square matrix products of GEMM_SIZE in torch, or on a CPU in the engine's kernel if it is faster.
-    dtype: measured in addition to fp32 and bf16.
+    dtype: a dtype to measure besides fp32 and bf16.
     """
     size = GEMM_SIZE[device.type]
-    rates = {one: _gemm_rate(size, one, device) for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype))}
+    rates = {kind: _gemm_rate(size, kind, device) for kind in dict.fromkeys((torch.float32, torch.bfloat16, dtype))}
     return Machine(measure_bandwidth(device), rates)
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a sum over READ_BYTES reads from memory, the best of ten."""
+    """Return the bytes per second that a sum over READ_BYTES reads from memory, as the best of ten."""
     data = torch.ones(READ_BYTES[device.type] // 8, dtype=torch.int64, device=device)
     return data.nbytes / _best_s(data.sum, device)
 
@@ -98,7 +98,7 @@ def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
     if device.type == "cpu":
         from nanoinfer.fast.cpu.accelerate import compile_model
 
-        with suppress(UnsupportedError):  # no compiler, or no kernel for this dtype
+        with suppress(UnsupportedError):  # there is no compiler, or no kernel for this dtype
             layers.append(compile_model(nn.Sequential(nn.Linear(size, size, bias=False, dtype=dtype))).model)
     x = torch.ones(size, size, dtype=dtype, device=device)
     with torch.inference_mode():
@@ -110,15 +110,15 @@ def count(
 ) -> tuple[Part, ...]:
     """Count the bytes and operations of a step's parts. Attention is causal: a token sees itself and the tokens before it.
 
-    The bytes of states, which some layers have instead of keys and values, count as attention, and their operations as none.
+    The bytes of states, which some layers have instead of keys and values, count as attention. Their operations do not count.
 
     Args:
-        model: on the meta device.
-        dtype: of weights and cache.
-        num_seqs: sequences in the step.
-        num_new: new tokens per sequence.
-        context: tokens that the last new token of a sequence sees.
-        weight_bits: of the linear layers, if they are quantised.
+        model: a model on the meta device.
+        dtype: the dtype of weights and cache.
+        num_seqs: the number of sequences in the step.
+        num_new: the number of new tokens per sequence.
+        context: the number of tokens that the last new token of a sequence sees.
+        weight_bits: the bits of the linear layers' weights. None: they are not quantised.
     """
     config = model.config
     size, num_tokens = dtype.itemsize, num_seqs * num_new
@@ -127,19 +127,19 @@ def count(
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and any(part in name for part in (".attn.", ".self_attn.", ".linear_attn.")):
             weights["attention projections"] += weight.numel()
-        elif weight.dim() == 2 and ".experts." in name:  # all tokens may have chosen the same ones
+        elif weight.dim() == 2 and ".experts." in name:  # all tokens may have chosen the same experts
             weights["MLP"] += weight.numel() * config.num_experts_per_tok // config.num_experts
         elif weight.dim() == 2 and ".mlp." in name:
             weights["MLP"] += weight.numel()
     hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
     kept = CacheSizes.of(config)
     token_bytes = kept.bytes_per_token(dtype)
-    num_read = num_seen = 0  # keys of all layers, and pairs of a token and one that it sees
+    num_read = num_seen = 0  # the keys of all layers, and the pairs of a token and a token that it sees
     for group in kept.groups:
         window = group.window or context
         num_read += num_seqs * min(context, window + num_new - 1) * len(group.layers)
         num_seen += num_seqs * sum(min(context - i, window) for i in range(num_new)) * len(group.layers)
-    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_slot  # a state is read and written
+    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_state  # a state is read and written
     return (
         Part("embedding", num_tokens * hidden * size, 0),
         *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
@@ -150,21 +150,21 @@ def count(
 
 
 def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -> int:
-    """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
-    block, sizes = 256, CacheSizes.of(config)  # tokens: a multiple of every backend's block size
+    """Return the bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
+    block, sizes = 256, CacheSizes.of(config)  # in tokens, a multiple of every backend's block size
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]
     num_blocks = len(sizes.groups) * sum(-(-tokens // block) for tokens in largest)
     blocks = num_blocks * sizes.bytes_per_block(block, dtype)
-    states = 2 * len(largest) * sizes.bytes_per_slot  # each with a checkpoint
-    return states + max(blocks, states)  # because states get at most half
+    states = 2 * len(largest) * sizes.bytes_per_state  # each has a checkpoint
+    return states + max(blocks, states)  # states get at most half
 
 
 def least_s_of_run(
     timings: list[RequestTiming], machine: Machine, model: Any, dtype: torch.dtype, weight_bits: int | None = None
 ) -> float:
-    """What the steps of a run take at least: each reads the weights once, and computes the tokens that came from it.
+    """Return the least seconds of a run's steps: each reads the weights once, and computes the tokens that came from it.
 
-    A prompt counts in the step of its first token. The prompts of a step count with their mean length, as do its contexts.
+    A prompt counts in the step of its first token. The prompts and contexts of a step count with their mean length.
     """
     prompts: dict[float, list[int]] = defaultdict(list)
     contexts: dict[float, list[int]] = defaultdict(list)
@@ -188,15 +188,15 @@ def least_s_of_run(
 
 
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
-    """Measure the machine, then prefill and decode steps of a model. engine: arguments of LLM, dtype and device among them."""
+    """Measure the machine, then prefill and decode steps of a model. engine: arguments of LLM, including dtype and device."""
     recorder = Recorder()
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     model, dtype = loader.on_meta(opened)[0], loader.resolve_dtype(engine["dtype"], opened, device)
-    # Allocate no larger cache than these steps need, because the first touch of further memory would be measured, too.
+    # The cache is only as large as these steps need, because the first touch of more memory would be measured, too.
     most_bytes = max(
         cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]
     )
-    # Not async, so that a step's time is that of its own work.
+    # Not async, so that a step's time covers only its own work.
     llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, async_scheduling=False, **engine)
     machine = measure_machine(device, dtype)
     phases = []
@@ -213,7 +213,7 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
 
 
 def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[float, float]:
-    """Seconds of a prefill step and of a decode step with the bookkeeping around the model, in the second of two runs."""
+    """Return the seconds of a prefill and a decode step, with the bookkeeping around the model, in the second of two runs."""
     params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
     for run in range(2):
         generator = torch.Generator().manual_seed(run)
@@ -221,7 +221,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
         recorder.events.clear()
         llm.generate(prompts, params, use_tqdm=False)
     seconds: list[float] = []
-    decodes = []  # seconds of the steps in which all sequences decode
+    decodes = []  # the seconds of the steps in which all sequences decode
     for event in recorder.events:
         if isinstance(event, StepScheduled):
             decodes_all = event.num_new_tokens == (1,) * num_seqs
@@ -232,7 +232,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
 
 
 def num_steps(num_seqs: int, length: int) -> int:
-    """How many decode steps to run so that NUM_STEPS of them decode all sequences: prompts may start some steps apart."""
+    """Return the number of decode steps after which NUM_STEPS decoded all sequences: prompts may start some steps apart."""
     return NUM_STEPS + -(-num_seqs * length // SchedulerConfig.max_num_batched_tokens)
 
 

@@ -1,8 +1,8 @@
-"""Measure an OpenAI-compatible server from outside: what its clients see.
+"""Measure an OpenAI-compatible server from outside, as its clients see it.
 
-In: a Client and a Workload. Out: ServeFigures. One event loop sends all requests and keeps what arrives, some 250 bytes of
+In: a Client and a Workload. Out: ServeFigures. An event loop sends all requests and keeps what arrives, some 250 bytes of
 memory per token, which is parsed when the last answer has ended. The client may share its cores with the server that it
-measures, so receiving must cost little: a read is one system call and one append to a list.
+measures, so receiving must cost little: a read is a system call and an append to a list.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from nanoinfer.server.client import CONNECT_SECONDS, Client
 
 # Ids that nearly every vocabulary has: the bytes, or the first characters.
 VOCAB_SIZE = 256
-# Words that are one token of nearly every vocabulary, for endpoints that take no ids.
+# Words that are single tokens of nearly every vocabulary, for endpoints that take no ids.
 WORDS = "the of and to in is you that it he was for on are as with his they I at be this have from or one had by".split()
-GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # vLLM's
-MAX_READ_BYTES = 2**18  # asyncio reads no more at once
+GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # the names of vLLM
+MAX_READ_BYTES = 2**18  # the most that asyncio reads at once
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures(Figures):
-    """The figures of one run. The latencies are those of the requests that did not fail."""
+    """The figures of a run. The latencies are those of the requests that did not fail."""
 
     workload: str
     num_failed: int
-    failures: dict[str, int]  # how often each message occurred
-    client_cpu_s: float  # what this process took of the cores, which the server may share
+    failures: dict[str, int]  # message -> how often it occurred
+    client_cpu_s: float  # the CPU time of this process, which may share the server's cores
     tokens_per_chunk: float
     goodput_requests_per_s: float | None
     e2el_ms: Percentiles | None
@@ -44,18 +44,18 @@ class ServeFigures(Figures):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests are sent, and how."""
+    """Where and how requests are sent."""
 
     client: Client
     model: str
     is_chat: bool = False  # send messages of words to /chat/completions, not token ids to /completions
-    ignore_eos: bool = True  # go on after EOS, so that answers have the workload's lengths. OpenAI's servers refuse the field
+    ignore_eos: bool = True  # continue after EOS, to have the workload's lengths. OpenAI's servers refuse the field
     max_concurrency: int | None = None  # maximum number of requests in flight
 
     def bodies(self, workload: Workload, run: int) -> list[dict[str, object]]:
         sampling = dict(workload.sampling)
         if not sampling["temperature"]:
-            sampling = {"temperature": 0.0}  # the rest changes nothing, and some servers refuse it
+            sampling = {"temperature": 0.0}  # other fields change nothing, and some servers refuse them
         common = {"model": self.model} | sampling | ({"ignore_eos": True} if self.ignore_eos else {})
         prompts = workload.prompts(len(WORDS) if self.is_chat else VOCAB_SIZE, run)
         return [common | self._prompt(ids) | {"max_tokens": n} for ids, n in zip(prompts, workload.output_lens, strict=True)]
@@ -67,10 +67,10 @@ class Target:
 
 
 def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeFigures:
-    """Send one request to warm up, and then the workload.
+    """Send a request to warm up, and then the workload.
 
     Args:
-        goodput: milliseconds that a good request must not exceed, by GOODPUT_NAMES. Empty: goodput is not computed.
+        goodput: name of GOODPUT_NAMES -> milliseconds that a good request must not exceed. {}: goodput is not computed.
 
     Raises:
         NanoinferError: the first request fails.
@@ -78,7 +78,7 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
     [warmup], _ = _measure(target, target.bodies(workload, run=0)[:1])
     if warmup.error is not None:
         raise NanoinferError(warmup.error)
-    bodies = target.bodies(workload, run=random.getrandbits(32))  # no prompt of an earlier run is in the server's cache
+    bodies = target.bodies(workload, run=random.getrandbits(32))  # the server's cache has no prompt of an earlier run
     timings, client_cpu_s = _measure(target, bodies, workload.arrivals)
     return figures(workload.name, timings, goodput, client_cpu_s=client_cpu_s)
 
@@ -86,7 +86,7 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
 def _measure(
     target: Target, bodies: list[dict[str, object]], arrivals: Sequence[float] = ()
 ) -> tuple[list[RequestTiming], float]:
-    """Send every request, wait for the answers, and parse them. Returns the seconds of CPU before the parsing, too."""
+    """Send every request, wait for the answers, and parse them. Also returns the CPU seconds before the parsing."""
     path = "/chat/completions" if target.is_chat else "/completions"
     start = time.process_time()
     responses = asyncio.run(_record_all(target, path, bodies, arrivals or [0.0] * len(bodies)))
@@ -97,20 +97,20 @@ def _measure(
 async def _record_all(
     target: Target, path: str, bodies: list[dict[str, object]], arrivals: Sequence[float]
 ) -> "list[tuple[float, TimedResponse]]":
-    """Send every request at its arrival time, or when one more may be in flight. Returns (when it was sent, its answer)."""
-    slots = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
+    """Send every request at its arrival time, or when another may be in flight. Returns (when it was sent, its answer)."""
+    limit = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
     start = time.perf_counter()
 
     async def record(body: dict[str, object], arrival: float) -> "tuple[float, TimedResponse]":
         await asyncio.sleep(start + arrival - time.perf_counter())
-        async with slots:
+        async with limit:
             return time.perf_counter(), await TimedResponse.of(target.client, path, body)
 
     return await asyncio.gather(*map(record, bodies, arrivals))
 
 
 class TimedResponse(asyncio.Protocol):
-    """What arrived at one connection."""
+    """The bytes that arrived at a connection."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[float, bytes]] = []  # the time of each read, in seconds of perf_counter, and its bytes
@@ -119,7 +119,7 @@ class TimedResponse(asyncio.Protocol):
 
     @classmethod
     async def of(cls, client: Client, path: str, body: dict[str, object]) -> "TimedResponse":
-        """Post a body on a connection of its own, and record until the server closes it."""
+        """Post a body on a separate connection, and record until the server closes it."""
         response, loop = cls(), asyncio.get_running_loop()
         try:
             opening = loop.create_connection(lambda: response, client.host, client.port, ssl=client.tls)
@@ -153,21 +153,21 @@ class TimedResponse(asyncio.Protocol):
                     return
 
     def chunks(self, client: Client, path: str) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Parse the answer: (time, chunk). Raises: NanoinferError, as Client.stream does."""
+        """Parse the answer: (time, chunk). Raises: NanoinferError like Client.stream."""
         file = _RecordedFile(self.reads, self.error)
         for chunk in client.parse_stream(path, file):
             yield file.time, chunk
 
 
 class _RecordedFile(io.RawIOBase):
-    """Reads a response again, each time the bytes of one read. time: of the newest."""
+    """Reads a recorded response again, each time the bytes of one read. time: that of the newest read."""
 
     def __init__(self, reads: list[tuple[float, bytes]], error: Exception | None) -> None:
         self._reads, self._error = iter(reads), error
         self.time = 0.0
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """As a socket's."""
+        """Return a file, as a socket does."""
         return io.BufferedReader(self, MAX_READ_BYTES)
 
     def readable(self) -> bool:
@@ -200,14 +200,14 @@ def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> R
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or choice  # a chat's, or a completion's choice itself
+    delta = choice.get("delta") or choice  # of a chat, or a completion's choice itself
     return any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 def figures(
     workload: str, timings: list[RequestTiming], goodput: dict[str, float], *, client_cpu_s: float = 0.0
 ) -> ServeFigures:
-    """Compute the figures. goodput: as for run().
+    """Compute the figures. goodput: as in run().
 
     >>> timing = RequestTiming(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
     >>> found = figures("A", [timing, RequestTiming(0.0, error="refused")], {"ttft": 500.0})
@@ -217,7 +217,7 @@ def figures(
     common = of_any_run.figures(timings)
     good = [timing for timing in timings if timing.error is None]
     num_chunks = sum(len(timing.token_times) for timing in good)
-    num_within = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in good)
+    num_within = sum(all(getattr(timing, name) * 1e3 <= limit for name, limit in goodput.items()) for timing in good)
     return ServeFigures(
         **{field.name: getattr(common, field.name) for field in fields(common)},
         workload=workload,
@@ -231,7 +231,7 @@ def figures(
 
 
 def parse_goodput(texts: list[str]) -> dict[str, float]:
-    """Read vLLM's form, in which several may be in one text.
+    """Parse vLLM's format, in which a text may have several limits.
 
     >>> parse_goodput(["ttft:200 tpot:50", "e2el:1000"])
     {'ttft': 200.0, 'tpot': 50.0, 'e2el': 1000.0}

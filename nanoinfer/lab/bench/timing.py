@@ -1,4 +1,4 @@
-"""From the time of each token to the figures: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
+"""Compute figures from the time of each token: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -8,13 +8,13 @@ import numpy as np
 
 @dataclass(slots=True)
 class RequestTiming:
-    """One request, with its times in seconds of one clock."""
+    """A request, with its times in seconds of the same clock."""
 
-    arrival: float  # when it was sent, before a connection is opened
+    arrival: float  # when it was sent, before the connection is opened
     token_times: list[float] = field(default_factory=list)  # of the tokens, or of a stream's chunks, which may have several
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # as the engine or the server counts them
-    error: str | None = None  # why the request failed
+    num_output_tokens: int = 0  # as counted by the engine or the server
+    error: str | None = None  # why the request failed. None: it did not
 
     @property
     def ttft(self) -> float:
@@ -26,13 +26,13 @@ class RequestTiming:
 
     @property
     def tpot(self) -> float:
-        """0 with a single token, as in vLLM."""
+        """The time per output token in seconds. 0 with a single token, as in vLLM."""
         return (self.token_times[-1] - self.token_times[0]) / max(self.num_output_tokens - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Milliseconds."""
+    """Percentiles in milliseconds."""
 
     mean: float
     p50: float
@@ -42,7 +42,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one run. A latency is None where no request has one: the TPOT and the ITL need a second token."""
+    """The figures of a run. A latency is None if no request has it: the TPOT and the ITL need a second token."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -84,7 +84,7 @@ def figures(timings: list[RequestTiming]) -> Figures:
 
 
 def percentiles(times: list[float]) -> Percentiles | None:
-    """times: in seconds. None if there are none."""
+    """Return percentiles of times in seconds. None: there are no times."""
     if not times:
         return None
     seconds = np.array(times)

@@ -1,4 +1,4 @@
-"""Workloads: the standard ones by name, those that a user describes, and recorded ones.
+"""Workloads: standard ones by name, those that a user describes, and recorded ones.
 
 In: a name, or lengths and a rate, or a file. Out: a Workload, which makes prompts of token ids and SamplingParams.
 """
@@ -14,27 +14,27 @@ from typing import Any
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.sampling_params import SamplingParams
 
-HASHED_TOKENS = 512  # of a block that a hash id of a recording names
+HASHED_TOKENS = 512  # the size of the block that a hash id of a recording names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of given lengths. EOS is ignored, so that answers have these lengths."""
+    """Requests of given lengths. EOS is ignored, so that the answers have these lengths."""
 
     name: str
-    input_lens: tuple[int, ...]  # tokens of each request
+    input_lens: tuple[int, ...]  # the tokens of each request
     output_lens: tuple[int, ...]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # arguments of SamplingParams
-    arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. () means that all requests arrive at the start
+    arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. (): all requests arrive at the start
     hash_ids: tuple[tuple[int, ...], ...] = ()  # of each request's blocks of HASHED_TOKENS tokens: equal ids are equal blocks
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each request, prompt and answer together."""
+        """The tokens of each request, prompt and answer together."""
         return [i + o for i, o in zip(self.input_lens, self.output_lens, strict=True)]
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
-        """Random ids, different in every run of every workload, so that no prefix of an earlier run is in the cache."""
+        """Return random ids, different in every run of every workload, so that no prefix of an earlier run is in the cache."""
         rng = random.Random(f"{self.name} {run}")
         prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
         for prompt, hash_ids in zip(prompts, self.hash_ids, strict=False):
@@ -59,10 +59,10 @@ def _mixed(name: str, num_requests: int, input_len: tuple[int, int], output_len:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload(name="A", input_lens=(32,), output_lens=(128,)),  # one stream
+        Workload(name="A", input_lens=(32,), output_lens=(128,)),  # a single stream
         Workload(name="B16", input_lens=(64,) * 16, output_lens=(64,) * 16),
         Workload(name="B64", input_lens=(64,) * 64, output_lens=(64,) * 64),
-        Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: the figure is the TTFT
+        Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # only prefill: the figure is the TTFT
         _mixed("D", 32, (16, 256), (16, 128)),  # nano-vllm's benchmark, scaled down
         Workload(
             name="E",  # sampled
@@ -76,7 +76,7 @@ WORKLOADS = {
 
 
 def named(names: str) -> list[Workload]:
-    """Look up a list like "A,B16". Raises: InvalidValueError, if a name is unknown."""
+    """Look up a list such as "A,B16". Raises: InvalidValueError if a name is unknown."""
     for name in (picked := names.split(",")):
         if name not in WORKLOADS:
             raise InvalidValueError(f"workload must be some of {', '.join(WORKLOADS)}, with commas between them, got {name!r}")
@@ -89,13 +89,13 @@ def described(
     """Make a workload from a description.
 
     Args:
-        input_len, output_len: tokens per prompt and per answer, "128", or drawn uniformly from "16-256".
-        request_rate: mean requests per second, at random times (a Poisson process). inf means all at once.
-        sampling: arguments of SamplingParams.
-        seed: of the lengths and the arrival times.
+        input_len, output_len: the tokens per prompt and per answer, "128", or drawn uniformly from "16-256".
+        request_rate: the mean requests per second, at random times (a Poisson process). inf: all at once.
+        sampling: the arguments of SamplingParams.
+        seed: the seed of the lengths and the arrival times.
 
     Raises:
-        InvalidValueError: a length is no such text, or the rate is not above 0.
+        InvalidValueError: a length is not such a text, or the rate is not above 0.
     """
     rng = random.Random(seed)
     if not request_rate > 0:
@@ -118,15 +118,15 @@ def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, 
     """Read a recording in the format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
 
     Each line is a JSON object: timestamp (arrival in milliseconds), input_length and output_length (tokens), and perhaps
-    hash_ids, one for each 512 tokens of the prompt. Prompts share the blocks of equal ids. Other fields are left out.
+    hash_ids, an id for each 512 tokens of the prompt. Prompts share the blocks of equal ids. Other fields are ignored.
 
     Args:
-        path: the file.
-        num_prompts: how many requests are read, from the first arrival on. None is all.
-        sampling: arguments of SamplingParams.
+        path: the path of the recording.
+        num_prompts: how many requests to read, from the first arrival on. None: all.
+        sampling: the arguments of SamplingParams.
 
     Raises:
-        InvalidValueError: the file cannot be read, or a line is no such object.
+        InvalidValueError: the file cannot be read, or a line is not such an object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -147,7 +147,7 @@ def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, 
 
 
 def _requests(path: Path, lines: list[str]) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-    """The timestamp, lengths and hash ids of each line."""
+    """Yield the timestamp, lengths and hash ids of each line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from nanoinfer.lab.learn.workbook import Function, Version
 
-SECONDS = 20  # for all cases of one task, after which a TimeoutError is raised in them
+SECONDS = 20  # for all cases of a task together. Then a TimeoutError is raised in the running case
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input in words, and what happens when a version of the function gets it, to be compared with the engine's version.
+    """An input in words, and a function that observes what a version of the task's function does with it.
 
     Attributes:
-        given: The input, in words.
-        observe: Makes the input, calls the function with it, and returns what can be seen of the effect.
-        exact: Whether floating-point numbers must have the same bits.
+        given: the input, in words.
+        observe: makes the input, calls the version with it, and returns the visible effects.
+        exact: whether floating-point numbers must have the same bits.
     """
 
     given: str
@@ -34,25 +34,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """A function of the engine to write. Its tests are `cases`, smallest first."""
+    """A function of the engine for the learner to write. `cases` tests it, smallest first."""
 
     name: str
     function: Function
-    lesson: str  # the notebook that explains it
+    lesson: str  # the notebook that explains the function
     about: str
     hints: tuple[str, ...]
     cases: Callable[[], Iterable[Case]]
 
     @property
     def text(self) -> str:
-        """The learner's file."""
+        """The text of the learner's file."""
         about = f'"""{self.name}: {self.about}\n\nIn the engine: {self.function.module}, {self.function.qualname}. '
         return f'{about}Explained in notebook {self.lesson}.\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a version was refused."""
+    """The reason why a version was refused."""
 
     given: str
     expected: str
@@ -63,7 +63,7 @@ class Failure:
 
 
 def calling(*arguments: object) -> Callable[[Version], object]:
-    """What a version returns for copies of these arguments."""
+    """Return an observation: what a version returns for copies of these arguments."""
     return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
 
 
@@ -76,7 +76,7 @@ def check(task: Task, version: Version) -> Failure | None:
         except Exception as error:
             return Failure(case.given, shown(expected), describe_error(error, version))
         if not same(expected, got, exact=case.exact):
-            if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs says enough
+            if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs is enough
                 name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
                 if name is not None:
                     expected, got = {name: expected[name]}, {name: got.get(name)}
@@ -85,7 +85,7 @@ def check(task: Task, version: Version) -> Failure | None:
 
 
 def describe_error(error: BaseException, version: Version | None = None) -> str:
-    """An error in one line, with the learner's own line where it happened."""
+    """Describe an error in one line, with the learner's line at which it happened."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
@@ -99,27 +99,23 @@ def describe_error(error: BaseException, version: Version | None = None) -> str:
 
 
 def same(expected: object, got: object, *, exact: bool = True) -> bool:
-    if isinstance(expected, Tensor):
-        if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+    if isinstance(expected, Tensor) and isinstance(got, Tensor):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
             return False
         if exact:
             return torch.equal(expected, got)
         return torch.allclose(expected.double(), got.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-    if isinstance(expected, dict):
-        return (
-            isinstance(got, dict)
-            and expected.keys() == got.keys()
-            and all(same(expected[k], got[k], exact=exact) for k in expected)
-        )
-    if isinstance(expected, list | tuple):
-        if not isinstance(got, type(expected)) or len(expected) != len(got):
-            return False
-        return all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
-    return type(expected) is type(got) and bool(expected == got)
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(same(expected[k], got[k], exact=exact) for k in expected)
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        return len(expected) == len(got) and all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
+    return bool(expected == got)
 
 
 def shown(value: object) -> str:
-    """A value in a form short enough to read."""
+    """Return a value as text that is short enough to read."""
     if isinstance(value, Tensor):
         numbers = value.tolist() if value.numel() <= 24 else [*value.flatten()[:16].tolist(), "..."]
         text = f"{_rounded(numbers)}, shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"

@@ -34,7 +34,7 @@ def _attention_cases() -> Iterator[Case]:
 
 
 def _paged_cases() -> Iterator[Case]:
-    """Sequences in mixed blocks, some with tokens in the cache already."""
+    """Yield sequences in mixed blocks, some of which already have tokens in the cache."""
     for seed in range(40):
 
         def observe(version: Version, seed: int = seed) -> object:

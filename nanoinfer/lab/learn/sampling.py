@@ -15,18 +15,18 @@ INF = float("inf")
 
 
 def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
-    """Random logits, some of them dropped. With ties, few different values."""
+    """Return random logits, some of them dropped. ties: whether few values occur."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * 3
     if ties:
         logits = logits.round()
     dropped = torch.rand(rows, vocab, generator=generator) < 0.2
-    dropped[:, seed % vocab] = False  # one token is always left
+    dropped[:, seed % vocab] = False  # at least one token is left
     return logits.masked_fill(dropped, -INF)
 
 
 def batch_of(num_rows: int, entries: StageEntries | None = None, columns: ParameterColumns | None = None) -> SamplingBatch:
-    """What a stage is given of rows that are not drawn here."""
+    """Return the argument of a stage for rows that are not drawn here."""
     u = torch.zeros(num_rows, dtype=torch.float64)
     return SamplingBatch(columns=columns or ParameterColumns(), entries=entries or StageEntries(), u=u)
 
@@ -36,7 +36,7 @@ def _words(logits: Tensor) -> str:
 
 
 def _columns(values: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits, and a parameter for each row: of one row, then of several."""
+    """Yield logits, and a parameter for each row: first for a single row, then for several."""
     for seed in range(160):
         rows = 1 + seed // 40
         yield _logits(seed, rows, 2 + seed // 20), torch.tensor([values[(seed + row) % len(values)] for row in range(rows)])
@@ -99,7 +99,7 @@ def _draw_cases() -> Iterator[Case]:
 
 
 def _penalty_cases() -> Iterator[Case]:
-    """Penalties read the counts of the ids in the output. An id of the prompt alone has the count 0."""
+    """Yield cases of penalties, which read the counts of ids in the output. An id that only the prompt has counts 0."""
     for seed in range(120):
         rows, vocab = 1 + seed // 50, 2 + seed // 20
         logits = _logits(seed, rows, vocab)

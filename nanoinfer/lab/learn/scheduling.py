@@ -35,7 +35,7 @@ def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, c
 
 
 def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> list[tuple[int, int]]:
-    """Allocate, "compute" and cache a sequence's next tokens, as a step does."""
+    """Allocate, "compute" and cache a sequence's next tokens, like a step."""
     num_tokens = seq.num_new_tokens if num_tokens is None else num_tokens
     copies = manager.allocate(seq, num_tokens)
     seq.num_computed_tokens += num_tokens
@@ -46,7 +46,7 @@ def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None
 def _replay(
     name: str, block_size: int, prompts: list[list[int]], version: Version, *, caching: bool = True
 ) -> dict[str, object]:
-    """Prompts come one after the other, every fifth one with a salt. Every second one ends, and the last two fork."""
+    """Replay prompts one after the other, every fifth with a salt. Every second sequence ends, and the last two fork."""
     manager = _manager(name, version, 24, block_size, caching=caching)
     seen: dict[str, object] = {}
     alive = []
@@ -150,7 +150,7 @@ def _scheduler_cases(name: str) -> Iterator[Case]:
 
 
 def _scheduler(name: str, version: Version, seed: int, num_blocks: int) -> tuple[Scheduler, random.Random]:
-    """A scheduler with sequences that run, some decode steps and some chunks, in blocks of 2."""
+    """Return a scheduler with running sequences, some decoding and some prefilling, in blocks of 2."""
     rng = random.Random(seed)
     config = SchedulerConfig(max_num_batched_tokens=16, chunk_size=rng.choice([2, 4, 8]))
     scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(config, BlockManager(num_blocks, 2))
@@ -183,7 +183,7 @@ def _room_cases() -> Iterator[Case]:
         def observe(version: Version, seed: int = seed, place: int = place, num_new: int = num_new) -> object:
             scheduler, _ = _scheduler("_make_room", version, seed, 8)
             selection = _Selection(16)
-            if place:  # the oldest was scheduled before it
+            if place:  # the oldest has been scheduled already
                 selection.copies[scheduler.running[0]] = []
                 selection.scheduled.append(ScheduledSequence(scheduler.running[0], 1))
             scheduler.choose_victim = lambda running, seq: running[-1 - seed % 2] if len(running) > 1 else seq  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ _STOPPING = "nanoinfer.engine.stopping"
 
 
 def _text_cases(name: str) -> Iterator[Case]:
-    """Text arrives in pieces. What is shown after each piece, and where it stops."""
+    """Yield cases whose text arrives in pieces: what is shown after each piece, and where the text stops."""
 
     def observe(version: Version, stops: list[str], pieces: list[str], include: bool, examine: list[bool]) -> object:
         text: StopStrings = type("Learners", (StopStrings,), {name: version})(stops, include_in_output=include)
@@ -54,7 +54,7 @@ def _accept_cases() -> Iterator[Case]:
 
 
 def _ngram_cases() -> Iterator[Case]:
-    """An index is asked again as its sequence grows."""
+    """Yield cases that ask an index again as its sequence grows."""
 
     def observe(version: Version, sizes: range, lengths: list[int], tokens: list[int], limit: int) -> object:
         index = NGramIndex(sizes)

@@ -9,13 +9,13 @@ _ORDER = (
     "continue_running start argmax temperature min_p top_p repetition_penalty draw held_text stop_string "
     "accept_drafts ngram_draft token_mask eight_bits column_slice"
 )
-_BY_NAME = {task.name: task for part in (model, scheduling, sampling, text) for task in part.TASKS}
-TRACK: list[Task] = [_BY_NAME[name] for name in _ORDER.split()]
+_BY_NAME: dict[str, Task] = {task.name: task for part in (model, scheduling, sampling, text) for task in part.TASKS}
+TRACK = [_BY_NAME[name] for name in _ORDER.split()]
 NAMES = [task.name for task in TRACK]
 
 
 def find(name: str) -> Task:
-    """Raises: InvalidValueError."""
+    """Return the task with this name. Raises: InvalidValueError."""
     if name not in NAMES:
         raise InvalidValueError(f"there is no task {name!r}; the tasks are {', '.join(NAMES)}")
     return _BY_NAME[name]

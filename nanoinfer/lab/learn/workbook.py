@@ -1,4 +1,4 @@
-"""The learner's folder: files that are cut from the engine's own source, and what has been done in it.
+"""The learner's folder: files that are cut from the engine's source, and the learner's progress.
 
 In: a Task. Out: a file with the imports that its function needs, its signature and docstring, and an empty body. The source is
 read from the installed package, so no second copy can become stale.
@@ -22,7 +22,7 @@ from typing import Any
 from nanoinfer.errors import InvalidValueError
 
 EMPTY = "raise NotImplementedError  # your code"
-STATE = ".progress.json"
+PROGRESS = ".progress.json"
 
 AGENTS = """\
 # For an assistant in this folder
@@ -35,8 +35,8 @@ The person here learns how an LLM inference engine works by writing its function
 - `nanoinfer learn hint TASK` gives a hint. Offer it before you give one of your own.
 """
 
-Version = Callable[..., Any]  # of a function: the engine's own, or a learner's
-_ORIGINALS: dict[Version, Version] = {}  # of the versions that were installed
+Version = Callable[..., Any]  # the engine's own version of a function, or a learner's
+_ORIGINALS: dict[Version, Version] = {}  # installed version -> the engine's own
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Function:
 
     @property
     def original(self) -> Version:
-        """The engine's own version, also while a learner's is installed."""
+        """The engine's own version, even while a learner's is installed."""
         found: Version = getattr(self.owner, self.name)
         return _ORIGINALS.get(found, found)
 
@@ -68,23 +68,26 @@ class Function:
         return textwrap.dedent(inspect.getsource(inspect.unwrap(self.original)))
 
     @property
+    def parsed(self) -> ast.FunctionDef:
+        (function,) = ast.parse(self.source).body
+        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        return function
+
+    @property
     def header(self) -> str:
         """Signature and docstring, with an empty body."""
-        source = self.source
-        (function,) = ast.parse(source).body
-        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
-        num_lines = function.body[0].end_lineno if ast.get_docstring(function) else function.body[0].lineno - 1
-        return "\n".join([*source.splitlines()[:num_lines], f"    {EMPTY}", ""])
+        first = self.parsed.body[0]
+        num_lines = first.end_lineno if ast.get_docstring(self.parsed) else first.lineno - 1
+        return "\n".join([*self.source.splitlines()[:num_lines], f"    {EMPTY}", ""])
 
     @property
     def imports(self) -> str:
-        """Lines that import every global name that the function uses, from where its module has it."""
+        """Return lines that import every global name that the function uses, from its module."""
         module = importlib.import_module(self.module)
-        (function,) = ast.parse(self.source).body
-        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        function = self.parsed
         used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         used |= {name.split(".")[0] for name in _quoted_types(function)}
-        origins: dict[str, list[str]] = {}  # module -> names. "": modules themselves
+        origins: dict[str, list[str]] = {}  # module -> names. "": the names are modules
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -108,25 +111,25 @@ def _quoted_types(function: ast.FunctionDef) -> Iterator[str]:
 
 
 class Workbook:
-    """A folder with one file per task."""
+    """A folder with a file per task."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
-        """names: of the tasks, in the order of the track."""
+        """names: the names of the tasks, in the order of the track."""
         self.folder = folder
         self._files = {name: folder / f"t{number:02}_{name}.py" for number, name in enumerate(names, 1)}
 
     @classmethod
     def here(cls, names: list[str]) -> "Workbook":
-        """The workbook in the present folder. Raises: InvalidValueError, if there is none."""
+        """Return the workbook in the current folder. Raises: InvalidValueError if there is none."""
         workbook = cls(Path.cwd(), names)
-        if not (workbook.folder / STATE).exists():
+        if not (workbook.folder / PROGRESS).exists():
             raise InvalidValueError(
                 "this folder is no workbook; write one by: nanoinfer learn start FOLDER, and go into FOLDER"
             )
         return workbook
 
     def write(self, headers: dict[str, str]) -> None:
-        """Write all tasks into a new or empty folder. headers: a file's text by its task's name."""
+        """Write all tasks into a new or empty folder. headers: task name -> the text of its file."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise InvalidValueError(f"{self.folder} exists and is not empty; give a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,50 +141,51 @@ class Workbook:
     def file(self, name: str) -> Path:
         return self._files[name]
 
-    def state(self, name: str) -> str:
+    def status(self, name: str) -> str:
         """ "missing", "empty", "written", or "passed": as it stands, the file has passed its check."""
         if not self.file(name).exists():
             return "missing"
-        if self._state["passed"].get(name) == self._digest(name):
+        if self._progress["passed"].get(name) == self._digest(name):
             return "passed"
         return "empty" if EMPTY.split("  #")[0] in self.file(name).read_text(encoding="utf-8") else "written"
 
     def mark(self, name: str, *, passed: bool) -> None:
-        state = self._state
-        state["passed"].pop(name, None)
+        progress = self._progress
+        progress["passed"].pop(name, None)
         if passed:
-            state["passed"][name] = self._digest(name)
-        self._save(state)
+            progress["passed"][name] = self._digest(name)
+        self._save(progress)
 
     def next_hint(self, name: str, most: int) -> int:
-        """How many hints to show now: one more than the last time."""
-        state = self._state
-        state["hints"][name] = min(state["hints"].get(name, 0) + 1, most)
-        self._save(state)
-        return int(state["hints"][name])
+        """Return how many hints to show now: one more than last time, up to `most`."""
+        progress = self._progress
+        progress["hints"][name] = min(progress["hints"].get(name, 0) + 1, most)
+        self._save(progress)
+        return int(progress["hints"][name])
 
     def replace_body(self, name: str, source: str) -> None:
-        """Put a whole function in the place of the task's last function."""
+        """Put a whole function in place of the last function in the task's file."""
         text = self.file(name).read_text(encoding="utf-8")
         start = text.rindex("\ndef ") + 1
         self.file(name).write_text(text[:start] + source, encoding="utf-8")
 
     def load(self, name: str, function: str) -> Version:
-        """Run the task's file and return its function. Errors of the file pass through."""
+        """Run the task's file and return its function. Errors of the file are not caught."""
         module = ModuleType(f"nanoinfer_workbook.{name}")  # `installed` puts other tasks' versions into it, too
         module.__file__ = str(self.file(name))
         sys.modules[module.__name__] = module
         text = self.file(name).read_text(encoding="utf-8")
         exec(compile(text, module.__file__, "exec"), module.__dict__)  # the learner's own file, as Python would import it
-        return getattr(module, function)
+        version: Version = getattr(module, function)
+        return version
 
     @property
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
-        return state
+    def _progress(self) -> dict[str, Any]:
+        progress: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+        return progress
 
-    def _save(self, state: dict[str, Any]) -> None:
-        (self.folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    def _save(self, progress: dict[str, Any]) -> None:
+        (self.folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
 
     def _digest(self, name: str) -> str:
         return hashlib.sha256(self.file(name).read_bytes()).hexdigest()
@@ -192,7 +196,7 @@ def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int
     """Let the engine call these versions instead of its own. Yields how often each was called.
 
     Every module that has imported the original gets the new one. LLM(enforce_eager=True, attention_backend="reference")
-    computes by the functions themselves, and not by what is compiled from them.
+    run these functions themselves, and not what is compiled from them.
     """
     calls = dict.fromkeys(functions, 0)
     undo: list[tuple[object, str, object]] = []

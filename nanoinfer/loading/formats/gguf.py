@@ -133,7 +133,8 @@ class _Cursor:
         if value_type not in _SCALARS:  # for example an array of arrays, which no known key has
             raise ValueError(f"a value of type {value_type}")
         dtype = np.dtype("<" + _SCALARS[value_type])  # numpy uses the same letters
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return values
 
 
 def _read(path: Path, content: mmap.mmap) -> GGUFFile:

@@ -192,7 +192,7 @@ def _llama_sizes(file: GGUFFile) -> dict[str, object]:
 
 
 def _num_layers(file: GGUFFile) -> Any:
-    """Return the number of blocks, without the last ones, which draft tokens."""
+    """Return the number of blocks, without the last blocks, which draft tokens."""
     num_blocks, num_drafting = file.get("block_count"), file.get("nextn_predict_layers", 0)
     return num_blocks - num_drafting if type(num_blocks) is type(num_drafting) is int else num_blocks
 
@@ -279,7 +279,7 @@ def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, object]
     raise UnsupportedError(f"{_LLAMA3_FACTORS} in {file.path} is not Llama 3's table of frequencies, and not supported")
 
 
-def _as_decimal(value: Any) -> Any:
+def _as_decimal(value: object) -> Any:
     """Return a number in fp32 as the shortest decimal: 1e-05, as in config.json, and not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 

@@ -35,7 +35,7 @@ class GGUFWeights(Weights):
     rows of q and k    of "llama". llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's
                        checkpoints the two halves, (0, n/2), (1, n/2 + 1), ...
     norms              of Gemma 3, Qwen3-Next and Qwen3.5 have the 1 added that ZeroCentredRMSNorm adds
-    experts            of a layer are one tensor for each projection
+    experts            of a layer are a single tensor for each projection
     value heads        of Qwen3.5: the first of each key head come first, then the second of each. In the checkpoint the value
                        heads of a key head are together
     b and a            of Qwen3-Next are a single matrix, in which the rows of a key head are together

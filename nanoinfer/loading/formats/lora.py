@@ -16,13 +16,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import check_file, first_ten, locate, read_json
-from nanoinfer.loading.weights import TensorInfo, WeightFiles, WeightRules, Weights
+from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.models.registry import WeightRules
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # Other values change the base's weights before training. peft can save such an adapter in a form that fits the base.
+    # Other values change the base's weights before training. peft can convert such an adapter to one that fits the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
@@ -119,18 +119,18 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
             )
     check_file(weights_path)
     files = WeightFiles([weights_path])
-    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    by_module: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for tensor_name in files:
         match = _TENSOR.fullmatch(tensor_name)
         if match is None or len(files[tensor_name].shape) != 2:
             raise UnsupportedError(f"{weights_path} has {first_ten([tensor_name])}, which is neither A nor B of a linear layer")
-        module, part = match.groups()
-        parts[module][part] = files.read(tensor_name)
-    return {module: _update(config, config_path, module, **matrices) for module, matrices in parts.items()}
+        module, letter = match.groups()
+        by_module[module][letter] = files.read(tensor_name)
+    return {module: _update(config, config_path, module, **matrices) for module, matrices in by_module.items()}
 
 
 def _update(
-    config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
+    config: dict[str, object], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
 ) -> LowRankUpdate:
     """Pair A and B of a module, with its scale according to the config."""
     if A is None or B is None or A.shape[0] != B.shape[1] or not A.is_floating_point() or not B.is_floating_point():
@@ -146,9 +146,9 @@ def _update(
     return LowRankUpdate(A, B, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
+def _for_module(config: dict[str, object], key: str, patterns_key: str, module: str, config_path: Path) -> float:
     """Return the number for a module: that of the first pattern that matches the end of its name, or else of `key`."""
-    value: Any = config.get(key)
+    value: object = config.get(key)
     patterns = config.get(patterns_key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{patterns_key} in {config_path} must map names to numbers, got {shown(patterns)}")
@@ -156,7 +156,7 @@ def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str
         if _matches(pattern, module, patterns_key, config_path):
             value = number
             break
-    if type(value) not in (int, float) or not 0 < value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
         raise CheckpointError(f"{key} of {shown(module)} in {config_path} must be a number above 0, got {shown(value)}")
     return value
 
@@ -164,8 +164,7 @@ def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str
 def _matches(pattern: str, module: str, patterns_key: str, config_path: Path) -> bool:
     """Whether a pattern is the module's name, or its end after a dot.
 
-    peft takes patterns for regular expressions. A malicious pattern could run for hours, so only names are taken, with an
-    escaped dot.
+    peft takes patterns for regular expressions, which could run for hours. Here only names are taken, with an escaped dot.
     """
     name = pattern.removeprefix("^").replace("\\.", ".")
     if not re.fullmatch(r"[\w.]+", name):

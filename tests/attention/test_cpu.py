@@ -1,8 +1,6 @@
-"""Every paged backend equals dense attention over each sequence alone, whatever the batch, the lengths and the blocks."""
+"""Every paged backend of a CPU equals dense attention over each sequence alone, whatever batch, lengths and blocks are."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,16 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention import base, cpu
-from nanoinfer.attention.base import register_backend, select_backend
-from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import KVCache, finite_values, loaded, quantized_heads
-from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.cli import doctor
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
-from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
+from nanoinfer.attention import cpu
+from nanoinfer.attention.kv_cache import KVCache, finite_values
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.attention import DecodeKernel, KernelBackend, PrefillKernel
+from nanoinfer.fast.cpu.attention import KernelBackend
 from tests.helpers import paged_cases, tiny_models
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 
@@ -80,15 +72,6 @@ def test_a_cache_in_8_bits_attends_to_rounded_keys_and_values(backend, lengths, 
     assert compare(backend, lengths, **sizes, in_int8=True) < 1e-5
 
 
-def test_a_head_in_8_bits_is_integers_and_their_scale():
-    heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
-    quantized = quantized_heads(heads)
-    assert quantized[0, 0, :3].tolist() == [0, 50, -127]
-    assert quantized[0, 0, 3:].clone().view(torch.float32).item() == 2.0
-    assert torch.equal(loaded(quantized[:2]), heads[:2])
-    assert loaded(quantized[2:]).isnan().any()  # which the sequence ends with
-
-
 @NAMES
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_notices_a_planted_fault(backend, fault):
@@ -119,16 +102,8 @@ def test_a_poisoned_request_stops_no_other(family, backend, tmp_path):
     check_poison_free_reuse(tiny_models.save(family, tmp_path), backend)
 
 
-def test_dense_attention_is_transformers_formula_by_hand():
-    """Two tokens, one head of size 1: the first sees itself, the second weighs both by exp(q k)."""
-    q, k, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), torch.tensor([10.0, 20.0])
-    out = DenseAttention()(0, *(x.view(2, 1, 1) for x in (q, k, v))).flatten()
-    weight = torch.tensor(2.0).exp() / (1 + torch.tensor(2.0).exp())
-    torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))
-
-
 @pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
-def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num_heads, head_dim, block_size):
+def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_definition(num_heads, head_dim, block_size):
     """A row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks differ from 8."""
     generator = torch.Generator().manual_seed(0)
     for num_blocks in (1, 2, 3, 5, 6, 7, 11):
@@ -185,6 +160,22 @@ def of_rows(part, q, k, v, k_pages, v_pages, rows):
     return q[part], k[part], v[part], k_pages, v_pages, cpu.DecodeRows(slots, tables[:, :num_blocks].contiguous(), lens)
 
 
+def decoded(kernels, q, k, v, k_pages, v_pages, rows):
+    return kernels.decode(q, k, v, CacheOf(k_pages, v_pages), 0, rows, None, None)
+
+
+class CacheOf(KVCache):
+    """A cache of one layer, whose pages are these."""
+
+    num_layers = 1
+
+    def __init__(self, k_pages, v_pages):
+        self.pages_of_layer, self.block_size = (k_pages, v_pages), k_pages.shape[2]
+
+    def layer(self, layer):
+        return self.pages_of_layer
+
+
 SPANS = [5, 600, 256, 257, 17, 1]  # one to three spans of the kernel, some of them full
 
 
@@ -195,20 +186,20 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
     num_heads, num_kv_heads, head_dim, dtype, tolerance
 ):
     args = random_decode(SPANS, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
-    kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads)
+    kernels = KernelBackend(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     outputs = {}
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
         try:
-            outputs[num_threads] = kernel(*args)
+            outputs[num_threads] = decoded(kernels, *args)
             alone = []
             for i in range(len(SPANS)):
-                alone.append(kernel(*of_rows(slice(i, i + 1), *args)))
+                alone.append(decoded(kernels, *of_rows(slice(i, i + 1), *args)))
         finally:
             torch.set_num_threads(1)
         assert torch.equal(torch.cat(alone), outputs[num_threads])
         assert torch.equal(outputs[num_threads], outputs[1])
-    k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain form needs finite values
+    k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain definition needs finite values
     plain = cpu.paged_decode(*args[:3], k_pages, v_pages, args[5])
     assert (outputs[1] - plain).abs().max() < tolerance
 
@@ -221,14 +212,16 @@ def test_the_kernel_stores_every_row_before_it_attends():
     table, lens = rows.block_tables.repeat(5, 1), torch.arange(29, 34)
     rows = cpu.DecodeRows(table[0, (lens - 1) // 16] * 16 + (lens - 1) % 16, table, lens)
     expected = cpu.paged_decode(q, k, v, k_pages.clone(), v_pages.clone(), rows)
-    assert (DecodeKernel(torch.float32, 8, 1)(q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
+    kernels = KernelBackend(torch.float32, num_heads=2, num_kv_heads=2, head_dim=8)
+    assert (decoded(kernels, q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad):
     q, k, v, k_pages, v_pages, rows = random_decode([3, 20], num_heads=2, num_kv_heads=2, head_dim=10, dtype=torch.bfloat16)
     v[0, 1, 9] = bad
-    DecodeKernel(torch.bfloat16, 10, 1)(q, k, v, k_pages, v_pages, rows)
+    kernels = KernelBackend(torch.bfloat16, num_heads=2, num_kv_heads=2, head_dim=10)
+    decoded(kernels, q, k, v, k_pages, v_pages, rows)
     for pages, stored in zip((k_pages, v_pages), finite_values(k, v), strict=True):
         found = pages[rows.slots // 16, :, rows.slots % 16]
         assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
@@ -250,7 +243,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
     q[100] = v[100] = 0.0  # exact zeros, which must have the same sign
-    kernel = PrefillKernel(dtype, head_dim)
+    kernels = KernelBackend(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     def rows(chunks, num_threads=1):
         """Attend in one call: (sequence, first token, end) of each chunk."""
@@ -261,7 +254,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         try:
             lens = torch.tensor([end for _, _, end in chunks])
             part = cpu.PrefillChunks(metadata.slot_mapping[packed], starts, metadata.block_tables[which], lens)
-            return kernel(q[packed], k[packed], v[packed], *pages, part)
+            return kernels.prefill(q[packed], k[packed], v[packed], CacheOf(*pages), 0, part, None, None)
         finally:
             torch.set_num_threads(1)
 
@@ -276,7 +269,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_plain_parts_serve_and_the_log_says_why(monkeypatch, caplog, tmp_path):
+def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
@@ -300,83 +293,3 @@ def test_float16_stays_within_its_rounding():
     lengths = [(40, 1), (3, 1), (0, 70)]
     sizes = {"block_size": 16, "num_kv_heads": 1, "group": 1, "head_dim": 8}
     assert compare(KernelBackend, lengths, dtype=torch.float16, **sizes) < 0.01
-
-
-def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
-    model = (torch.float32, 64)
-    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, got 'flashy'"):
-        select_backend("flashy", CPU, *model)
-    with pytest.raises(UnsupportedError, match="'cpu' cannot be used: it runs on cpu only, not on meta; use 'auto'"):
-        select_backend("cpu", torch.device("meta"), *model)
-    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, got 'torch'"):  # removed
-        select_backend("torch", CPU, *model)
-    assert select_backend("auto", CPU, *model)[0] == "cpu"
-
-
-@pytest.mark.slow
-def test_a_registered_backend_is_used_and_a_class_that_is_no_backend_is_refused(monkeypatch):
-    class Counting(ReferenceBackend):
-        num_steps = 0
-
-        def begin_step(self, cache, metadata):
-            Counting.num_steps += 1
-            return super().begin_step(cache, metadata)
-
-    monkeypatch.setitem(base.BACKENDS, "counting", ReferenceBackend)  # removed afterwards
-    register_backend("counting", ReferenceBackend)
-    register_backend("counting", Counting)  # a registered name may be replaced
-    params = SamplingParams(temperature=0, max_tokens=5)
-    llm = LLM(attention_backend="counting")
-    Counting.num_steps = 0  # loading runs it, too
-    ours = llm.generate("Once upon a", params, use_tqdm=False)
-    assert Counting.num_steps == 5
-    assert ours[0].outputs == LLM(attention_backend="reference").generate("Once upon a", params, use_tqdm=False)[0].outputs
-    assert "counting" in {check.backend for check in doctor.examine().checks}
-    with pytest.raises(InvalidValueError, match="'auto' is reserved"):
-        register_backend("auto", Counting)
-    for nothing in (object, Counting(), "nanoinfer"):
-        with pytest.raises(InvalidTypeError, match="must be a class like AttentionBackend"):
-            register_backend("nothing", nothing)
-
-
-def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))  # free, total
-    cuda = torch.device("cuda")
-    assert memory_for_cache(cuda, None, 0.9) == 500  # 900 in all, less the 400 that are taken
-    assert memory_for_cache(cuda, None, 0.9, step_bytes=120) == 380
-    assert memory_for_cache(cuda, None, 0.9, step_bytes=800) == 0
-    assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # the argument
-    with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
-        memory_for_cache(cuda, 601, 0.9)
-    assert memory_for_cache(cuda, None, 0.9, step_bytes=120, lora_bytes=80) == 300
-    with pytest.raises(InvalidValueError, match="600 bytes, but 599 are free on cuda"):
-        memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
-
-
-def test_copied_blocks_hold_what_their_sources_held_before_any_copy():
-    cache = KVCache(num_layers=1, num_blocks=3, block_size=1, num_kv_heads=1, head_dim=1)
-    cache.write(0, torch.arange(3), *(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),) * 2)
-    cache.copy_blocks([(0, 1), (1, 2)])
-    assert cache.layer(0)[0].flatten().tolist() == [1, 1, 2]
-
-
-def test_the_cache_never_takes_more_than_is_free():
-    free = available_cpu_memory()
-    assert free > 0
-    assert memory_for_cache(CPU, None, 0.9) <= free
-    assert memory_for_cache(CPU, 1000, 0.9) == 1000
-    with pytest.raises(InvalidValueError, match=r"kv_cache_memory is .* bytes, but .* are free"):
-        memory_for_cache(CPU, 2**60, 0.9)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_unused_cache_takes_no_memory():
-    def anonymous():
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(status["RssAnon"].split()[0]) * 1024
-
-    before = anonymous()
-    cache = KVCache(num_layers=4, num_blocks=1024, block_size=64, num_kv_heads=4, head_dim=64)
-    assert sum(pages.nbytes for layer in range(4) for pages in cache.layer(layer)) == 2**29
-    assert anonymous() - before < 2**24
-    assert cache.layer(3)[1][::100].count_nonzero() == 0

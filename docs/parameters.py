@@ -1,0 +1,35 @@
+"""The tables of parameters, made of their declarations: one in supported.md, and those of the API reference.
+
+`python docs/parameters.py` writes the table of supported.md.
+"""
+
+import re
+from dataclasses import MISSING
+from pathlib import Path
+
+from nanoinfer.arguments import declarations
+from nanoinfer.sampling_params import SamplingParams
+
+PAGE = Path(__file__).with_name("supported.md")
+MARKED = re.compile(r"(<!-- python docs/parameters.py -->\n)[\s\S]*?(\n<!-- end -->)")
+
+
+def table(arguments: type) -> str:
+    """The declarations of a dataclass as a table of Markdown."""
+    rows = []
+    for name, one in declarations(arguments).items():
+        default = "" if one.default in (None, MISSING) else f"`{one.default!s}`"
+        text = " ".join(one.sentences).replace("|", r"\|")
+        rows.append(f"| `{name}` | {default} | {text} |")
+    return "\n".join(["| parameter | default | what it does |", "|---|---|---|", *rows])
+
+
+def with_table(text: str) -> str:
+    """The text of supported.md with its table."""
+    text, count = MARKED.subn(lambda found: found[1] + table(SamplingParams) + found[2], text)
+    assert count == 1
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

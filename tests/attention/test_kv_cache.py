@@ -1,0 +1,152 @@
+"""The tensors of the cache: slots, blocks, groups of layers, and their sizes, hand-checked."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer.attention.kv_cache import (
+    CacheSizes,
+    KVCache,
+    KVGroup,
+    StateCache,
+    finite_values,
+    kv_groups,
+    loaded,
+    quantized_heads,
+    zeros,
+)
+
+SIZES = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
+LAYOUTS = pytest.mark.parametrize("layout", ["NHD", "HND"])
+
+
+def heads(num_tokens, seed=0):
+    return torch.randn(num_tokens, 2, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@LAYOUTS
+def test_what_is_written_into_slots_is_read_in_the_order_of_the_block_table(layout):
+    cache = KVCache(num_layers=2, dtype=torch.float32, device="cpu", layout=layout, **SIZES)
+    k, v = heads(6), heads(6, seed=1)
+    slots = torch.tensor([3 * 4, 3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 1 * 4, 1 * 4 + 1])  # blocks 3 and 1
+    cache.write(1, slots, k, v)
+    found = cache.gather(1, torch.tensor([3, 1]), 6)
+    assert all(torch.equal(one, other) for one, other in zip(found, (k, v), strict=True))
+    assert not cache.gather(0, torch.tensor([3, 1]), 6)[0].any()  # the other layer
+    assert not cache.gather(1, torch.tensor([2]), 4)[0].any()  # another block
+    assert cache.layer(1)[0].shape == ((5, 4, 2, 8) if layout == "NHD" else (5, 2, 4, 8))
+
+
+@LAYOUTS
+def test_a_copied_block_has_the_tokens_of_every_layer(layout):
+    cache = KVCache(num_layers=2, dtype=torch.float32, device="cpu", layout=layout, **SIZES)
+    for layer in range(2):
+        cache.write(layer, torch.arange(4), heads(4, seed=layer), heads(4, seed=layer + 5))
+    cache.copy_blocks([(0, 4), (0, 2)])
+    for layer in range(2):
+        for block in (2, 4):
+            assert torch.equal(cache.gather(layer, torch.tensor([block]), 4)[0], heads(4, seed=layer))
+    assert not cache.gather(0, torch.tensor([3]), 4)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([None, None], [KVGroup(None, (0, 1))]),
+        ([8, None, 8, None], [KVGroup(8, (0, 2)), KVGroup(None, (1, 3))]),
+        ([8, 8, 8, None], [KVGroup(8, (0,)), KVGroup(8, (1,)), KVGroup(8, (2,)), KVGroup(None, (3,))]),
+        ([8, 8, 8, 4, 4], [KVGroup(8, (0, 1)), KVGroup(8, (2,)), KVGroup(4, (3, 4))]),
+    ],
+    ids=str,
+)
+def test_layers_are_groups_of_as_many_as_the_rarest_kind_has(windows, expected):
+    assert list(kv_groups(windows)) == expected
+
+
+def test_layers_of_two_groups_share_the_memory_of_a_block():
+    groups = kv_groups([8, None])
+    cache = KVCache(num_layers=2, dtype=torch.float32, device="cpu", groups=groups, **SIZES)
+    assert cache.layer(0)[0].data_ptr() == cache.layer(1)[0].data_ptr()
+    assert len(cache.pages) == 2  # keys and values
+
+
+def test_sizes_by_hand():
+    sizes = CacheSizes(2, 8, kv_groups([8, 8, None]), True, 3, ((2, 4), (5,)))
+    assert sizes.windows == (8, 8, None)
+    assert sizes.bytes_per_token(torch.float32) == 3 * 2 * 2 * 8 * 4
+    assert sizes.bytes_per_token(torch.int8) == 3 * 2 * 2 * (8 + 4)
+    assert sizes.bytes_per_block(16, torch.bfloat16) == 16 * 1 * 2 * 2 * 8 * 2  # a place for one layer
+    assert sizes.bytes_per_state == 4 * 3 * (8 + 5)
+
+
+def test_the_memory_is_as_large_as_the_sizes_say():
+    sizes = CacheSizes(2, 8, kv_groups([8, None]), True, 0, ())
+    for dtype in (torch.float32, torch.int8):
+        cache = KVCache.for_model(sizes, num_blocks=5, block_size=4, dtype=dtype, layout="HND")
+        assert sum(pages.nbytes for pages in cache.tensors()) == 5 * sizes.bytes_per_block(4, dtype)
+
+
+def test_a_state_has_a_slot_more_for_the_beginning():
+    states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 4), (5,)))
+    assert [part.shape for part in states.layer(1)] == [(4, 2, 4), (4, 5)]
+    assert len(states.tensors) == 4
+
+
+@pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])
+def test_the_blocks_before_a_window(position, window, expected):
+    cache = KVCache(num_layers=1, dtype=torch.float32, device="cpu", **SIZES)
+    assert cache.num_blocks_before(position, window) == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_becomes_0_and_its_key_nan(bad):
+    k, v = heads(3), heads(3, seed=1)
+    v[1, 0, 5] = bad
+    safe_k, safe_v = finite_values(k, v)
+    assert (safe_k[1, 0].isnan().all(), safe_v[1, 0].any()) == (True, False)
+    assert torch.equal(safe_k[1, 1], k[1, 1])
+    assert torch.equal(safe_v[[0, 2]], v[[0, 2]])
+
+
+def test_8_bits_are_off_by_at_most_half_a_step_of_each_head():
+    numbers = heads(7)
+    steps = numbers.abs().amax(-1, keepdim=True) / 127
+    assert ((loaded(quantized_heads(numbers)) - numbers).abs() <= steps / 2 * 1.001).all()
+
+
+def test_zeros_are_zeros_of_their_shape_and_can_be_written():
+    tensor = zeros((3, 5), torch.float16, torch.device("cpu"))
+    assert (tensor.shape, tensor.dtype, tensor.any().item()) == ((3, 5), torch.float16, False)
+    tensor[2, 4] = 1
+    assert tensor.sum() == 1
+
+
+def test_a_head_in_8_bits_is_integers_and_their_scale():
+    heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
+    quantized = quantized_heads(heads)
+    assert quantized[0, 0, :3].tolist() == [0, 50, -127]
+    assert quantized[0, 0, 3:].clone().view(torch.float32).item() == 2.0
+    assert torch.equal(loaded(quantized[:2]), heads[:2])
+    assert loaded(quantized[2:]).isnan().any()  # which the sequence ends with
+
+
+def test_copied_blocks_hold_what_their_sources_held_before_any_copy():
+    cache = KVCache(num_layers=1, num_blocks=3, block_size=1, num_kv_heads=1, head_dim=1)
+    cache.write(0, torch.arange(3), *(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),) * 2)
+    cache.copy_blocks([(0, 1), (1, 2)])
+    assert cache.layer(0)[0].flatten().tolist() == [1, 1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_unused_cache_takes_no_memory():
+    def anonymous():
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) * 1024
+
+    before = anonymous()
+    cache = KVCache(num_layers=4, num_blocks=1024, block_size=64, num_kv_heads=4, head_dim=64)
+    assert sum(pages.nbytes for layer in range(4) for pages in cache.layer(layer)) == 2**29
+    assert anonymous() - before < 2**24
+    assert cache.layer(3)[1][::100].count_nonzero() == 0

@@ -1,0 +1,104 @@
+"""A plan as the tensors of a step: the example of AttentionMetadata, drafts, forks, placeholders and KV groups, by hand."""
+
+import torch
+
+from nanoinfer import SamplingParams
+from nanoinfer.attention.base import StateUpdate
+from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
+
+CPU = torch.device("cpu")
+
+
+def sequence(tokens, computed=0, table=(), **given):
+    seq = Sequence("r", list(tokens), SamplingParams(), 0, 99, **given)
+    seq.num_computed_tokens, seq.block_table = computed, list(table)
+    return seq
+
+
+def plan_of(*scheduled):
+    return StepPlan(scheduled, rows=rows_of(scheduled))
+
+
+def build(*scheduled, previous=None, **options):
+    return ForwardBatch.build(plan_of(*scheduled), 4, CPU, previous, **options)
+
+
+def example():
+    """The first sequence decodes its 6th token, and the second prefills 3 tokens."""
+    decoding, prompt = sequence([9, 8, 7, 6, 5, 4], computed=5, table=[2, 5]), sequence([1, 2, 3], table=[7])
+    return ScheduledSequence(decoding, 1), ScheduledSequence(prompt, 3)
+
+
+def test_the_example_of_the_metadata():
+    batch = build(*example())
+    attention = batch.attention
+    assert batch.input_ids.tolist() == [4, 1, 2, 3]
+    assert batch.positions.tolist() == [5, 0, 1, 2]
+    assert batch.logits_indices.tolist() == [0, 3]
+    assert attention.query_start_loc.tolist() == attention.query_start_loc_cpu == [0, 1, 4]
+    assert attention.seq_lens.tolist() == attention.seq_lens_cpu == [6, 3]
+    assert attention.block_tables.tolist() == [[2, 5], [7, 0]]
+    assert attention.slot_mapping.tolist() == [21, 28, 29, 30]
+    assert (attention.max_query_len, attention.max_seq_len, attention.num_decodes) == (3, 6, 1)
+
+
+def test_with_single_queries_every_token_of_a_chunk_is_a_sequence_that_ends_with_it():
+    attention = build(*example(), has_single_queries=True).attention
+    assert attention.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert attention.seq_lens.tolist() == attention.seq_lens_cpu == [6, 1, 2, 3]
+    assert attention.block_tables.tolist() == [[2, 5], [7, 0], [7, 0], [7, 0]]
+    assert (attention.max_query_len, attention.num_decodes) == (1, 4)
+
+
+def test_a_draft_is_a_query_of_its_sequence_at_the_next_position():
+    batch = build(ScheduledSequence(sequence([1, 2, 3], computed=2, table=[6, 2]), 1, (30, 31)))
+    assert batch.input_ids.tolist() == [3, 30, 31]
+    assert batch.positions.tolist() == [2, 3, 4]
+    assert batch.logits_indices.tolist() == [0, 1, 2]
+    assert batch.attention.slot_mapping.tolist() == [26, 27, 8]
+    assert batch.attention.seq_lens.tolist() == [3, 4, 5]
+    assert batch.attention.block_tables.tolist() == [[6, 2]] * 3
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_has_its_positions_and_no_row():
+    batch = build(ScheduledSequence(sequence(range(10), computed=4, table=[3, 1, 2]), 4))
+    assert batch.input_ids.tolist() == batch.positions.tolist() == [4, 5, 6, 7]
+    assert batch.attention.slot_mapping.tolist() == [4, 5, 6, 7]
+    assert batch.logits_indices.tolist() == []
+
+
+def test_a_token_that_only_the_device_knows_is_taken_from_the_step_before():
+    known, pending = sequence([5, 6], computed=1, table=[0]), sequence([1, 2, 3], computed=3, table=[1])
+    pending.num_pending_tokens = 1
+    previous = PreviousTokens(torch.tensor([40, 41, -1]), {pending: 1, known: 2})
+    batch = build(ScheduledSequence(known, 1), ScheduledSequence(pending, 1), previous=previous)
+    assert batch.input_ids.tolist() == [6, 41]
+    assert batch.positions.tolist() == [1, 3]
+
+
+def test_a_further_kv_group_has_its_own_blocks_and_slots():
+    seq = sequence(range(6), computed=5, table=[2, 5])
+    seq.more_block_tables = [[-1, 3]]
+    batch = build(ScheduledSequence(seq, 1))
+    [group] = batch.further_groups
+    assert group.block_tables.tolist() == [[-1, 3]]
+    assert (batch.attention.slot_mapping.tolist(), group.slot_mapping.tolist()) == ([5 * 4 + 1], [3 * 4 + 1])
+    assert group.seq_lens is batch.attention.seq_lens
+
+
+def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
+    plain, seq = sequence([1], table=[0]), sequence(range(10), computed=4, table=[0, 1, 2])
+    seq.state_slot, seq.state_writes = 7, {8: 5, 10: 6}
+    batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
+    assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
+
+
+def test_adapters_are_runs_of_packed_tokens():
+    class Mine:
+        digest = "mine"
+
+    mine = Mine()
+    plain, adapted = sequence([1, 2], table=[0]), sequence([3, 4, 5], table=[1], adapter=mine)
+    assert build(ScheduledSequence(plain, 2), ScheduledSequence(adapted, 3)).adapters == ((mine, 2, 5),)

@@ -1,0 +1,110 @@
+"""The executor of this process, without an engine: plans in, tokens and log-probabilities out."""
+
+import pytest
+import torch
+
+from nanoinfer import SamplingParams
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.config import CacheConfig, EngineConfig
+from nanoinfer.engine.build import make_executor, make_runtime
+from nanoinfer.execution import local_executor
+from nanoinfer.execution.executor import Executor
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def model(qwen3_path):
+    return load_model(Checkpoint.open(str(qwen3_path)))
+
+
+@pytest.fixture
+def executor(model):
+    cache = CacheConfig(kv_cache_memory=2**20, block_size=4)
+    config = EngineConfig(attention_backend="reference", enforce_eager=True, cache=cache)
+    return make_executor(make_runtime(model, config), config)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The log-probabilities after each token of the prompt, by the definition of attention."""
+    with torch.inference_mode():
+        hidden = model(torch.tensor(PROMPT), torch.arange(len(PROMPT)), DenseAttention())
+        return model.compute_logits(hidden).log_softmax(-1)
+
+
+def sequence(computed=0, **params):
+    seq = Sequence("r", list(PROMPT), SamplingParams(**{"temperature": 0} | params), 0, 99)
+    seq.num_computed_tokens, seq.block_table = computed, [2, 0, 1]
+    return seq
+
+
+def run(executor, *scheduled, **plan):
+    step = executor.launch(StepPlan(scheduled, rows_of(scheduled), prompt_rows_of(scheduled), **plan), None)
+    return step, executor.collect(step)
+
+
+def test_it_is_an_executor_with_the_sizes_of_its_cache(executor):
+    for name in ("info", "batch_independent", "launch", "collect"):
+        assert hasattr(Executor, name)
+        assert hasattr(executor, name)
+    assert executor.info.block_size == 4
+    assert not executor.batch_independent  # torch's products
+
+
+def test_a_prompt_in_two_chunks_gets_the_likeliest_token(executor, expected):
+    seq = sequence()
+    _, first = run(executor, ScheduledSequence(seq, 4))
+    assert first.sequences == []
+    seq.num_computed_tokens = 4
+    step, second = run(executor, ScheduledSequence(seq, 2))
+    [output] = second.sequences
+    assert (output.sequence, output.token_ids, output.error) == (seq, [expected[-1].argmax().item()], None)
+    assert not step.must_sync
+    assert set(second.seconds) == {"build", "forward", "sample", "trace"}
+
+
+def test_a_draft_is_kept_if_it_is_the_token_that_was_sampled(executor, expected):
+    right = expected[-1].argmax().item()
+    for draft, num_tokens in ((right, 2), ((right + 1) % 90, 1)):
+        seq = sequence()
+        run(executor, ScheduledSequence(seq, 4))
+        seq.num_computed_tokens = 5
+        run(executor, ScheduledSequence(sequence(), 6))  # the same blocks: all of the prompt is in the cache
+        [output] = run(executor, ScheduledSequence(seq, 1, (draft,)))[1].sequences
+        assert len(output.token_ids) == num_tokens
+        assert output.token_ids[0] == right
+
+
+@pytest.mark.parametrize("prompt_logits", [2**22, 1])
+def test_prompt_logprobs_are_the_models_however_many_rows_are_computed_at_a_time(
+    executor, expected, monkeypatch, prompt_logits
+):
+    monkeypatch.setattr(local_executor, "PROMPT_LOGITS", prompt_logits)
+    step, output = run(executor, ScheduledSequence(sequence(prompt_logprobs=1), 6))
+    [found] = output.prompt_logprobs
+    assert (found.position, len(found.logprobs)) == (1, 5)
+    for i, entry in enumerate(found.logprobs):
+        assert entry.ids[0] == PROMPT[i + 1]
+        assert entry.values[0] == pytest.approx(expected[i, PROMPT[i + 1]].item(), abs=1e-4)
+    assert step.must_sync
+
+
+def test_a_beam_search_gets_the_likeliest_ids_and_no_token(executor, expected):
+    step, output = run(executor, ScheduledSequence(sequence(), 6), num_top_logprobs=3)
+    [found] = output.sequences
+    top = expected[-1].topk(3)
+    assert (step.tokens, found.token_ids) == (None, [])
+    assert list(dict.fromkeys(found.logprobs[0].ids)) == top.indices.tolist()
+
+
+def test_logits_that_are_not_finite_are_an_error_of_their_sequence(executor, model, monkeypatch):
+    monkeypatch.setattr(type(model), "compute_logits", lambda self, hidden: torch.full((len(hidden), 90), float("nan")))
+    for plan in ({}, {"num_top_logprobs": 3}):
+        [output] = run(executor, ScheduledSequence(sequence(), 6), **plan)[1].sequences
+        assert output.token_ids == []
+        assert "finite" in output.error

@@ -1,0 +1,96 @@
+"""How many blocks a cache gets, and the longest sequence that they hold, by hand."""
+
+import pytest
+import torch
+
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution import memory
+from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache, size_cache
+from nanoinfer.execution.runtime import plain_runtime
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(qwen3_path):
+    return load_model(Checkpoint.open(str(qwen3_path)))
+
+
+def sized(model, kv_cache_memory, *, max_num_seqs=256, **given):
+    cache = CacheConfig(block_size=8, kv_cache_memory=kv_cache_memory)
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
+    config = EngineConfig(attention_backend="reference", cache=cache, scheduler=scheduler, **given)
+    runtime = plain_runtime(model, config)
+    return size_cache(runtime, config), runtime.bytes_per_block
+
+
+def test_the_cache_has_the_blocks_that_fit_and_a_sequence_all_of_them(model):
+    _, block_bytes = sized(model, 2**20)
+    info, _ = sized(model, 3 * block_bytes + block_bytes // 2)
+    assert (info.num_blocks, info.num_cache_bytes, info.max_model_len) == (3, 3 * block_bytes, 24)
+
+
+def test_no_more_blocks_than_the_running_sequences_can_fill(model):
+    info, _ = sized(model, 2**28, max_num_seqs=2, max_model_len=20)
+    assert (info.num_blocks, info.max_model_len) == (2 * 3, 20)
+
+
+def test_a_length_beyond_the_models_and_a_cache_without_a_block_are_refused(model):
+    limit = model.config.max_position_embeddings
+    with pytest.raises(InvalidValueError, match=f"max_model_len must be <= {limit}, the positions this model knows"):
+        sized(model, 2**20, max_model_len=limit + 1)
+    with pytest.raises(InvalidValueError, match="less than one block of 8 tokens"):
+        sized(model, 100)
+
+
+def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model, caplog):
+    _, block_bytes = sized(model, 2**20)
+    info, _ = sized(model, 2 * block_bytes, max_model_len=30)
+    assert info.max_model_len == 16
+    assert "max_model_len is 16, not 30: the KV cache holds no more; raise kv_cache_memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("free", "lora_bytes", "expected"),
+    [(2**20, 0, 2**19), (2**20, 2**19, 2**18), (2**40, 0, memory.DEFAULT_CPU_MEMORY), (100, 200, 0)],
+)
+def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, expected):
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: free)
+    assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes) == expected
+
+
+def test_more_than_is_free_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 1000)
+    assert memory_for_cache(CPU, 1000, 0.9) == 1000
+    with pytest.raises(InvalidValueError, match="kv_cache_memory is 1000 bytes, but 900 are free on cpu; lower"):
+        memory_for_cache(CPU, 1000, 0.9, lora_bytes=100)
+
+
+def test_this_machine_has_memory():
+    assert 2**26 < available_cpu_memory() < 2**50
+
+
+def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))  # free, total
+    cuda = torch.device("cuda")
+    assert memory_for_cache(cuda, None, 0.9) == 500  # 900 in all, less the 400 that are taken
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=120) == 380
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=800) == 0
+    assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # the argument
+    with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
+        memory_for_cache(cuda, 601, 0.9)
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=120, lora_bytes=80) == 300
+    with pytest.raises(InvalidValueError, match="600 bytes, but 599 are free on cuda"):
+        memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
+
+
+def test_the_cache_never_takes_more_than_is_free():
+    free = available_cpu_memory()
+    assert free > 0
+    assert memory_for_cache(CPU, None, 0.9) <= free
+    assert memory_for_cache(CPU, 1000, 0.9) == 1000
+    with pytest.raises(InvalidValueError, match=r"kv_cache_memory is .* bytes, but .* are free"):
+        memory_for_cache(CPU, 2**60, 0.9)

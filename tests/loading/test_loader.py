@@ -1,0 +1,116 @@
+"""From a checkpoint to a model: devices, dtypes, sizes, and what config.json must not say."""
+
+import json
+
+import pytest
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, UnsupportedError, WeightsError
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load, load_model, on_meta, read_config, resolve_device, resolve_dtype
+from tests.helpers import tiny_models
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Write a checkpoint whose config.json has other values, and open it."""
+
+    def change(**values):
+        path = tiny_models.save("qwen3", tmp_path / "model")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | values))
+        return Checkpoint.open(str(path))
+
+    return change
+
+
+def test_a_model_has_the_weights_of_its_file(qwen3_path):
+    model = load_model(Checkpoint.open(str(qwen3_path)))
+    expected = tiny_models.build("qwen3").state_dict()
+    mine = model.state_dict()
+    name = next(name for name in mine if name.endswith("o_proj.weight"))
+    assert any(torch.equal(mine[name], other) for other in expected.values())
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_a_loaded_engine_config_brings_tokenizer_and_end_ids():
+    loaded = load(EngineConfig(model="tiny-gpt2", device="cpu"))
+    assert loaded.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+    assert loaded.tokenizer is not None
+    assert loaded.eos_token_ids == loaded.checkpoint.eos_token_ids != frozenset()
+
+
+def test_a_tokenizer_of_another_folder_must_be_there(qwen3_path):
+    assert load(EngineConfig(model=str(qwen3_path), device="cpu")).tokenizer is None
+    assert load(EngineConfig(model=str(qwen3_path), tokenizer="tiny-gpt2", device="cpu")).tokenizer is not None
+    with pytest.raises(CheckpointNotFoundError, match="holds no tokenizer files"):
+        load(EngineConfig(model=str(qwen3_path), tokenizer=str(qwen3_path), device="cpu"))
+
+
+def test_on_meta_there_are_shapes_and_no_weights(qwen3_path):
+    model, files = on_meta(Checkpoint.open(str(qwen3_path)))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert len(files) > 10
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"num_attention_heads": 3}, CheckpointError, "must be a multiple of num_key_value_heads, got 3 and 2"),
+        ({"hidden_size": 0}, CheckpointError, "hidden_size in .* must be a number >= 1"),
+        ({"rms_norm_eps": 5.0}, CheckpointError, r"rms_norm_eps in .* must be in 0 \.\. 1, got 5"),
+    ],
+    ids=str,
+)
+def test_a_config_out_of_range_is_refused_with_the_files_name(changed, values, error, message):
+    with pytest.raises(error, match=message):
+        read_config(changed(**values))
+
+
+@pytest.mark.parametrize("values", [{"num_hidden_layers": 10**6}, {"vocab_size": 10**9}], ids=str)
+def test_sizes_that_the_weights_contradict_are_refused_before_a_model_is_built(changed, values):
+    with pytest.raises(WeightsError, match="are both of the same model"):
+        on_meta(changed(**values))
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", ""])
+def test_a_device_that_does_not_exist_is_refused(name):
+    with pytest.raises(InvalidValueError, match="device must be auto, cpu, cuda or cuda:N, got"):
+        resolve_device(name)
+
+
+def test_a_gpu_must_be_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(InvalidValueError, match="device is 'cuda', but torch sees 0 GPUs; use 'cpu'"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "own", "is_fast", "expected"),
+    [
+        ("float16", "float32", True, torch.float16),
+        ("half", "float32", True, torch.float16),
+        ("auto", "float64", True, torch.float32),
+        ("auto", "bfloat16", True, torch.bfloat16),
+        ("auto", "bfloat16", False, torch.float32),  # which this CPU is slow at
+        ("auto", "float16", True, torch.float32),
+    ],
+)
+def test_the_dtype_is_the_one_that_was_chosen_or_the_checkpoints_if_the_cpu_is_fast_at_it(
+    changed, monkeypatch, dtype, own, is_fast, expected
+):
+    monkeypatch.setattr(loader, "cpu_has_fast_bf16", lambda: is_fast)
+    assert resolve_dtype(dtype, changed(dtype=own), CPU) == expected
+
+
+def test_a_dtype_without_a_name_here_is_refused(changed):
+    with pytest.raises(UnsupportedError, match="the checkpoint's dtype is 'float8_e4m3fn'; float64"):
+        resolve_dtype("auto", changed(dtype="float8_e4m3fn"), CPU)
+    with pytest.raises(InvalidValueError, match="dtype must be one of auto, float32"):
+        resolve_dtype("int3", changed(), CPU)

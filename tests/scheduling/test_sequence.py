@@ -1,0 +1,65 @@
+"""A Sequence's counts: prompt, chunk, decode step and recomputation differ in nothing but them."""
+
+import pytest
+
+from nanoinfer import SamplingParams
+from nanoinfer.scheduling.sequence import Sequence
+
+
+def sequence(prompt=(5, 6, 7), index=0, **params):
+    return Sequence("r0", list(prompt), SamplingParams(**params), seed=0, max_num_tokens=19, index=index)
+
+
+def test_a_prompt_a_decode_step_and_a_recomputation_are_the_tokens_that_are_not_in_the_cache():
+    seq = sequence()
+    assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (3, 3, 0)
+    seq.num_computed_tokens = 3
+    seq.token_ids.append(8)
+    assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (4, 1, 1)
+    seq.num_computed_tokens = 0  # preempted
+    assert (seq.num_new_tokens, seq.output_token_ids) == (4, [8])
+
+
+def test_a_token_that_only_the_device_knows_counts_as_a_token_and_not_as_output():
+    seq = sequence()
+    seq.num_computed_tokens, seq.num_pending_tokens = 3, 1
+    assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (4, 1, 0)
+
+
+def test_its_tokens_are_not_the_prompts_list():
+    prompt = [5, 6]
+    seq = sequence(prompt)
+    seq.token_ids.append(7)
+    assert seq.prompt_token_ids == prompt == [5, 6]
+
+
+def test_the_first_answer_has_the_requests_name_and_two_sequences_are_never_equal():
+    assert [sequence(index=i).sequence_id for i in (0, 1)] == ["r0", "r0.1"]
+    assert sequence() != sequence()
+
+
+def test_prompt_rows_are_wanted_by_the_first_answer_and_once():
+    assert not sequence().wants_prompt_rows
+    seq = sequence(prompt_logprobs=0)
+    assert seq.wants_prompt_rows
+    assert not sequence(prompt_logprobs=0, index=1).wants_prompt_rows
+    seq.token_ids.append(8)
+    assert not seq.wants_prompt_rows  # it was preempted after its first token
+
+
+@pytest.mark.parametrize(
+    ("params", "reads"),
+    [
+        ({}, False),
+        ({"top_k": 3, "logit_bias": {1: 2.0}}, False),
+        ({"frequency_penalty": 1.0}, True),
+        ({"no_repeat_ngram_size": 2}, True),
+    ],
+)
+def test_the_next_token_waits_for_this_one_only_if_sampling_reads_the_output(params, reads):
+    assert sequence(**params).sampling_reads_output == reads
+
+
+def test_stop_ids_are_the_models_and_the_requests():
+    seq = Sequence("r", [1], SamplingParams(stop_token_ids=[4]), 0, 9, eos_token_ids=frozenset([2]))
+    assert seq.stop_ids == {2, 4}
