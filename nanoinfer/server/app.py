@@ -27,7 +27,7 @@ from nanoinfer.server.messages import CountTokensRequest, MessagesReply, Message
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
-from nanoinfer.server.pooling import Pooling, TextsRequest
+from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.updates import add_adapters, add_weights
@@ -68,8 +68,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)
     add_page(app, async_llm, settings.served_model_names[0], replays)
-    Generation(async_llm, settings, replays).add_to(app)
-    Pooling(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
+    GenerationEndpoints(async_llm, settings, replays).add_to(app)
+    PoolingEndpoints(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
@@ -80,7 +80,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-class Generation:
+class GenerationEndpoints:
     """The endpoints that generate. Those of /v1/messages and /v1/responses convert their bodies to chat requests."""
 
     def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
