@@ -58,10 +58,10 @@ class ChatSession:
             self.ask(message.strip())
             return
         name, _, argument = message.removeprefix("/").partition(" ")
-        name, argument = ALIASES.get(name, name), argument.strip()
+        argument = argument.strip()
         if name not in COMMANDS:
-            known = [f"/{command}" for command in (*COMMANDS, *ALIASES)]
-            way_out = f"{suggest(f'/{name}', known)} (put a space before a question that begins with /)"
+            found = suggest(f"/{name}", [f"/{command}" for command in COMMANDS])
+            way_out = f"{found} (put a space before a question that begins with /)"
             raise InvalidValueError(f"there is no command /{name}; {way_out}")
         expected, run = COMMANDS[name]
         if not expected.startswith("[") and bool(expected) != bool(argument):
@@ -108,9 +108,7 @@ class ChatSession:
     def print_help(self, _: str = "") -> None:
         """List the commands."""
         for name, (argument, run) in COMMANDS.items():
-            aliases = "".join(f", /{alias}" for alias, meant in ALIASES.items() if meant == name)
-            usage = f"/{name} {argument}".rstrip() + aliases
-            note(f"  {usage:24}{str(run.__doc__).splitlines()[0]}")
+            note(f"  {f'/{name} {argument}':24}{str(run.__doc__).splitlines()[0]}")
         note('  """                     Begin a message of several lines, which ends with """.')
         note("  Ctrl-C                  Stop an answer, or clear the line.")
 
@@ -209,7 +207,6 @@ COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
     "load": ("FILE", ChatSession.load),
     "exit": ("", ChatSession.exit),
 }
-ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
 
 
 def complete(line: str) -> list[str]:
@@ -218,7 +215,7 @@ def complete(line: str) -> list[str]:
         return []
     name, *arguments = line.removeprefix("/").split(" ")
     if not arguments:
-        return [f"/{command} " for command in (*COMMANDS, *ALIASES) if command.startswith(name)]
+        return [f"/{command} " for command in COMMANDS if command.startswith(name)]
     if name == "set" and len(arguments) == 1:
         return [f"{parameter} " for parameter in PARAMETERS if parameter.startswith(arguments[0])]
     return sorted(glob.glob(f"{glob.escape(arguments[-1])}*")) if COMMANDS.get(name, ("",))[0] == "FILE" else []

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat_model import LocalModel
-from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession, Conversation, complete
+from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, Conversation, complete
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
@@ -55,7 +55,7 @@ def test_answers_are_those_of_llm_chat_on_the_conversation(llm, session, capsys)
     second = answer(llm, [user(LILY), {"role": "assistant", "content": first}, user(TOM)])
     assert said(session) == [LILY, first, TOM, second]
     assert capsys.readouterr().out == f"{first}\n{second}\n"
-    session.handle("/reset")
+    session.handle("/clear")
     session.handle(TOM)
     assert said(session) == [TOM, answer(llm, [user(TOM)])]
 
@@ -231,9 +231,9 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(session, message, words):
 
 
 def test_help_lists_every_command(session, capsys):
-    session.handle("/?")
+    session.handle("/help")
     shown = capsys.readouterr()
-    assert [name for name in (*COMMANDS, *ALIASES) if f"/{name}" not in shown.err] == []
+    assert [name for name in COMMANDS if f"/{name}" not in shown.err] == []
     assert max(map(len, shown.err.splitlines())) <= 80
     assert shown.out == ""
 
@@ -276,9 +276,8 @@ def test_only_a_line_that_begins_with_a_slash_is_a_command(session):
         session.handle("/clear")
         session.handle(question)
         assert said(session)[0] == question.strip()
-    for command in ("/exit", "/bye"):
-        with pytest.raises(EOFError):
-            session.handle(command)
+    with pytest.raises(EOFError):
+        session.handle("/exit")
 
 
 def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
