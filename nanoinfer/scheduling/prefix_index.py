@@ -67,7 +67,7 @@ class PrefixIndex:
         self.parts, self.block_size, self._fingerprint = parts, block_size, fingerprint
         self.keys: dict[bytes, bytes] = {}
         self._pack = Struct(f"{block_size}i").pack
-        self._complete = next((part for part in parts if part.window is None), None)
+        self._complete = next(((part, number) for number, part in enumerate(parts) if part.window is None), (None, -1))
 
     # ---- queries
 
@@ -108,10 +108,10 @@ class PrefixIndex:
         Args:
             is_stored: whether an entry is in the store, whose blocks then count as well. None: only memory counts.
         """
-        keys, complete = self.chain(token_ids, cache_salt), self._complete
+        keys, (complete, number) = self.chain(token_ids, cache_salt), self._complete
         if is_stored is not None or complete is None:  # the prefix may continue after a block that is not in memory
             for _, key in self.further(keys, token_ids, len(token_ids) - 1, cache_salt):
-                if complete and key not in complete.ids and not (is_stored and is_stored((key, self.parts.index(complete)))):
+                if complete and key not in complete.ids and not (is_stored and is_stored((key, number))):
                     break
                 keys.append(key)
         elif len(self.parts) == 1:  # the usual case: the only part has all of the keys

@@ -279,7 +279,7 @@ class ResponsesReply(BlockReply):
     @cached_property
     def _given(self) -> protocol.JsonObject:
         """Return the fields of the request that its response repeats."""
-        given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
+        given: dict[str, Any] = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
 

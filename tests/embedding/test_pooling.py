@@ -44,6 +44,7 @@ def largest_difference(found, wanted):
     return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_window", "gemma3_window"])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 def test_embeddings_are_those_of_transformers(tmp_path, family, mode):
@@ -70,6 +71,7 @@ def test_without_modules_json_the_last_row_is_normalised_and_without_normalize_i
         assert max(float(one.norm()) for one in wanted) > 2, "they are not normalised by chance"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_window"])
 def test_an_embedding_has_the_same_bits_in_any_batch_and_after_preemptions(tmp_path, family):

@@ -356,6 +356,7 @@ def compare_logprobs(path, prompt, answer, *, shift=0):
     torch.testing.assert_close(values_of(answer.logprobs)[: len(expected)], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_logprobs_are_transformers_log_softmax(request, family):
     path = request.getfixturevalue(f"{family}_path")

@@ -83,6 +83,7 @@ class Doubling(LogitsProcessor):
         return logits * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 2}, {"kv_cache_memory": 2**17, "block_size": 4, "max_model_len": 60}]
 )

@@ -100,6 +100,7 @@ def test_encode_adds_the_bos_once_and_only_where_the_tokenizer_has_one(tokenizer
     assert with_bos.encode("Once upon a time", add_special_tokens=False) == plain
 
 
+@pytest.mark.slow
 def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
     llm = LLM(bos_path, kv_cache_memory=2**24)
     params = SamplingParams(max_tokens=1)

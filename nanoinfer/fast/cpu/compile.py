@@ -263,9 +263,9 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
     if not isinstance(source, View) or source.step:
         return None
     if node.target is getattr:
-        return () if node.args[1] == "shape" and all(_is_first(user) for user in node.users) else None
+        return () if node.args[1] == "shape" and all(index == 0 for index in _indices(node)) else None
     name = _name(node)
-    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and not all(map(_is_item, node.users))):
+    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and None in _indices(node)):
         return None
     try:
         return _VIEWS[name](source, *node.args[1:], **node.kwargs)
@@ -283,12 +283,10 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _is_item(user: fx.Node) -> bool:
-    return user.target is operator.getitem and isinstance(user.args[1], int)
-
-
-def _is_first(user: fx.Node) -> bool:
-    return user.target is operator.getitem and user.args[1:] == (0,)
+def _indices(node: fx.Node) -> list[int | None]:
+    """Which item of a node each of its users takes. None: something else."""
+    items = [user.args[1] if user.target is operator.getitem else None for user in node.users]
+    return [item if isinstance(item, int) else None for item in items]
 
 
 def _item(source: _Views, index: object) -> _Views | None:

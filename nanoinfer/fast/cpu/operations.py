@@ -62,10 +62,6 @@ class View:
         return math.prod(self.shape)
 
     @property
-    def is_whole(self) -> bool:
-        return self.size == self.buffer.width
-
-    @property
     def end(self) -> int:
         return self.first + max(self.size, self.step * self.shape[0])
 
@@ -255,7 +251,7 @@ def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[B
         ending = [b for b in dict.fromkeys(view.buffer for view in operation.reads) if last_use[b] == i and b in slots]
         ending = [buffer for buffer in ending if buffer not in outputs]
         if out not in slots:
-            reused = [view.buffer for view in operation.overwrites if view.buffer in ending and view.is_whole]
+            reused = [view.buffer for view in operation.overwrites if view.buffer in ending and view.size == view.buffer.width]
             reused = [buffer for buffer in reused if buffer.width == out.width and not buffer.is_attended]
             if reused:
                 slots[out] = slots[reused[0]]

@@ -82,7 +82,8 @@ class SamplerGraphs(Route):
         for start in range(0, size, num_at_a_time):
             rows = slice(start, min(start + num_at_a_time, size))
             if not names:
-                token_ids.append(few_logits.argmax(self._logits[rows]))
+                ids, largest = few_logits.first_largest(self._logits[rows])
+                token_ids.append(torch.where(largest.isfinite(), ids, -1))
                 continue
             inputs: dict[str, Any] = {name: self._columns[name][rows] for name in names}
             u = inputs.pop("u")

@@ -84,12 +84,6 @@ def can_read(logits: Logits) -> bool:
     return not logits.is_cuda
 
 
-def argmax(logits: Logits) -> Ids:
-    """Compute draw.argmax in less time."""
-    token_ids, largest = first_largest(logits)
-    return torch.where(largest.isfinite(), token_ids, -1)
-
-
 def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
     """Compute the argmax and the draw of every row and keep one of them: the same kernels for any values, to be captured.
 
@@ -190,7 +184,7 @@ def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
 def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
     """Return what stages.drop_beyond drops. Bisection finds the largest logit that, with those above, weighs top_p of all.
 
-    Read as integers, the bits of floats have their order once those of negative floats are flipped. 32 halvings find the logit.
+    The bits of floats, read as integers, have the floats' order once those of negative floats are flipped. 32 halvings find it.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -56,6 +56,7 @@ def cache(plain, num_slots=4):
     return StateCache(num_layers=1, num_slots=num_slots, shapes=shapes_of(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):

@@ -162,6 +162,7 @@ def test_integers_of_an_expert_are_its_part_of_the_tensor_of_all(tmp_path):
 KINDS = ("F16", *gguf_files.UNPACK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp_path):
