@@ -13,7 +13,6 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from nanoinfer.arguments import Option, declarations
@@ -25,7 +24,6 @@ from nanoinfer.sampling_params import SamplingParams
 
 # The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
-NEUTRAL = SamplingParams(max_tokens=None)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
 
 
@@ -123,14 +121,8 @@ class ChatSession:
         The value is a Python literal, true, false, none, a text that stands for itself, or default: as the chat began.
         """
         if not assignment:
-            given = self.model.given
-            usual = {name for name in PARAMETERS if getattr(self.params, name) == getattr(NEUTRAL, name)}
-            listed = [name for name in PARAMETERS if (name not in usual if given is None else name in given)]
-            for name in listed:
-                note(f"  {name:28}{getattr(self.params, name)}")
-            rest = ", ".join(name for name in PARAMETERS if name not in listed)
-            state = "Not in use" if given is None else "As the server has them"
-            note(fill(f"{state}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
+            for name in PARAMETERS:
+                note(f"  {name:28}{self._value_of(name)}")
             note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
