@@ -241,7 +241,7 @@ class Conversation:
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
         self.model = model
         self.system = system  # the system message
-        self.messages: list[dict[str, str]] = []  # all questions and answers, in the form of LLM.chat
+        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
         self.num_dropped = 0  # the number of oldest messages that the model no longer reads
 
     def render(self, question: str) -> tuple[Any, int]:

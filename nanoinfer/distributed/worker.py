@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
 from nanoinfer.distributed.sharding import Shards
-from nanoinfer.engine.build import make_adapters, make_executor, make_parts
+from nanoinfer.engine.build import make_adapters, make_executor, make_runtime
 from nanoinfer.errors import NanoinferError, first_line
 from nanoinfer.execution.block_files import store_of
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -65,8 +65,8 @@ def run(
             adapters = make_adapters(model, config, shards)
             if config.cache.prefix_cache_dir is not None:
                 store_of(model, config, shards)  # only rank 0 has the store
-            parts = make_parts(model, config, shards, weights, adapters)
-            executor = make_executor(parts, config)
+            runtime = make_runtime(model, config, shards, weights, adapters)
+            executor = make_executor(runtime, config)
             serve(connection, executor.runner, executor.device)
         except EOFError:
             pass

@@ -56,8 +56,8 @@ Stops = Annotated[
 ]
 
 
-def _form_of_prompt(prompt: object) -> str | None:
-    """Return the tag of the form of a prompt, so that an error is about this form only."""
+def _kind_of_prompt(prompt: object) -> str | None:
+    """Return the tag of a prompt's kind, so that an error is about this kind only."""
     if isinstance(prompt, list):
         first = prompt[0] if prompt else 0
         return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
@@ -70,7 +70,7 @@ Prompt = Annotated[
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists>")],
     Discriminator(
-        _form_of_prompt,
+        _kind_of_prompt,
         custom_error_type="prompt_type",
         custom_error_message="Input should be a string, a list of token ids, or a list of these",
     ),
@@ -83,7 +83,7 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
-    """Return the type of a text or a list of items, whose errors are about the form that was given."""
+    """Return the type of a text or a list of items, whose errors are about the one that was given."""
     items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
 
     def form(content: object) -> str | None:
@@ -395,11 +395,11 @@ def list_of_tools(tool: Any) -> Any:
 def one_of(kind: str, **models: Any) -> Any:
     """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
 
-    def form(value: Any) -> str | None:
+    def tag(value: Any) -> str | None:
         return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
 
-    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
-    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
+    tagged = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
+    return Annotated[tagged, Discriminator(tag), check_type(kind, *models)]
 
 
 def check_type(kind: str, *names: str) -> BeforeValidator:

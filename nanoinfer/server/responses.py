@@ -164,8 +164,8 @@ def to_chat(
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     fields |= {name: getattr(body, name) for name in ("parallel_tool_calls", "chat_template_kwargs")}
     fields["reasoning_effort"] = (body.reasoning or Reasoning()).effort
-    if (form := (body.text or TextConfig()).format) is not None:
-        fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+    if (answer_format := (body.text or TextConfig()).format) is not None:
+        fields["response_format"] = {"type": answer_format.type, "json_schema": {"schema": answer_format.schema_}}
     return protocol.chat_request(body, fields), stored
 
 

@@ -261,7 +261,7 @@ def adapted(qwen3_path):
 
 def test_two_ranks_give_the_tokens_of_one_with_several_adapters_in_a_batch(adapted, adapters):
     split, whole = adapted
-    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # with two slots
+    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # two are active
     expected = with_adapters(whole, requests)
     assert len({str(with_adapters(whole, [one])) for one in (None, *adapters)}) == 4
     assert with_adapters(split, requests) == expected
@@ -317,7 +317,7 @@ def test_an_adapter_that_rank_0_cannot_place_is_placed_by_all_ranks_in_a_later_s
     with_adapters(split, [adapters[2], adapters[0]])
     known = split.engine.inputs.adapters
     layer = list(known.layers.values())[5]
-    monkeypatch.setattr(layer, "put", lambda slot, update: (_ for _ in ()).throw(MemoryError("full")))
+    monkeypatch.setattr(layer, "put", lambda index, update: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         with_adapters(split, requests)
     monkeypatch.undo()

@@ -225,8 +225,8 @@ QUERIES, DOCUMENTS = ["little dog", "a red ball"], ["The dog was happy.", "It wa
 def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_path):
     hf = AutoTokenizer.from_pretrained(reranker_path)
     before, after = (
-        hf.encode(part, add_special_tokens=False)
-        for part in (
+        hf.encode(text, add_special_tokens=False)
+        for text in (
             "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
             'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
             "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",

@@ -1,4 +1,4 @@
-"""From parts to an engine: which parts, adapters and drafts a config asks for."""
+"""From a runtime to an engine: which runtime, adapters and drafts a config asks for."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from nanoinfer.engine.build import make_adapters, make_engine, make_parts, make_proposer
+from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -35,9 +35,9 @@ def test_an_engine_of_a_model_answers(model):
 
 
 def test_an_eager_engine_runs_the_models_file(model):
-    parts = make_parts(model, EngineConfig(cache=CACHE, enforce_eager=True))
-    assert parts.model is model
-    assert (parts.report, parts.routes, parts.is_batch_independent) == (None, (), False)
+    runtime = make_runtime(model, EngineConfig(cache=CACHE, enforce_eager=True))
+    assert runtime.model is model
+    assert (runtime.report, runtime.routes, runtime.is_batch_independent) == (None, (), False)
 
 
 def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(model):

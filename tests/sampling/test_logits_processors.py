@@ -169,7 +169,7 @@ def test_extra_args_that_nobody_reads_are_refused():
         (["nowhere:Target"], InvalidValueError, "No module named 'nowhere'"),
     ],
 )
-def test_what_is_no_class_of_that_form_is_refused(given, error, words):
+def test_what_is_no_class_of_that_interface_is_refused(given, error, words):
     with pytest.raises(error, match=words):
         LLM("no such model", logits_processors=given)
 

@@ -64,7 +64,7 @@ def qwen3(checkpoints):
 def addresses(llm):
     """Where the model's numbers are in memory."""
     weights = llm.engine.executor.runner.weights
-    assert weights._forms, "the model is compiled"
+    assert weights._kernel_weights, "the model is compiled"
     return [tensor.data_ptr() for tensor in weights.tensors()]
 
 

@@ -159,11 +159,11 @@ class _Compiler:
         x = self.views.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         if not isinstance(x, View) or len(x.shape) != 2 or x.buffer.shape is not None:
             return False
-        readers = [reader for reader, view in _readers(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
+        users = [user for user, view in _users(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
         cos, sin = (self._operand(angle, (1, module.num_rotated or x.shape[1])) for angle in node.args[1:])
         if cos is None or sin is None:
             return False
-        out = self.views[node] = x if readers == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
+        out = self.views[node] = x if users == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
 
         def call(slices: Any, scratch: int) -> Any:
             return rotate_call(self._dtype, x.shape, module.norm, *slices, num_rotated=module.num_rotated or 0, step=x.step)
@@ -382,11 +382,11 @@ _VIEWS: dict[str, Callable[..., _Views]] = {
 }
 
 
-def _readers(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
+def _users(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
     """Yield the nodes that read a view or a part of it, with what they read."""
     for user in node.users:
         part = viewed(user, {node: view})
         if part is not None:
-            yield from _readers(user, part)
+            yield from _users(user, part)
         elif isinstance(view, View):
             yield user, view

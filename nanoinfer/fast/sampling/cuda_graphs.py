@@ -94,6 +94,6 @@ class SamplerGraphs(Route):
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
     """Return () if all rows are greedy. Otherwise all inputs, but top_k and top_p only if used, because bisection is slow."""
-    if batch.groups.all_greedy:
+    if batch.row_groups.all_greedy:
         return ()
     return tuple(name for name in _INPUTS if name not in ("top_k", "top_p") or getattr(batch.columns, name) is not None)

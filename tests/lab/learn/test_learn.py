@@ -248,7 +248,7 @@ def test_one_task_from_mistake_to_solution(run):
     book = Workbook.here(NAMES)
     text = book.file("argmax").read_text()
     book.file("argmax").write_text(text.replace("raise NotImplementedError  # your code", "return logits.argmax(-1)"))
-    assert book.state("argmax") == "written"
+    assert book.status("argmax") == "written"
     result = run("check", "argmax")
     assert (result.exit_code, "given     logits [[" in result.output) == (1, True)
     book.file("argmax").write_text(text.replace("raise NotImplementedError  # your code", "return oops"))
@@ -265,7 +265,7 @@ def test_one_task_from_mistake_to_solution(run):
     assert run("check", "argmax").output == "argmax: passed\n"
     assert "largest.isfinite()" in book.file("argmax").read_text()
     book.file("argmax").write_text(book.file("argmax").read_text() + "\n# changed\n")
-    assert book.state("argmax") == "written"
+    assert book.status("argmax") == "written"
 
 
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
