@@ -13,7 +13,6 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from nanoinfer.arguments import Option, declarations
@@ -25,7 +24,6 @@ from nanoinfer.sampling_params import SamplingParams
 
 # The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
-NEUTRAL = SamplingParams(max_tokens=None)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
 
 
@@ -58,10 +56,10 @@ class ChatSession:
             self.ask(message.strip())
             return
         name, _, argument = message.removeprefix("/").partition(" ")
-        name, argument = ALIASES.get(name, name), argument.strip()
+        argument = argument.strip()
         if name not in COMMANDS:
-            known = [f"/{command}" for command in (*COMMANDS, *ALIASES)]
-            way_out = f"{suggest(f'/{name}', known)} (put a space before a question that begins with /)"
+            found = suggest(f"/{name}", [f"/{command}" for command in COMMANDS])
+            way_out = f"{found} (put a space before a question that begins with /)"
             raise InvalidValueError(f"there is no command /{name}; {way_out}")
         expected, run = COMMANDS[name]
         if not expected.startswith("[") and bool(expected) != bool(argument):
@@ -108,9 +106,7 @@ class ChatSession:
     def print_help(self, _: str = "") -> None:
         """List the commands."""
         for name, (argument, run) in COMMANDS.items():
-            aliases = "".join(f", /{alias}" for alias, meant in ALIASES.items() if meant == name)
-            usage = f"/{name} {argument}".rstrip() + aliases
-            note(f"  {usage:24}{str(run.__doc__).splitlines()[0]}")
+            note(f"  {f'/{name} {argument}':24}{str(run.__doc__).splitlines()[0]}")
         note('  """                     Begin a message of several lines, which ends with """.')
         note("  Ctrl-C                  Stop an answer, or clear the line.")
 
@@ -125,14 +121,8 @@ class ChatSession:
         The value is a Python literal, true, false, none, a text that stands for itself, or default: as the chat began.
         """
         if not assignment:
-            given = self.model.given
-            usual = {name for name in PARAMETERS if getattr(self.params, name) == getattr(NEUTRAL, name)}
-            listed = [name for name in PARAMETERS if (name not in usual if given is None else name in given)]
-            for name in listed:
-                note(f"  {name:28}{getattr(self.params, name)}")
-            rest = ", ".join(name for name in PARAMETERS if name not in listed)
-            sent = "Not in use" if given is None else "As the server has them"
-            note(fill(f"{sent}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
+            for name in PARAMETERS:
+                note(f"  {name:28}{self._value_of(name)}")
             note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
@@ -209,7 +199,6 @@ COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
     "load": ("FILE", ChatSession.load),
     "exit": ("", ChatSession.exit),
 }
-ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
 
 
 def complete(line: str) -> list[str]:
@@ -218,7 +207,7 @@ def complete(line: str) -> list[str]:
         return []
     name, *arguments = line.removeprefix("/").split(" ")
     if not arguments:
-        return [f"/{command} " for command in (*COMMANDS, *ALIASES) if command.startswith(name)]
+        return [f"/{command} " for command in COMMANDS if command.startswith(name)]
     if name == "set" and len(arguments) == 1:
         return [f"{parameter} " for parameter in PARAMETERS if parameter.startswith(arguments[0])]
     return sorted(glob.glob(f"{glob.escape(arguments[-1])}*")) if COMMANDS.get(name, ("",))[0] == "FILE" else []

@@ -102,7 +102,7 @@ def _machine(device: torch.device) -> dict[str, str]:
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
-        "system": f"{_release()}, {platform.system()} {platform.release()} {platform.machine()}",
+        "system": platform.platform(),
         "Python": f"{platform.python_version()}, {platform.python_implementation()}",
         "CPU": f"{_cpu()}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
         "CPU threads torch uses": f"{torch.get_num_threads()} of {os.cpu_count()}{quota}",
@@ -122,13 +122,6 @@ def _machine(device: torch.device) -> dict[str, str]:
     secret = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     settings = [name if any(word in name for word in secret) else f"{name}={os.environ[name]}" for name in sorted(names)]
     return found | {"environment": " ".join(settings) or "none of NANOINFER_*, OMP_*, MKL_*, KMP_*, HF_*, CXX"}
-
-
-def _release() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):  # not Linux
-        return platform.platform(terse=True)
 
 
 def _cpu() -> str:

@@ -6,7 +6,6 @@ draws the same in more detail. With --demo the run is one of demos.py, whose mom
 
 import json
 import sys
-from collections.abc import Callable
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.text import Text
 from nanoinfer.cli import options
 from nanoinfer.cli.commands import complete_from, print_error
 from nanoinfer.cli.demos import DEMOS, Demo
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
@@ -37,20 +36,16 @@ def explain(
     demo: Annotated[
         str | None,
         typer.Option(
-            help=f"A prepared run: {', '.join(DEMOS)}. Takes --html, --jsonl and --json, and no other option.",
+            help=f"A prepared run: {', '.join(DEMOS)}. Takes --html and --json, and no other option.",
             autocompletion=complete_from(*DEMOS),
         ),
     ] = None,
     html: Annotated[Path, typer.Option(help="Path of the HTML replay.")] = Path("trace.html"),
-    jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Explain each token: print a table, and write an HTML page that replays the generation."""
-    if html == jsonl:
-        raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
-    for path in (html, jsonl):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidValueError(f"cannot write {path}: there is no such folder; give another path")
+    if not html.absolute().parent.is_dir():
+        raise InvalidValueError(f"cannot write {html}: there is no such folder; give another path")
     recorder = Recorder(stages=True)
     prepared = find_demo(demo, context) if demo is not None else None
     if prepared:
@@ -75,9 +70,8 @@ def explain(
         print(LEGEND)
     remarks = sys.stderr if as_json else sys.stdout
     if tokens:
-        print(_write(recorder.to_html, html, "replays it in a browser, from the disk"), file=remarks)
-    if jsonl:
-        print(_write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them"), file=remarks)
+        recorder.to_html(html)
+        print(f"{html} replays it in a browser, from the disk", file=remarks)
     if prepared:
         print("What to look at:", file=remarks)
         for step, sequence_id, description in prepared.find(recorder):
@@ -93,20 +87,9 @@ def find_demo(name: str, context: typer.Context) -> Demo:
     given = {option.name: option.opts[0] for option in context.command.params if option.name is not None}
     sources = {option: context.get_parameter_source(parameter) for parameter, option in given.items()}
     others = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if refused := [option for option in others if option not in ("--demo", "--html", "--jsonl", "--json")]:
-        raise InvalidValueError(
-            f"--demo is a prepared run and takes --html, --jsonl and --json only; leave out {', '.join(refused)}"
-        )
+    if refused := [option for option in others if option not in ("--demo", "--html", "--json")]:
+        raise InvalidValueError(f"--demo is a prepared run and takes --html and --json only; leave out {', '.join(refused)}")
     return DEMOS[name]
-
-
-def _write(write: Callable[[Path], None], path: Path, what: str) -> str:
-    """Write a file, and return a sentence about it."""
-    try:
-        write(path)
-    except OSError as error:
-        raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
-    return f"{path} {what}"
 
 
 LEGEND = """\

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.cli.options import MaxTokens
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.cli.options import MaxTokens, expand_options
 
 if TYPE_CHECKING:
     from nanoinfer.lab.learn.check import Failure, Task
@@ -88,17 +87,6 @@ def hint(task: TaskName) -> None:
 
 
 @app.command(cls=Command)
-def compare(task: TaskName) -> None:
-    """Print the engine's own version, once yours has passed."""
-    from nanoinfer.lab.learn.track import find
-
-    found, workbook = find(task), _workbook()
-    if workbook.status(task) != "passed":
-        raise InvalidValueError(f"{task} has not passed yet; write it, and call: nanoinfer learn check {task}")
-    print(f"# {found.function.module}, {found.function.qualname}\n{found.function.source}", end="")
-
-
-@app.command(cls=Command)
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
     from nanoinfer.lab.learn.track import find
@@ -111,7 +99,9 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
 
 
 @app.command(cls=Command)
+@expand_options
 def run(
+    *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     max_tokens: MaxTokens = 256,

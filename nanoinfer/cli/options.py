@@ -193,11 +193,8 @@ def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) ->
 
 
 def print_table(table: Table) -> None:
-    """Print a table, on a pipe without spaces at the ends of lines."""
+    """Print a table without spaces at the ends of lines."""
     console = Console()
-    if console.is_terminal:
-        console.print(table)
-        return
     with console.capture() as captured:
         console.print(table)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))

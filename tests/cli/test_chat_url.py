@@ -87,7 +87,7 @@ def test_set_reaches_the_server_and_seeds_go_on(capsys):
     assert sent == [{"seed": 3}, {"seed": 4, "temperature": 1.0, "stop": ["END"]}]
     shown = capsys.readouterr().err
     assert "temperature                 1.0\n" in shown
-    assert "As the server has them: top_k, " in shown
+    assert "top_k                       as the server has it\n" in shown
 
 
 def test_reasoning_is_dim_and_not_sent_again(monkeypatch, capsys):

@@ -170,7 +170,7 @@ def test_figures_fit_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Measurement(name, figures, 0.75) for name in ("A", "B16", "yours")]
+    results = [Measurement(name, figures) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)
     bench._show_latency(results)
     printed = capsys.readouterr().out

@@ -216,7 +216,7 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     assert "(saved 14 messages in" in terminal.type(f"/save {file}")
     messages = json.loads(file.read_text())
     assert messages[0]["content"] == "Tell me a story about Tom"
-    terminal.send("/bye\r")
+    terminal.send("/exit\r")
     code, screen = terminal.wait()
     assert code == 0
     assert "Traceback" not in screen

@@ -76,6 +76,12 @@ def send(page, text):
     page.press("#input", "Enter")
 
 
+def send_again(page):
+    """Send the last message again, unchanged, which replaces its answer."""
+    page.locator(".user .edit").last.click()
+    page.press("#input", "Enter")
+
+
 def finished(page):
     """Wait until nothing runs. Returns the last answer's text, whether a text is in it or in the text box."""
     page.locator("#send:not([hidden])").wait_for()
@@ -127,12 +133,7 @@ def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
         note = page.locator(".assistant .note").last.inner_text()
         assert re.match(rf"{len(expected.token_ids)} tokens · [\d.]+ tokens/s · first after [\d.]+ s · ", note)
         assert note.endswith(f"finish reason: {expected.finish_reason}")
-    page.locator(".assistant .retry").last.click()
-    assert finished(page) == expected.text
-
-    page.reload()
     assert page.locator(".turn .content").all_text_contents() == [message["content"] for message in messages[1:]]
-    assert page.input_value("[name=seed]") == "3"
     send(page, "More")
     assert (
         finished(page) == llm.chat([*messages, {"role": "user", "content": "More"}], params, use_tqdm=False)[0].outputs[0].text
@@ -191,7 +192,7 @@ def test_errors_are_shown_as_sentences(traced, visit):
     assert page.locator(".error:visible").inner_text() == expected.json()["error"]["message"]
     assert page.locator(".copy:visible").count() == 1  # the message's. The answer has no text
     set_parameters(page, top_p="")
-    page.click(".assistant .retry")
+    send_again(page)
     assert finished(page) != ""
     assert page.locator(".error:visible").count() == 0
     answer_with(page, chunk(content="half"), {"error": {"message": "the engine failed"}})
@@ -199,11 +200,11 @@ def test_errors_are_shown_as_sentences(traced, visit):
     assert finished(page) == "half"
     assert page.locator(".error:visible").inner_text() == "the engine failed"
     answer_with(page, chunk(content="half"))
-    page.locator(".assistant .retry").last.click()
+    send_again(page)
     finished(page)
     assert page.locator(".error:visible").inner_text() == "The connection ended before the answer did."
     answer_with(page, status=502)
-    page.locator(".assistant .retry").last.click()
+    send_again(page)
     finished(page)
     assert page.locator(".error:visible").inner_text() == "The server answered with status 502."
 
@@ -216,7 +217,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab(keyed, visit):
     page.press("#key", "Escape")
     finished(page)
     assert "a valid API key is required" in page.locator(".error:visible").inner_text()
-    page.click(".assistant .retry")
+    send_again(page)
     for key, words in (("wrong", "requires an API key"), ("right", "did not accept this key")):
         page.get_by_text(words).wait_for()
         page.fill("#key", key)
@@ -305,7 +306,6 @@ Plain **bold** and _slanted_, `a * b * c` and snake_case_names, 2 * 3 * 4, ~~gon
 |---|---|
 | 1 | `x` |
 
----
 [bad](javascript:alert(1)) ![picture](https://example.org/p.png) <b>no</b>
 ~~~
 unclosed"""
@@ -320,18 +320,15 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
     expected = [
         "<h3>A <em>title</em></h3>Plain <strong>bold</strong> and <em>slanted</em>, <code>a * b * c</code> and ",
         "snake_case_names, 2 * 3 * 4, <del>gone</del> *kept*.\n",
-        '<ol start="1"><li>one\n<ul><li>inner ',
-        '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a></li></ul>',
-        '<pre tabindex="0">x = "# no heading"\n</pre></li><li>two</li></ol><blockquote>quoted\nmore</blockquote>',
+        '\n1. one\n   - inner <a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a>\n',
+        '<pre tabindex="0">   x = "# no heading"\n</pre>2. two\n&gt; quoted\n&gt; more\n',
         '<div class="table" tabindex="0"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>',
-        "</table></div><hr>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
+        "</table></div>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
         '<pre tabindex="0">unclosed</pre>',
     ]
     assert shown.inner_html().replace(' class=""', "") == "".join(expected)
     page.unroute_all()
     for hostile in (
-        "> " * 5000 + "deep",
-        "- " * 5000 + "deep",
         "*" * 5000 + "a",
         "**a " * 5000,
         "x" + "`" * 5000,
@@ -356,7 +353,7 @@ def test_a_sent_message_is_edited(traced, visit):
     page.keyboard.press("Escape")
     assert page.input_value("#input") == "a draft"
     assert page.locator(".turn").count() == 4
-    page.locator(".edit").last.click()
+    page.locator(".user .edit").last.click()
     page.locator(".edit").first.click()
     page.fill("#input", "First, changed")
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -377,14 +374,9 @@ def test_a_base_model_continues_the_text(visit):
         for _ in range(2):
             page.press("#input", "Enter")
             page.locator(".note:has-text('finish reason')").wait_for()
-            before, text = text, text + running.async_llm.llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+            text += running.async_llm.llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
             finished(page)
             assert page.input_value("#input") == text
-        page.click(".retry")
-        finished(page)
-        assert page.input_value("#input") == text != before
-        page.reload()
-        assert page.input_value("#input") == text
         page.click("#new")
         assert page.input_value("#input") == ""
 

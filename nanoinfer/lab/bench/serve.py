@@ -109,48 +109,34 @@ async def _record_all(
     return await asyncio.gather(*map(record, bodies, arrivals))
 
 
-class TimedResponse(asyncio.Protocol):
+class TimedResponse:
     """The bytes that arrived at a connection."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[float, bytes]] = []  # the time of each read, in seconds of perf_counter, and its bytes
         self.error: Exception | None = None  # why nothing more arrived, if it was not the end of the answer
-        self._has_ended = asyncio.Event()
 
     @classmethod
     async def of(cls, client: Client, path: str, body: dict[str, object]) -> "TimedResponse":
         """Post a body on a separate connection, and record until the server closes it."""
-        response, loop = cls(), asyncio.get_running_loop()
+        response = cls()
         try:
-            opening = loop.create_connection(lambda: response, client.host, client.port, ssl=client.tls)
-            transport, _ = await asyncio.wait_for(opening, CONNECT_SECONDS)
+            opening = asyncio.open_connection(client.host, client.port, ssl=client.tls)
+            reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
         except OSError as error:
             response.error = client.no_connection(error)
             return response
         try:
-            transport.write(client.stream_request(path, body))
-            await response._wait(client.timeout)
+            writer.write(client.stream_request(path, body))
+            async with asyncio.timeout(client.timeout) as limit:
+                while data := await reader.read(MAX_READ_BYTES):
+                    response.reads.append((time.perf_counter(), data))
+                    limit.reschedule(client.timeout and asyncio.get_running_loop().time() + client.timeout)
+        except OSError as error:
+            response.error = TimeoutError("timed out") if isinstance(error, TimeoutError) else error
         finally:
-            transport.abort()
+            writer.transport.abort()
         return response
-
-    def data_received(self, data: bytes) -> None:
-        self.reads.append((time.perf_counter(), data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.error = self.error or error
-        self._has_ended.set()
-
-    async def _wait(self, timeout: float | None) -> None:
-        """Wait until the connection is closed, or until nothing has arrived for `timeout` seconds."""
-        while not self._has_ended.is_set():
-            num_reads = len(self.reads)
-            try:
-                await asyncio.wait_for(self._has_ended.wait(), timeout)
-            except TimeoutError:
-                if len(self.reads) == num_reads:
-                    self.error = TimeoutError("timed out")
-                    return
 
     def chunks(self, client: Client, path: str) -> Iterator[tuple[float, dict[str, Any]]]:
         """Parse the answer: (time, chunk). Raises: NanoinferError like Client.stream."""

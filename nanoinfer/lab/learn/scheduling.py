@@ -149,11 +149,11 @@ def _scheduler_cases(name: str) -> Iterator[Case]:
         yield Case(words, partial(_simulate, name, seed))
 
 
-def _scheduler(name: str, version: Version, seed: int, num_blocks: int) -> tuple[Scheduler, random.Random]:
+def _scheduler(name: str, version: Version, seed: int) -> tuple[Scheduler, random.Random]:
     """Return a scheduler with running sequences, some decoding and some prefilling, in blocks of 2."""
     rng = random.Random(seed)
     config = SchedulerConfig(max_num_batched_tokens=16, chunk_size=rng.choice([2, 4, 8]))
-    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(config, BlockManager(num_blocks, 2))
+    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(config, BlockManager(8, 2))
     for number in range(1 + seed // 30):
         seq = _sequence([rng.randrange(9) for _ in range(rng.randint(2, 9))], name=str(number))
         num_computed = rng.choice([len(seq.token_ids) - 1, rng.randrange(len(seq.token_ids))])
@@ -175,41 +175,24 @@ def _described(scheduler: Scheduler) -> str:
     return f"blocks of 2, {scheduler.block_manager.num_free_blocks} free, running: {'; '.join(running)}"
 
 
-def _room_cases() -> Iterator[Case]:
+def _running_cases(name: str) -> Iterator[Case]:
+    """Yield cases of scheduling what already runs, in a pool that is nearly full."""
     for seed in range(150):
-        before, rng = _scheduler("make", print, seed, 8)
-        place, num_new = rng.randrange(len(before.running)), rng.randint(1, 9)
-
-        def observe(version: Version, seed: int = seed, place: int = place, num_new: int = num_new) -> object:
-            scheduler, _ = _scheduler("_make_room", version, seed, 8)
-            selection = _Selection(16)
-            if place:  # the oldest has been scheduled already
-                selection.copies[scheduler.running[0]] = []
-                selection.scheduled.append(ScheduledSequence(scheduler.running[0], 1))
-            scheduler.choose_victim = lambda running, seq: running[-1 - seed % 2] if len(running) > 1 else seq  # type: ignore[method-assign]
-            answer = scheduler._make_room(scheduler.running[place], num_new, selection)
-            names = [[seq.request_id for seq in part] for part in (selection.preempted, scheduler.running, scheduler.waiting)]
-            seen = {"returns": answer, "preempted": names[0], "running": names[1], "waiting": names[2]}
-            return {**seen, "scheduled": [item.sequence.request_id for item in selection.scheduled]}
-
-        yield Case(f"{num_new} new tokens for sequence {place}; {_described(before)}", observe)
-    yield from _scheduler_cases("_make_room")
-
-
-def _running_cases() -> Iterator[Case]:
-    for seed in range(150):
-        before, rng = _scheduler("make", print, seed, 64)
+        before, rng = _scheduler("make", print, seed)
         budget = rng.randint(1, 16)
 
         def observe(version: Version, seed: int = seed, budget: int = budget) -> object:
-            scheduler, _ = _scheduler("_continue_running", version, seed, 64)
+            scheduler, _ = _scheduler(name, version, seed)
+            scheduler.choose_victim = lambda running, seq: running[-1 - seed % 2] if len(running) > 1 else seq  # type: ignore[method-assign]
             selection = _Selection(budget)
             scheduler._continue_running(selection)
+            parts = {"preempted": selection.preempted, "running": scheduler.running, "waiting": scheduler.waiting}
             runs = [(item.sequence.request_id, item.num_new_tokens) for item in selection.scheduled]
-            return {"runs": runs, "budget left": selection.budget}
+            names = {part: [seq.request_id for seq in sequences] for part, sequences in parts.items()}
+            return {"runs": runs, "budget left": selection.budget, **names}
 
         yield Case(f"budget {budget}, chunk grid {before.config.chunk_grid}; {_described(before)}", observe)
-    yield from _scheduler_cases("_continue_running")
+    yield from _scheduler_cases(name)
 
 
 def _chunk_cases() -> Iterator[Case]:
@@ -329,7 +312,7 @@ TASKS = [
             "Ask self.block_manager.can_allocate(seq, num_new_tokens), and preempt one sequence at a time until it says yes.",
             "If the victim is seq itself, there is nothing left to do for it: return False.",
         ),
-        _room_cases,
+        lambda: _running_cases("_make_room"),
     ),
     Task(
         "continue_running",
@@ -344,7 +327,7 @@ TASKS = [
             "One new token always runs. More than one needs that many in the budget.",
             "If a chunk does not fit into the budget, it waits, and so do all younger chunks: set the budget to 0.",
         ),
-        _running_cases,
+        lambda: _running_cases("_continue_running"),
     ),
     Task(
         "start",

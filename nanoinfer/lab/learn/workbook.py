@@ -82,32 +82,19 @@ class Function:
 
     @property
     def imports(self) -> str:
-        """Return lines that import every global name that the function uses, from its module."""
-        module = importlib.import_module(self.module)
-        function = self.parsed
-        used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-        used |= {name.split(".")[0] for name in _quoted_types(function)}
-        origins: dict[str, list[str]] = {}  # module -> names. "": the names are modules
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-                for alias in node.names:
-                    name = alias.asname or alias.name
-                    if name in used:
-                        origins.setdefault(origin, []).append(f"{alias.name} as {alias.asname}" if alias.asname else name)
-                        used.remove(name)
-        if own := sorted(name for name in used if name != self.name and name in vars(module)):
-            origins[self.module] = own
-        lines = [f"import {name}" for name in sorted(origins.pop("", []))]
-        lines += [f"from {origin} import {', '.join(sorted(names))}" for origin, names in sorted(origins.items())]
-        return "\n".join(lines)
-
-
-def _quoted_types(function: ast.FunctionDef) -> Iterator[str]:
-    annotations = [argument.annotation for argument in function.args.args] + [function.returns]
-    for annotation in annotations:
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-            yield from (part.strip() for part in annotation.value.split("|"))
+        """Return lines that import every global name that the function uses, from where it was defined."""
+        names = vars(importlib.import_module(self.module))
+        used = {node.id for node in ast.walk(self.parsed) if isinstance(node, ast.Name)} - {self.name}
+        modules: list[str] = []
+        origins: dict[str, list[str]] = {}  # module -> names
+        for name in sorted(used & names.keys()):
+            value = names[name]
+            if inspect.ismodule(value):
+                modules.append(f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}"))
+            else:
+                is_named = getattr(value, "__name__", None) == name  # otherwise a constant, or imported under another name
+                origins.setdefault(value.__module__ if is_named else self.module, []).append(name)
+        return "\n".join([*modules, *(f"from {origin} import {', '.join(origins[origin])}" for origin in sorted(origins))])
 
 
 class Workbook:
