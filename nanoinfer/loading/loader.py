@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.config import DTYPES, EngineConfig, SpeculativeConfig
 from nanoinfer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -77,6 +77,49 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
         logger.warning("eos_token_id %s is outside the vocabulary and is ignored", shown(outside))
     eos_token_ids -= frozenset(outside)
     return Loaded(checkpoint, model, weights, num_parameters, tokenizer, eos_token_ids)
+
+
+def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
+    """Load the model, or the module of the model itself, that drafts for `target`.
+
+    Raises:
+        InvalidValueError: the model has other ids. The errors of load and _load_drafter are raised as well.
+    """
+    if (name := speculative.model) is None:
+        return _load_drafter(target)
+    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
+    way_out = "choose a draft model of the same family"
+    if theirs != ours:
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+    return draft.model
+
+
+def _load_drafter(target: Loaded) -> Model:
+    """Load the module of a checkpoint that predicts further tokens. It will share the model's embedding and head.
+
+    Raises:
+        UnsupportedError: a family without such a module, or a checkpoint without its weights.
+        WeightsError: weights that do not fit.
+    """
+    model: Any = target.model
+    way_out = "use method 'ngram', or 'draft_model' with a smaller model"
+    if not hasattr(model, "drafter_class"):
+        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {way_out}")
+    weights, rules = open_weights(target.checkpoint), model.drafter_class.weight_rules
+    if not any(name.startswith(rules.prefix) for name in weights):
+        raise UnsupportedError(
+            f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
+            f"leaves them out when it saves a model; take the published checkpoint, or {way_out}"
+        )
+    with torch.device("meta"):
+        drafter = model.drafter_class(model.config)
+    weight = next(model.parameters())
+    load_weights(drafter, weights, rules, weight.dtype, weight.device)
+    loaded: Model = drafter.to(weight.device).eval()
+    return loaded
 
 
 def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
