@@ -6,9 +6,8 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. This file does not know requests or files.
 """
 
-import ctypes
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +17,9 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
+
+if TYPE_CHECKING:
+    from nanoinfer.fast.cpu.lora import KernelAdapters, KernelRows
 
 
 class AdapterRows:
@@ -46,24 +48,6 @@ class AdapterRows:
         self.by_slot = {slot: torch.tensor(indices, device=device) for slot, indices in rows.items()}
         if self.kernels is not None:
             self.kernels.set(slots if rows else [])
-
-
-@runtime_checkable
-class KernelRows(Protocol):
-    """The slots of a step's rows, as kernels read them (fast/cpu/lora.py)."""
-
-    width: int
-
-    @property
-    def arguments(self) -> ctypes.Structure: ...
-    def set(self, slots: list[int]) -> None: ...
-
-
-@runtime_checkable
-class KernelAdapters(Protocol):
-    """The adapters of layers that a single kernel computes (fast/cpu/lora.py)."""
-
-    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None: ...
 
 
 class AdaptedLinear(HookInKernels):
