@@ -5,8 +5,8 @@ In: an EngineConfig. Out: the model as its file in models/ defines it, the token
 
 import dataclasses
 import logging
+import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,14 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
-from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
+from nanoinfer.loading.held_weights import HeldWeights, Origin
 from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanoinfer.distributed.sharding import Shards
     from nanoinfer.loading.formats.gguf import GGUFFile
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Loaded:
     eos_token_ids: frozenset[int]
 
 
-def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
+def load(config: EngineConfig, shards: "Shards | None" = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
     model, weights, num_parameters = load_configured(checkpoint, config, shards)
@@ -122,7 +123,9 @@ def _load_drafter(target: Loaded) -> Model:
     return loaded
 
 
-def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
+def load_configured(
+    checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None
+) -> tuple[Any, HeldWeights, int]:
     """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
@@ -169,16 +172,13 @@ def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | No
     return Tokenizer.load(path)
 
 
-def load_model(
-    checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu", lora: Sequence[tuple[str, float]] = ()
-) -> Any:
+def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
     """Build the checkpoint's model with its weights: the textbook version, which runs on every device.
 
     Args:
         dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
-        lora: adapters to merge into the weights, each with its strength.
     """
-    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), lora=tuple(lora)))[0]
+    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device)))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:
@@ -188,12 +188,11 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
-    stored = WeightFiles(checkpoint.weight_files)
-    files: Weights = stored
+    files: Weights = WeightFiles(checkpoint.weight_files)
     if settings:
         from nanoinfer.loading.formats.packed import open_packed
 
-        files = open_packed(stored, settings, checkpoint.config_path)
+        files = open_packed(files, settings, checkpoint.config_path)
     return divided(files, find_model(checkpoint.config).weight_rules)
 
 
@@ -265,10 +264,11 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
         problems.append(
             f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors"
         )
+    num_elements = sum(math.prod(info.shape) for info in files.values())
     for name in _SIZES:
         size = getattr(config, name, None) or 1
-        if size > files.num_elements:
-            problems.append(f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements")
+        if size > num_elements:
+            problems.append(f"{name} in {path} is {size}, but the weights have only {num_elements} elements")
     if problems:
         raise WeightsError(f"{problems[0]}; are both of the same model?")
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class AdapterRows:
             self.kernels.set(slots if rows else [])
 
 
-class AdaptedLinear(HookInKernels):
+class AdaptedLinear:
     """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
 
     Attributes:

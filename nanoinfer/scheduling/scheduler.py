@@ -264,30 +264,15 @@ class Scheduler:
                 self.waiting.remove(seq)
             self.waiting.extendleft(selection.preempted)
 
-    def _start(self, selection: _Selection, seq: Sequence, num_reserved: int, victim: Sequence | None = None) -> bool:
-        """Start a sequence, which the caller removes from `waiting`. Return False, and preempt none, without room.
-
-        victim: a running sequence that is preempted for it. The caller queues it, because the policy may be iterating over
-        `waiting`. None: no sequence is preempted.
-        """
-        prefix = Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+    def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
+        """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
+        prefix = self._prefix_of(seq)
         num_cached = len(prefix) * self.block_manager.block_size
         num_new = self.next_chunk(seq, num_cached)
-        budget = selection.budget
-        if victim is not None:
-            num_reserved -= self.block_manager.num_freed_blocks(victim, prefix)
-            budget += sum(
-                item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1
-            )
-        if num_new > 1 and budget < num_new:
+        if num_new > 1 and selection.budget < num_new:
             return False
         if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
             return False
-        if victim is not None:
-            self.running.remove(victim)
-            self._stop(victim)
-            selection.drop(victim)
-            selection.budget = budget
         self.running.append(seq)
         seq.status = SequenceStatus.RUNNING
         self.block_manager.start(seq, prefix)
@@ -299,14 +284,33 @@ class Scheduler:
         return True
 
     def _start_instead(self, selection: _Selection, seq: Sequence) -> bool:
-        """Start a sequence in place of the one that to_preempt chooses. Return False, and preempt none, without room."""
+        """Start a sequence in place of the one that to_preempt chooses. Return False, and preempt none, without room.
+
+        The caller queues selection.preempted, because the policy may be iterating over `waiting`.
+        """
         running = [other for other in self.running if other.num_tokens > other.num_tokens_at_start]
         others = [other for other in self.waiting if other is not seq and other.status is SequenceStatus.WAITING]
         if not running or (victim := self.to_preempt(running, [seq, *others])) is None:
             return False
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
+        prefix = self._prefix_of(seq)
+        num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
+        released = [item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1]
         num_reserved = sum(self._num_kept_free(other) for other in self.running if other is not victim)
-        return self._start(selection, seq, num_reserved, victim)
+        num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
+        if num_new > 1 and selection.budget + sum(released) < num_new:
+            return False
+        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
+            return False
+        self.running.remove(victim)
+        self._stop(victim)
+        selection.drop(victim)
+        selection.budget += sum(released)
+        assert self._start(selection, seq, num_reserved), "there is room, as was computed"
+        return True
+
+    def _prefix_of(self, seq: Sequence) -> Prefix:
+        return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, which already have blocks."""

@@ -105,8 +105,8 @@ PLANTED = {
     "scheduling/policies.py": [
         (
             "the oldest of equals is preempted",
-            "max(reversed(running), key=lambda one: one.priority)",
-            "max(running, key=lambda one: one.priority)",
+            "max(reversed(running), key=lambda seq: seq.priority)",
+            "max(running, key=lambda seq: seq.priority)",
         ),
         (
             "the newest of equals starts",

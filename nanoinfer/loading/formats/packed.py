@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
 from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.loading.weights import TensorInfo, Weights
 
 _FLOATS = ("F16", "BF16", "F32")  # of scales
 _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -24,7 +24,7 @@ class PackedWeights(Weights):
 
     parts: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
-    def __init__(self, files: WeightFiles, settings: dict[str, Any], config_path: Path) -> None:
+    def __init__(self, files: Weights, settings: dict[str, Any], config_path: Path) -> None:
         self.files = files
         self._settings = settings
         self._config_path = config_path
@@ -347,7 +347,7 @@ _FORMATS: dict[str, type[PackedWeights]] = {
 }
 
 
-def open_packed(files: WeightFiles, settings: object, config_path: Path) -> Weights:
+def open_packed(files: Weights, settings: object, config_path: Path) -> Weights:
     """Return the tensors of a checkpoint whose config.json has these settings. experts.py reads those of MXFP4."""
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method == "mxfp4":
