@@ -14,7 +14,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl golden sanitize lint notebooks docs gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl coverage golden sanitize lint notebooks docs gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -37,6 +37,13 @@ test-trl: CONSTRAINTS := constraints.txt
 test-trl: .venv-trl/installed-test
 	$(TRL)/python $(PIP_INSTALL) trl==1.16.0
 	$(TRL)/python -m pytest tests/end_to_end/test_examples.py -k trl
+
+# Which lines and branches of nanoinfer/ the tests run, in pytest's own processes. It fails below the floor in pyproject.toml. From
+# Python 3.14 on, branches are measured by sys.monitoring, which takes little time.
+coverage: CONSTRAINTS := constraints.txt
+coverage: .venv/installed-test
+	$(BIN)/python $(PIP_INSTALL) pytest-cov==7.0.0 coverage==7.11.1
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term
 
 # What the scheduler plans and what the models compute, compared with a commit on this machine: 4 minutes. BASE is the commit that
 # tests/golden/plans.txt names, unless it is given:  make golden BASE=HEAD~1

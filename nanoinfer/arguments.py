@@ -166,9 +166,10 @@ def read_fields(instance: Any, described_by: type | None = None) -> None:
 def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass of arguments: its docstring lists them, and one that does not exist is refused by name."""
 
-    def decorate(cls: Any) -> type[T]:
-        types = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
-        cls.__init__.__annotations__ = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in types}
+    def decorate(cls: Any) -> Any:
+        marked = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
+        types = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in marked}
+        cls.__init__.__annotations__ = {name: getattr(one, "__forward_arg__", one) for name, one in types.items()}
         cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)
         wrap = textwrap.TextWrapper(124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
         entries = [wrap.fill(f"{name}: {' '.join(one.sentences)}") for name, one in declarations(cls).items()]

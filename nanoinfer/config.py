@@ -409,7 +409,7 @@ class EngineArgs:
     stages: Annotated["Sequence[Stage] | None",
         Doc("The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.")] = None
     logits_processors: Annotated["Sequence[str | type[LogitsProcessor]] | None", Doc(
-        'Classes of the V1 form of vLLM, or their names "module:Class": subclasses of LogitsProcessor from '
+        'Classes of the V1 interface of vLLM, or their names "module:Class": subclasses of LogitsProcessor from '
         "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.")] = None
     logprobs_mode: Annotated[str,
         Allowed("'raw', 'raw_logprobs', 'raw_logits', 'processed', 'processed_logprobs' or 'processed_logits'"), Doc(

@@ -1,4 +1,4 @@
-"""The forms of a prompt that users write, which engine/inputs.py reads, and vLLM's further arguments of calls with prompts."""
+"""The kinds of prompts that users write, which engine/inputs.py reads, and vLLM's further arguments of calls with prompts."""
 
 from typing import NotRequired, TypedDict
 

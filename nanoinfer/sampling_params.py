@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 else:
     Tensor = object  # typing.get_type_hints needs a value, and this file imports no torch
 
-# (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's form without the prompt ids
+# (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's signature without the prompt ids
 LogitsProcessor = Callable[[list[int], list[int], Tensor], Tensor] | Callable[[list[int], Tensor], Tensor]
 
-_FORMS = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
+_SIGNATURES = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
@@ -160,7 +160,7 @@ class SamplingParams(_CheckedParams):
         Doc("Only these ids can be drawn. At least one.")] = None  # kept as a tuple of ids
     bad_words: Annotated[Sequence[str | Sequence[int]] | None, Option(), Doc(
         "Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output ends with "
-        "the tokens before it. A string applies in every form in which the tokenizer writes it at a word boundary: at the "
+        "the tokens before it. A string applies in every spelling that the tokenizer has for it at a word boundary: at the "
         "start of a text, after a space and after a line break. A list of ids applies as it is."
     )] = None  # kept as a tuple of strings and tuples of ids
     logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
@@ -180,7 +180,7 @@ class SamplingParams(_CheckedParams):
     extra_args: Annotated[Mapping[str, object] | None,
         Doc("A dict for LLM(logits_processors=...) and stages of your own, which decide what it means.")] = None
     structured_outputs: Annotated[StructuredOutputsParams | None, Doc(
-        "The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
+        "The format that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
         "can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It may still be cut "
         "by max_tokens and stop.")] = None
     output_kind: Annotated[RequestOutputKind | Literal["cumulative", "delta", "final_only"], Doc(
@@ -263,7 +263,7 @@ class SamplingParams(_CheckedParams):
         }
 
     @property
-    def needs_state(self) -> bool:
+    def needs_sampling_state(self) -> bool:
         """Whether a stage reads this sequence's history, or a list of ids."""
         has_list = self.allowed_token_ids is not None or self.logit_bias is not None
         return self.has_penalty or has_list or self.no_repeat_ngram_size > 0
@@ -376,7 +376,7 @@ def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
     """The processors, each with three arguments."""
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
-        raise InvalidTypeError(f"logits_processors must be a list of functions {_FORMS}, got {shown(processors)}")
+        raise InvalidTypeError(f"logits_processors must be a list of functions {_SIGNATURES}, got {shown(processors)}")
     return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
 
 
@@ -389,6 +389,6 @@ def _num_arguments(processor: LogitsProcessor) -> int:
         signature.bind(*range(num_arguments))
     except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
         raise InvalidTypeError(
-            f"each of logits_processors must be a function {_FORMS}, got {shown(processor)} ({error}); wrap it in a lambda"
+            f"each of logits_processors must be a function {_SIGNATURES}, got {shown(processor)} ({error}); wrap it in a lambda"
         ) from None
     return num_arguments

@@ -31,7 +31,7 @@ MODELS = [f"models.{name}" for name in ("registry", "layers", "rope", "gpt2", "q
 LOADING = [f"loading.{name}" for name in ("loader", "quantization", "weights")]
 FAST = [f"fast.cpu.{name}" for name in ("attention", "linear", "quantized")]
 FAST += ["fast.fuse", "fast.cuda.compile", "fast.cuda.graphs", "fast.sampling", "structured.mask"]
-EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "local_executor", "parts")]
+EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "local_executor", "runtime")]
 ARITHMETIC = [*ATTENTION, *MODELS, *LOADING, *FAST, *EXECUTION, "sampling", "distributed.split_sampling"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     from tests.helpers import shape_checks

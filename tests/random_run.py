@@ -150,11 +150,11 @@ def cramped_engine(rng, path, settings):
     drafts = {"speculative_config": speculative_config("ngram", path)}
     settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
     probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
-    slot_bytes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_slot
-    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * slot_bytes) // probe.info.num_blocks
+    state_bytes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
+    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * state_bytes) // probe.info.num_blocks
     num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
     for_blocks = num_blocks * block_bytes
-    memory = for_blocks + min(for_blocks, 2 * max_num_seqs * slot_bytes)  # states take at most half of it
+    memory = for_blocks + min(for_blocks, 2 * max_num_seqs * state_bytes)  # states take at most half of it
     return LLM(path, **settings | {"kv_cache_memory": memory}), settings
 
 

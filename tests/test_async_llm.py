@@ -201,8 +201,11 @@ def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
     monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(120) else None)
 
     async def scenario(async_llm):
-        forms = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
-        slow = [asyncio.create_task(final(async_llm, PROMPTS[0], params(structured_outputs=form))) for form in forms]
+        formats = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
+        slow = [
+            asyncio.create_task(final(async_llm, PROMPTS[0], params(structured_outputs=answer_format)))
+            for answer_format in formats
+        ]
         await asyncio.sleep(0.2)
         free = await final(async_llm, PROMPTS[0], params())
         assert not any(task.done() for task in slow)

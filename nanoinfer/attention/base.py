@@ -32,14 +32,15 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...
 
 
-# (state, *rows) -> (outputs, state after the rows). Shapes: parts of a state [num_seqs, ...], rows [num_seqs, num_tokens, ...]
+# (state, *rows) -> (outputs, state after the rows). Shapes: tensors of a state [num_seqs, ...], rows [num_seqs, num_tokens,
+# ...]
 Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
 class Recur(Attend, Protocol):
     """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
 
-    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's parts in one layer.
+    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's tensors in one layer.
     Layers are counted among those of their kind. A state is in fp32, and consists of zeros before the first token.
     """
 
@@ -57,10 +58,10 @@ class Recur(Attend, Protocol):
         ...
 
 
-class StateRows(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the slot of its state before them, and the slots that the step writes.
+class StateUpdate(NamedTuple):
+    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
 
-    writes: number of these tokens -> the slot that gets the state after them, in rising order, up to all of them.
+    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
     """
 
     start: int
@@ -98,7 +99,7 @@ class AttentionMetadata:
     num_decodes: int
     query_start_loc_cpu: list[int]
     seq_lens_cpu: list[int]
-    states: tuple[StateRows, ...] = ()
+    states: tuple[StateUpdate, ...] = ()
 
 
 @runtime_checkable

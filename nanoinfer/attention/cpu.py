@@ -168,13 +168,13 @@ class CPUBackend:
             rows = rows.within(window, cache.block_size)
         k, v = finite_values(k, v)
         num_together = max(SCRATCH_BYTES // (rows.block_tables.shape[1] * 2 * k_pages[0].nbytes), 1)
-        groups = [
+        chunks = [
             paged_decode(
                 q[group], k[group], v[group], k_pages, v_pages, DecodeRows(*(index[group] for index in rows)), window, sinks
             )
             for group in (slice(i, i + num_together) for i in range(0, len(q), num_together))
         ]
-        return torch.cat(groups) if len(groups) > 1 else groups[0]
+        return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks, window: Window, sinks: Sinks

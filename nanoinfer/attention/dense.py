@@ -30,7 +30,7 @@ def with_whole_heads(x: Keys) -> Keys:
 class DenseAttention:
     """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are a single sequence. It stores nothing.
 
-    state_shapes: the shapes of a state's parts, if other layers keep states (Recur in base.py).
+    state_shapes: the shapes of a state's tensors, if other layers keep states (Recur in base.py).
     """
 
     def __init__(self, state_shapes: tuple[tuple[int, ...], ...] = ()) -> None:

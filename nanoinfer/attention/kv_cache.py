@@ -77,7 +77,7 @@ class CacheSizes:
         groups: the layers that have keys and values.
         has_windows: whether some layers have a window or sinks, which a backend must support.
         num_state_layers: the number of layers that keep a state instead (Recur in base.py).
-        state_shapes: the shapes of a state's parts in one layer. (): no layer keeps a state.
+        state_shapes: the shapes of a state's tensors in one layer. (): no layer keeps a state.
     """
 
     num_kv_heads: int
@@ -113,7 +113,7 @@ class CacheSizes:
         return tuple(group.window for group in self.groups)
 
     @property
-    def bytes_per_slot(self) -> int:
+    def bytes_per_state(self) -> int:
         """The bytes of a sequence's state in all layers, in fp32."""
         return 4 * self.num_state_layers * sum(map(math.prod, self.state_shapes))
 
@@ -175,7 +175,9 @@ class KVCache:
         """
         states = None
         if num_layers := sizes.num_state_layers:
-            states = StateCache(num_layers=num_layers, num_slots=num_state_slots, shapes=sizes.state_shapes, device=device)
+            states = StateCache(
+                num_layers=num_layers, num_state_slots=num_state_slots, shapes=sizes.state_shapes, device=device
+            )
         return cls(
             num_layers=sizes.num_layers,
             num_kv_heads=sizes.num_kv_heads,
@@ -233,23 +235,23 @@ class KVCache:
 
 
 class StateCache:
-    """A pool of slots, each of which has the parts of a state in every layer that keeps a state, in fp32."""
+    """A pool of state slots, each of which has the tensors of a state in every layer that keeps a state, in fp32."""
 
     def __init__(
-        self, *, num_layers: int, num_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
+        self, *, num_layers: int, num_state_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
     ) -> None:
-        """shapes: the shapes of a state's parts in one layer."""
+        """shapes: the shapes of a state's tensors in one layer."""
         self._layers = [
-            tuple(zeros((num_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
+            tuple(zeros((num_state_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
             for _ in range(num_layers)
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [part for layer in self._layers for part in layer]
+        return [tensor for layer in self._layers for tensor in layer]
 
     def layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the parts of one layer, each [num_slots + 1, ...]. The last slot is the state before any token."""
+        """Return the tensors of one layer, each [num_state_slots + 1, ...]. The last one's state is that before any token."""
         return self._layers[layer]
 
 

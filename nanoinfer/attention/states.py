@@ -1,10 +1,11 @@
 """The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
 
-In: a step's StateRows, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
+In: a step's StateUpdates, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
 or to which sequence it belongs.
 
-A slot holds a sequence's state in all layers. A step reads the state from a slot and writes it to the same or to another slot,
-so a state that a fork or the prefix cache shares stays as it is. Slot -1 holds zeros, the state before any token.
+A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
+another one, so a state that a fork or the prefix cache shares stays as it is. State slot -1 holds zeros, the state before any
+token.
 """
 
 from functools import cached_property
@@ -21,7 +22,7 @@ from nanoinfer.attention.kv_cache import StateCache
 
 
 class Piece(NamedTuple):
-    """Some packed tokens of one sequence, with the slot from which its state is read and the slot to which it is written."""
+    """Some packed tokens of one sequence, with the state slots from which its state is read and to which it is written."""
 
     start: int
     stop: int
@@ -34,7 +35,7 @@ class AttendWithStates:
 
     Attributes:
         attend: the Attend of the layers with attention.
-        states: the cache whose slots the pieces read and write.
+        states: the cache whose state slots the pieces read and write.
         pieces: the pieces of each sequence, in order.
     """
 
@@ -45,7 +46,8 @@ class AttendWithStates:
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return packed tokens [num_seqs, num_tokens], and the slots [num_seqs] to read and to write, in the pieces' order.
+        """Return packed tokens [num_seqs, num_tokens], and the state slots [num_seqs] to read and to write, in the pieces'
+        order.
 
         The i-th pieces of all sequences are computed together if each has a single token, and otherwise one after the other.
         """
@@ -66,10 +68,10 @@ class AttendWithStates:
 
     @cached_property
     def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
-        """Return the index of each sequence's first piece, and all pieces, with the place of slot -1. For kernels."""
-        num_slots = len(self.states.layer(0)[0])
+        """Return the index of each sequence's first piece, and all pieces, with the place of state slot -1. For kernels."""
+        num_state_slots = len(self.states.layer(0)[0])
         first_pieces = [0, *accumulate(map(len, self.pieces))]
-        pieces = [(piece.start, piece.stop, piece.read % num_slots, piece.write) for piece in chain(*self.pieces)]
+        pieces = [(piece.start, piece.stop, piece.read % num_state_slots, piece.write) for piece in chain(*self.pieces)]
         return torch.tensor(first_pieces), torch.tensor(pieces)
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
@@ -77,11 +79,11 @@ class AttendWithStates:
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Advance the states of the step's sequences. See Recur."""
-        parts, out = self.states.layer(layer), None
+        tensors, out = self.states.layer(layer), None
         for tokens, reads, writes in self._batches:
-            computed, state = advance(tuple(part[reads] for part in parts), *(x[tokens] for x in rows))
-            for part, new in zip(parts, state, strict=True):
-                part[writes] = new
+            computed, state = advance(tuple(tensor[reads] for tensor in tensors), *(x[tokens] for x in rows))
+            for tensor, new in zip(tensors, state, strict=True):
+                tensor[writes] = new
             if out is None:
                 out = computed.new_empty(len(rows[0]), *computed.shape[2:])
             out[tokens] = computed
@@ -92,12 +94,12 @@ class AttendWithStates:
 def _pieces(start: int, stop: int, read: int, writes: dict[int, int], *, is_single: bool) -> list[Piece]:
     """Cut a sequence's tokens after each token whose state is kept, or after every token.
 
-    A piece that ends before such a token writes to that token's slot, which is free until then.
+    A piece that ends before such a token writes to that token's state slot, which is free until then.
     """
     ends = list(range(start + 1, stop + 1)) if is_single else [start + num for num in writes]
     pieces: list[Piece] = []
     for end in ends:
-        write = next(slot for num, slot in writes.items() if start + num >= end)
+        write = next(state_slot for num, state_slot in writes.items() if start + num >= end)
         pieces.append(Piece(pieces[-1].stop if pieces else start, end, read, write))
         read = write
     return pieces

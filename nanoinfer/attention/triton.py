@@ -47,7 +47,7 @@ def _store_kernel(
     k, v, k_pages, v_pages, slots, k_stride, v_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token's keys and values per program, in the form that kv_cache.finite_values returns."""
+    """Copy one token's keys and values per program, as kv_cache.finite_values returns them."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     heads = tl.arange(0, HEADS_PADDED)[:, None]

@@ -1,4 +1,4 @@
-"""Parse an answer in the format of gpt-oss (harmony) into the assistant's message, with the parts of parsing.py.
+"""Parse an answer in the format of gpt-oss (harmony) into the assistant's message, as the deltas of parsing.py.
 
 An answer is a list of messages. Each has a header, which names its channel and perhaps a tool:
 
@@ -88,8 +88,8 @@ class HarmonyParser(ChatParser):
 
     def _say(self, text: str) -> None:
         if text:
-            part = self._part(self._name)
-            setattr(part, self._name, getattr(part, self._name) + self._separator + text)
+            delta = self._delta(self._name)
+            setattr(delta, self._name, getattr(delta, self._name) + self._separator + text)
             self._separator = ""
             self._written.add(self._name)
 

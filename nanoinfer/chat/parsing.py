@@ -62,7 +62,7 @@ class ChatDelta:
         """The fields of OpenAI's "message", for the delta of a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "refusal": None, **self.fields()}
         if self.tool_calls:
-            message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in self.tool_calls]
+            message["tool_calls"] = [{name: item for name, item in call.items() if name != "index"} for call in self.tool_calls]
         return message | {"content": self.content if self.content or not self.tool_calls else None}
 
 
@@ -99,7 +99,7 @@ class ChatParser:
         self._held: list[str] = []  # later text that was not looked at yet, and its length
         self._num_held = 0
         self._is_last = False
-        self._parts: list[ChatDelta] = []
+        self._deltas: list[ChatDelta] = []
         self._whitespace = ""  # the whitespace after the latest content or reasoning, which may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
         self._written: set[str] = set()  # subset of {"content", "reasoning"}
@@ -111,34 +111,34 @@ class ChatParser:
     def push(self, text: str, *, is_last: bool = False) -> ChatDelta:
         """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
         merged = ChatDelta()
-        for part in self.push_parts(text, is_last=is_last):
-            merged.content += part.content
-            merged.reasoning += part.reasoning
-            merged.tool_calls += part.tool_calls
+        for delta in self.push_deltas(text, is_last=is_last):
+            merged.content += delta.content
+            merged.reasoning += delta.reasoning
+            merged.tool_calls += delta.tool_calls
         return merged
 
-    def push_parts(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
-        """Parse like push, and return the parts in the order of the text. Each has reasoning, content or tool calls."""
+    def push_deltas(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
+        """Parse like push, and return the deltas in the order of the text. Each has reasoning, content or tool calls."""
         self._held.append(text)
         self._num_held += len(text)
         self._is_last = is_last
-        self._parts = []
+        self._deltas = []
         if self._waits_for_more():
-            return self._parts
+            return self._deltas
         self._buffer += "".join(self._held)
         self._held, self._num_held = [], 0
         while self._parse_next():
             pass
         if is_last and self._parse_next == self._parse_content and not self._is_after_tag and self._whitespace:
-            self._part("content").content += self._whitespace
-        return self._parts
+            self._delta("content").content += self._whitespace
+        return self._deltas
 
     def _waits_for_more(self) -> bool:
         """Whether a long beginning of a call has grown by less than an eighth. Each search starts at its first character."""
         is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 
-    # ---- the states. Each returns whether another state can continue with the buffer.
+    # ---- the parser's states. Each returns whether another of them can continue with the buffer.
 
     def _parse_start(self) -> bool:
         """Parse a think block, which can only be at the very beginning."""
@@ -250,13 +250,13 @@ class ChatParser:
         text = self._buffer[position : position + len(tag)]
         return text == tag or (tag.startswith(text) and not self._is_last)
 
-    # ---- the parts
+    # ---- the deltas
 
-    def _part(self, name: str) -> ChatDelta:
-        """Return the latest part if it has this field, or add a part."""
-        if not self._parts or not getattr(self._parts[-1], name):
-            self._parts.append(ChatDelta())
-        return self._parts[-1]
+    def _delta(self, name: str) -> ChatDelta:
+        """Return the latest delta if it has this field, or add a delta."""
+        if not self._deltas or not getattr(self._deltas[-1], name):
+            self._deltas.append(ChatDelta())
+        return self._deltas[-1]
 
     def _write(self, name: Literal["content", "reasoning"], text: str) -> None:
         """Add text, and hold back the whitespace at its end."""
@@ -269,8 +269,8 @@ class ChatParser:
             visible = visible.lstrip()
         self._written.add(name)
         self._is_after_tag = False
-        part = self._part(name)
-        setattr(part, name, getattr(part, name) + visible)
+        delta = self._delta(name)
+        setattr(delta, name, getattr(delta, name) + visible)
 
     @property
     def _is_dropped(self) -> bool:
@@ -282,14 +282,14 @@ class ChatParser:
         if not self._is_dropped:
             function = {"name": name, "arguments": ""}
             call_id = f"call_{uuid.uuid4().hex}"
-            self._part("tool_calls").tool_calls.append(
+            self._delta("tool_calls").tool_calls.append(
                 {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
             )
 
     def _add_arguments(self, text: str) -> None:
         if self._is_dropped or not text:
             return
-        calls, index = self._part("tool_calls").tool_calls, self._num_calls - 1
+        calls, index = self._delta("tool_calls").tool_calls, self._num_calls - 1
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += text

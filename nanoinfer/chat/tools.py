@@ -1,6 +1,6 @@
 """Describe tools to the chat template, and write the grammar of required or strict calls.
 
-In: tools as functions or in OpenAI's form, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. Calls have
+In: tools as functions or in OpenAI's format, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. Calls have
 the format of parsing.py.
 """
 

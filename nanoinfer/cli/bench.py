@@ -32,10 +32,7 @@ TPOT, time per output token, of one request: (last token - first token) / (token
 
 ITL, inter-token latency: the times between consecutive tokens of a request, over all requests.
 
-Tokens per second: output tokens divided by the time from the first arrival to the last token, prefill included.
-
-Share of the limit: the least time of the steps, for the bytes they read and the operations they make at the rates measured
-on this machine, divided by the time they took."""
+Tokens per second: output tokens divided by the time from the first arrival to the last token, prefill included."""
 
 WORKLOADS_HELP = """\
 Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out); C prefill (1,023 in, 1 out); D 32 requests of
@@ -263,12 +260,12 @@ def _measure(
 
 
 def _show_throughput(results: list["Measurement"]) -> None:
-    table = options.new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms", "share of the limit")
+    table = options.new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
     for result in results:
         figures = result.figures
         ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
-        table.add_row(result.workload, str(figures.num_requests), *speeds, f"{result.share_of_limit:.0%}")
+        table.add_row(result.workload, str(figures.num_requests), *speeds)
     options.print_table(table)
 
 

@@ -97,8 +97,8 @@ def _converse(session: ChatSession) -> None:
     session.conversation.render("Hello")  # refuses a model without a chat template before the user types
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
-    reader = MessageReader(complete)
-    while (message := reader.read()) is not None:
+    messages = MessageInput(complete)
+    while (message := messages.read()) is not None:
         try:
             session.handle(message)
         except EOFError:  # /exit
@@ -110,7 +110,7 @@ def _converse(session: ChatSession) -> None:
         note("")
 
 
-class MessageReader:
+class MessageInput:
     """Reads messages from the terminal, and keeps them in a history file for the next chat."""
 
     def __init__(self, complete: Callable[[str], list[str]] | None = None) -> None:

@@ -131,8 +131,8 @@ class ChatSession:
             for name in listed:
                 note(f"  {name:28}{getattr(self.params, name)}")
             rest = ", ".join(name for name in PARAMETERS if name not in listed)
-            state = "Not in use" if given is None else "As the server has them"
-            note(fill(f"{state}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
+            sent = "Not in use" if given is None else "As the server has them"
+            note(fill(f"{sent}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
             note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
@@ -252,7 +252,7 @@ class Conversation:
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
         self.model = model
         self.system = system  # the system message
-        self.messages: list[dict[str, str]] = []  # all questions and answers, in the form of LLM.chat
+        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
         self.num_dropped = 0  # the number of oldest messages that the model no longer reads
 
     def render(self, question: str) -> tuple[Any, int]:

@@ -22,7 +22,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.build import make_parts
+from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
@@ -196,12 +196,12 @@ def examine_model(model: str | None) -> dict[str, str]:
     Raises: the errors of loading.
     """
     config = EngineConfig(model=model)
-    parts = make_parts(load(config).model, config)
-    bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
-    if parts.report is None:
+    runtime = make_runtime(load(config).model, config)
+    bits = "the same in any batch" if runtime.is_batch_independent else "may depend on the batch"
+    if runtime.report is None:
         return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}
-    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in parts.report.compiled.items()}
-    left = {path or "the model": f"runs as it is: {why}" for path, why in parts.report.left.items()}
+    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in runtime.report.compiled.items()}
+    left = {path or "the model": f"runs as it is: {why}" for path, why in runtime.report.left.items()}
     return compiled | left | {"a row's bits": bits}
 
 

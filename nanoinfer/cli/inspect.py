@@ -96,7 +96,7 @@ def examine(
             sizes = CacheSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
             if found.num_weight_bytes is not None:
-                num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_slot
+                num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state
                 found.num_bytes = found.num_weight_bytes + num_users * num_bytes_per_user
     return found
 

@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them.")]
-STATES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
+STATUSES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
 
 
 @app.callback()
@@ -41,9 +41,9 @@ def learn(context: typer.Context) -> None:
 
     workbook = _workbook()
     for task in TRACK:
-        state = STATES[workbook.state(task.name)]
-        print(f"{workbook.file(task.name).name:<26}{state:<22}{task.about.split(chr(10))[0]}".rstrip())
-    num_passed = sum(workbook.state(task.name) == "passed" for task in TRACK)
+        status = STATUSES[workbook.status(task.name)]
+        print(f"{workbook.file(task.name).name:<26}{status:<22}{task.about.split(chr(10))[0]}".rstrip())
+    num_passed = sum(workbook.status(task.name) == "passed" for task in TRACK)
     print(f"\n{num_passed} of {len(TRACK)} passed. Next: nanoinfer learn check TASK, or nanoinfer learn hint TASK.")
 
 
@@ -93,7 +93,7 @@ def compare(task: TaskName) -> None:
     from nanoinfer.lab.learn.track import find
 
     found, workbook = find(task), _workbook()
-    if workbook.state(task) != "passed":
+    if workbook.status(task) != "passed":
         raise InvalidValueError(f"{task} has not passed yet; write it, and call: nanoinfer learn check {task}")
     print(f"# {found.function.module}, {found.function.qualname}\n{found.function.source}", end="")
 
@@ -122,7 +122,7 @@ def run(
     from nanoinfer.llm import LLM
 
     workbook = _workbook()
-    passed = [task for task in TRACK if workbook.state(task.name) == "passed"]
+    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
     versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
     with installed(versions) as calls:
         llm = LLM(enforce_eager=True, attention_backend="reference", kv_cache_memory=2**24)

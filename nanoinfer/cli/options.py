@@ -229,7 +229,7 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
     names += [marker.short_name] if marker and marker.short_name else []
     is_list = declared.text_type is not None and get_origin(declared.text_type) is list
     more = " May be given several times." if is_list else " Also as 512M or 1.5G." if option.name in SIZES else ""
-    return typer.Option(
+    info: OptionInfo = typer.Option(
         *names,
         help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{more}",
         autocompletion=complete_from(*words) if words else None,
@@ -237,6 +237,7 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
         parser=parse_size if option.name in SIZES else None,
         metavar="SIZE" if option.name in SIZES else "JSON" if declared.text_type is dict else None,
     )
+    return info
 
 
 @contextmanager

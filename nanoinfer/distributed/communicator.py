@@ -145,5 +145,5 @@ class SharedMemory:
         while not self._await_all(self._address, self._size, self._number, _PATIENCE):
             self._check_others()
         start = self._size * _LINE + (self._number & 1) * self._size * CAPACITY
-        slots = torch.frombuffer(self._pages, dtype=x.dtype, offset=start, count=self._size * CAPACITY // x.itemsize)
-        return slots.view(self._size, -1)[:, : x.numel()].view(self._size, *x.shape)
+        buffers = torch.frombuffer(self._pages, dtype=x.dtype, offset=start, count=self._size * CAPACITY // x.itemsize)
+        return buffers.view(self._size, -1)[:, : x.numel()].view(self._size, *x.shape)

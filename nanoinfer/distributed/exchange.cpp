@@ -1,8 +1,8 @@
 // An all-gather of bytes among processes of this machine, through shared memory. communicator.py calls it.
 //
 //     flags      the number of exchanges that each rank has published, each in a cache line of its own
-//     slots      two per rank, used alternately. A rank publishes exchange n + 1 when it has read all of exchange n, so no
-//                rank reads a slot any more when exchange n + 2 overwrites it
+//     buffers    two per rank, used alternately. A rank publishes exchange n + 1 when it has read all of exchange n, so no
+//                rank reads a buffer any more when exchange n + 2 overwrites it
 //
 // A rank that waits spins at first, because the others are usually microseconds behind, and then yields its core.
 
@@ -29,8 +29,8 @@ void pause_briefly() {
 // Publish `num_bytes` of `source` as exchange `number`, which counts from 1.
 extern "C" void publish(char* shared, int rank, int size, int64_t capacity, int64_t number, const char* source,
                         int64_t num_bytes) {
-    char* slot = shared + size * LINE + ((number & 1) * size + rank) * capacity;
-    std::memcpy(slot, source, num_bytes);
+    char* buffer = shared + size * LINE + ((number & 1) * size + rank) * capacity;
+    std::memcpy(buffer, source, num_bytes);
     reinterpret_cast<std::atomic<int64_t>*>(shared + rank * LINE)->store(number, std::memory_order_release);
 }
 

@@ -47,7 +47,16 @@ def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     is_under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) if is_under_torchrun else 0
     devices = _devices(config, local_rank, 1 if is_under_torchrun else config.tensor_parallel_size)
-    return _join(config, devices[0]) if is_under_torchrun else _spawn(config, devices)
+    workers, store, settings, memory = _join(config, devices[0]) if is_under_torchrun else _spawn(config, devices)
+    size, device = config.tensor_parallel_size, torch.device(devices[0])
+    with workers.watched():
+        workers.send(settings)
+        workers.wait_until_ready()
+        communicator = ProcessGroupCommunicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
+        if memory is not None:
+            communicator.share_memory(memory, workers.check)
+            os.close(memory)
+    return replace(config, device=devices[0]), LeadingShards(communicator, workers)
 
 
 def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
@@ -67,8 +76,8 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
     return [f"cuda:{index}" for index in range(first, first + num)]
 
 
-def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, LeadingShards]:
-    """Start ranks 1, 2 and so on as child processes."""
+def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Store, Settings, int | None]:
+    """Start ranks 1, 2 and so on as child processes. The last result is the memory that they share, if there is any."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     settings = _settings(config, devices[0], store.port)
     memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
@@ -88,16 +97,10 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, Lead
         )
         theirs.close()
         connections.append(ours)
-    workers = Workers(connections, processes)
-    config, shards = _connect(config, workers, store, settings)
-    if memory is not None:
-        with workers.watched():
-            shards.communicator.share_memory(memory, workers.check)
-        os.close(memory)
-    return config, shards
+    return Workers(connections, processes), store, settings, memory
 
 
-def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShards]:
+def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Settings, None]:
     """Join torchrun's ranks. Rank 0 listens at an address that it writes to the store. Other ranks exit with status 0."""
     global _has_joined
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -131,8 +134,7 @@ def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShard
             with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:  # TCP sends small messages at once
                 duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connections[connection.recv()] = connection
-    workers = Workers([connections[rank] for rank in range(1, size)], [])
-    return _connect(config, workers, store, settings)
+    return Workers([connections[rank] for rank in range(1, size)], []), store, settings, None
 
 
 def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Settings:
@@ -161,17 +163,3 @@ def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Setting
         cache=replace(config.cache, block_manager_cls=None),
     )
     return Settings(of_workers, store_port, torch.get_num_threads(), torch.get_float32_matmul_precision())
-
-
-def _connect(
-    config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings
-) -> tuple[EngineConfig, LeadingShards]:
-    """Send the workers their settings, and join the collectives when all workers have started."""
-    device = settings.config.device
-    with workers.watched():
-        workers.send(settings)
-        workers.wait_until_ready()
-        communicator = ProcessGroupCommunicator(
-            store, 0, settings.config.tensor_parallel_size, torch.device(device), is_one_machine=settings.store_port > 0
-        )
-    return replace(config, device=device), LeadingShards(communicator, workers)

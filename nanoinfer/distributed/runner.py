@@ -29,7 +29,7 @@ from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.system.transfer import on_device
@@ -164,13 +164,13 @@ class LeadingShards(Shards):
         self.communicator: ProcessGroupCommunicator = communicator
         self.workers = workers
 
-    def connect(self, parts: Parts) -> Parts:
-        routes = parts.routes
+    def connect(self, runtime: Runtime) -> Runtime:
+        routes = runtime.routes
         if routes:  # not with enforce_eager
-            model: Any = parts.model
+            model: Any = runtime.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
         wrap = partial(LeadingRunner, workers=self.workers)
-        return replace(super().connect(parts), routes=routes, wrappers=(*parts.wrappers, wrap))
+        return replace(super().connect(runtime), routes=routes, wrappers=(*runtime.wrappers, wrap))
 
 
 class LeadingRunner(RunnerWrapper):
@@ -208,7 +208,7 @@ class SplitSampling(Route):
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
         if not rows.is_raw:
             return None
-        few = SamplingBatch(columns=batch.columns, groups=batch.groups, u=batch.u)
+        few = SamplingBatch(columns=batch.columns, row_groups=batch.row_groups, u=batch.u)
         with self.workers.together(SAMPLE, pack(few)):
             return split_sampling.sample(rows.hidden, few, self.head)
 

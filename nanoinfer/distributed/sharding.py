@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
@@ -127,17 +127,17 @@ class Shards:
         """Build this rank's model on the meta device, and select from the whole model's Weights those that fill it."""
         self.whole = model
         config, rank, size = model.config, self.rank, self.size
-        parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
-        parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
-        local = {name: part.stop - part.start for name, part in parts.items()}
+        slices = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
+        slices["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
+        local = {name: part.stop - part.start for name, part in slices.items()}
         local["num_attention_heads"] = config.num_attention_heads // size
         if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has no such field
             local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
         with torch.device("meta"):
             shard = type(model)(dataclasses.replace(config, **local))
-        return shard, self.part_of(weights, type(model), config)
+        return shard, self.shard_of(weights, type(model), config)
 
-    def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
+    def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
         """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
 
@@ -149,17 +149,20 @@ class Shards:
         """Return the smallest of the ranks' numbers."""
         return self.communicator.minimum(number)
 
-    def part_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
+    def shard_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """Return this rank's part of an adapter's update of a layer: A's columns for a row layer, otherwise B's rows."""
         if (split := split_of(type(self.whole), layer)) is None:
             return update
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
-        parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
-        part = torch.cat([whole[:, kept] if axis else whole[kept] for kept in parts], dim=axis)  # a copy, not to keep the whole
+        slices = slices_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
+        part = torch.cat(
+            [whole[:, kept] if axis else whole[kept] for kept in slices], dim=axis
+        )  # a copy, not to keep the whole
         return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:
-        """Replace those layers of a rank's loaded model that compute a part of a result by modules that join the parts.
+        """Replace those layers of a rank's loaded model that compute a part of a result by modules that join the ranks'
+        results.
 
         The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, but the rank's
         number of heads, which are those of its KV cache.
@@ -188,9 +191,9 @@ class Shards:
 
         replace_in(model, "")
 
-    def connect(self, parts: Parts) -> Parts:
-        """Make this rank's parts agree with the others: a promise holds only if every rank can keep it."""
-        return dataclasses.replace(parts, is_batch_independent=bool(self.minimum(parts.is_batch_independent)))
+    def connect(self, runtime: Runtime) -> Runtime:
+        """Make this rank's runtime agree with the others: a promise holds only if every rank can keep it."""
+        return dataclasses.replace(runtime, is_batch_independent=bool(self.minimum(runtime.is_batch_independent)))
 
 
 def split_of(model_class: type[nn.Module], layer: str) -> Split | None:
@@ -208,8 +211,8 @@ def _even(total: int, rank: int, size: int) -> slice:
     return slice(rank * total // size, (rank + 1) * total // size)
 
 
-def parts_of(split: Split, total: int, config: Any, rank: int, size: int) -> list[slice]:
-    """Return a rank's parts of an axis of `total` numbers. config: the whole model's."""
+def slices_of(split: Split, total: int, config: Any, rank: int, size: int) -> list[slice]:
+    """Return a rank's slices of an axis of `total` numbers. config: the whole model's."""
     if split == "vocabulary":
         return [_vocabulary(total, rank, size)]
     if split == "qkv":
@@ -231,29 +234,29 @@ class ShardedWeights(Weights):
 
     def _info(self, name: str) -> TensorInfo:
         info = self._base[name]
-        axis, parts = self._parts(name)
-        if parts is None:
+        axis, slices = self._slices(name)
+        if slices is None:
             return info
         shape = list(info.shape)
-        shape[axis] = sum(part.stop - part.start for part in parts)
-        is_view = info.is_mapped and axis == 0 and len(parts) == 1
+        shape[axis] = sum(part.stop - part.start for part in slices)
+        is_view = info.is_mapped and axis == 0 and len(slices) == 1
         return TensorInfo(tuple(shape), info.dtype, is_mapped=is_view)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        axis, parts = self._parts(name)
-        if parts is None:
+        axis, slices = self._slices(name)
+        if slices is None:
             weight = self._base.read(name, rows)
             return torch.zeros_like(weight) if self._is_added_elsewhere(name) else weight
         if axis == 1:
             weight = self._base.read(name, rows)
-            copy = torch.cat([weight[:, part] for part in parts], dim=1)
+            copy = torch.cat([weight[:, part] for part in slices], dim=1)
             if self._base[name].is_mapped:
                 release_pages(weight)  # every page has some of these columns, which have now been read
             return copy
-        if len(parts) > 1:
-            return torch.cat([self._base.read(name, part) for part in parts])[rows]
-        start, stop, _ = rows.indices(parts[0].stop - parts[0].start)
-        return self._base.read(name, slice(parts[0].start + start, parts[0].start + stop))
+        if len(slices) > 1:
+            return torch.cat([self._base.read(name, part) for part in slices])[rows]
+        start, stop, _ = rows.indices(slices[0].stop - slices[0].start)
+        return self._base.read(name, slice(slices[0].start + start, slices[0].start + stop))
 
     def _split_of(self, name: str) -> Split | None:
         layer, _, leaf = name.removeprefix(self._rules.prefix).rpartition(".")
@@ -263,15 +266,15 @@ class ShardedWeights(Weights):
         """Whether a tensor is a bias that rank 0 alone adds to the sum."""
         return self._rank > 0 and self._split_of(name) == "row" and name.endswith(".bias")
 
-    def _parts(self, name: str) -> tuple[int, list[slice] | None]:
-        """Return the axis along which a tensor is split, and this rank's parts of it. None: the rank has all of it."""
+    def _slices(self, name: str) -> tuple[int, list[slice] | None]:
+        """Return the axis along which a tensor is split, and this rank's slices of it. None: the rank has all of it."""
         split, shape = self._split_of(name), self._base[name].shape
         if split is None or (split == "row" and len(shape) == 1):
             return 0, None
         axis = 1 if split == "row" else 0
         if len(shape) > 1 and name.endswith(self._rules.transpose):
             axis = 1 - axis
-        return axis, parts_of(split, shape[axis], self._config, self._rank, self._size)
+        return axis, slices_of(split, shape[axis], self._config, self._rank, self._size)
 
 
 # ---- modules with the arguments and results of the whole module, and a rank's part of its weight. All ranks make the same
@@ -318,8 +321,8 @@ class VocabularyHead(Untraced):
     def forward(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
-        parts = self.communicator.all_gather(self.local(hidden))
-        return torch.cat(list(parts), dim=1)[:, : self.vocab_size]
+        logits = self.communicator.all_gather(self.local(hidden))
+        return torch.cat(list(logits), dim=1)[:, : self.vocab_size]
 
     def local(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows padded"]:
         """Return the logits of this rank's ids, padded with -inf to the same number on every rank."""

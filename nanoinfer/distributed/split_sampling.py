@@ -50,10 +50,10 @@ def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communica
 
     Args:
         logits: the logits of the ids from rank * local_vocab on, in fp32. Columns beyond the vocabulary hold -inf.
-        batch: the batch of all rows, equal on every rank. Its columns, groups and u are read.
+        batch: the batch of all rows, equal on every rank. Its columns, row_groups and u are read.
         vocab_size: the number of ids of the model, at most size * local_vocab.
     """
-    groups = batch.groups
+    groups = batch.row_groups
     num_candidates = max(
         batch.columns.max_top_k + few_logits.TIE_MARGIN if groups.top_k_rows else 0,
         few_logits.NUM_TRIED if groups.top_p_rows else 0,
@@ -101,7 +101,7 @@ def _gather_largest(
         The argmax (the lowest id of equal maxima) and the maximum of every full row, then the candidates of each rank and their
         ids, first for the rows with top_k and then for those with only top_p.
     """
-    rows = batch.groups.top_k_rows + batch.groups.top_p_rows
+    rows = batch.row_groups.top_k_rows + batch.row_groups.top_p_rows
     argmax, largest = few_logits.first_largest(logits)
     candidates, ids = few_logits.largest_columns(logits[_index(rows, logits)], num_candidates)
     words = torch.cat([part.flatten().view(torch.int32) for part in (largest, argmax.int(), candidates, ids.int())])

@@ -9,8 +9,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
 from nanoinfer.distributed.sharding import Shards
-from nanoinfer.engine.build import make_adapters, make_executor, make_parts
+from nanoinfer.engine.build import make_adapters, make_executor, make_runtime
 from nanoinfer.errors import NanoinferError, first_line
 from nanoinfer.execution.block_files import store_of
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -48,32 +48,26 @@ def run(
     shared_memory: int | None = None,
 ) -> None:
     """Work until rank 0 closes the connection. shared_memory: an inherited file descriptor. None: there is none."""
-    with _failure_reported(connection):
-        settings: Settings = connection.recv()
-        torch.set_num_threads(settings.num_threads)
-        torch.set_float32_matmul_precision(settings.matmul_precision)
-        logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
-        config = replace(settings.config, device=device)
-        connection.send((READY, ""))
-        store, size, is_one_machine = open_store(settings), config.tensor_parallel_size, settings.store_port > 0
-        communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
-        if shared_memory is not None:
-            communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
-        shards = Shards(communicator)
-        model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
-        adapters = make_adapters(model, config, shards)
-        if config.cache.prefix_cache_dir is not None:
-            store_of(model, config, shards)  # only rank 0 has the store
-        parts = make_parts(model, config, shards, weights, adapters)
-        executor = make_executor(parts, config)
-        serve(connection, executor.runner, executor.device)
-
-
-@contextmanager
-def _failure_reported(connection: Connection) -> Iterator[None]:
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
-            yield
+            settings: Settings = connection.recv()
+            torch.set_num_threads(settings.num_threads)
+            torch.set_float32_matmul_precision(settings.matmul_precision)
+            logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
+            config = replace(settings.config, device=device)
+            connection.send((READY, ""))
+            store, size, is_one_machine = open_store(settings), config.tensor_parallel_size, settings.store_port > 0
+            communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
+            if shared_memory is not None:
+                communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
+            shards = Shards(communicator)
+            model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
+            adapters = make_adapters(model, config, shards)
+            if config.cache.prefix_cache_dir is not None:
+                store_of(model, config, shards)  # only rank 0 has the store
+            runtime = make_runtime(model, config, shards, weights, adapters)
+            executor = make_executor(runtime, config)
+            serve(connection, executor.runner, executor.device)
         except EOFError:
             pass
         except RankLostError as error:

@@ -295,7 +295,7 @@ class Pooler:
                 "modules.json has no Pooling; use one of these, or embed()"
             )
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        before, after = (self._tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _AFTER))
+        before, after = (self._tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _AFTER))
         ids = self._framed(text, before, after, self._most_tokens(params))
         prompt = {"prompt": _BEFORE + text + _AFTER, "prompt_token_ids": ids}
         return reading.prepare(self._inputs, prompt, _ScoreReader(answer_ids), self._max_model_len, **options)
@@ -367,13 +367,13 @@ class _EmbeddingReader:
         self._vector = torch.empty(0)
         self._num_tokens = 0
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         if self._pooling.mode == "lasttoken":
-            self._vector = hidden[part.stop - 1].float().clone()
+            self._vector = hidden[chunk.stop - 1].float().clone()
             return
-        rows = hidden[part.start : part.stop].float().sum(0)
-        self._vector = self._vector + rows if part.position else rows
-        self._num_tokens = part.position + part.stop - part.start
+        rows = hidden[chunk.start : chunk.stop].float().sum(0)
+        self._vector = self._vector + rows if chunk.position else rows
+        self._num_tokens = chunk.position + chunk.stop - chunk.start
 
     @property
     def embedding(self) -> Tensor:
@@ -391,6 +391,6 @@ class _ScoreReader:
     def __init__(self, answer_ids: tuple[int, int]) -> None:
         self._answer_ids = list(answer_ids)
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         if row is not None:
             self.score = ends.logits[row, self._answer_ids].softmax(-1)[1]

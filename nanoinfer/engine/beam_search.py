@@ -37,21 +37,21 @@ class BeamSearch:
         engine.check_accepting()
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # the blocks that other requests leave free
-        self._groups = []
+        self._searches = []
         sampling_params = SamplingParams(detokenize=False)
         for index, prompt in enumerate(as_list(prompts)):
             with with_prompt_index(index):
                 prepared = engine.inputs.prepare(prompt, sampling_params)
-                group = _Group(engine, prepared, params, f"beam{index}")
-                if group.error is None and group.most_blocks > self._capacity:
+                search = _PromptSearch(engine, prepared, params, f"beam{index}")
+                if search.error is None and search.most_blocks > self._capacity:
                     raise NanoinferError(
-                        f"{group.width} beams of this prompt may need {group.most_blocks} blocks of the KV cache, and "
+                        f"{search.width} beams of this prompt may need {search.most_blocks} blocks of the KV cache, and "
                         f"{self._capacity} are free; lower beam_width or max_tokens, raise kv_cache_memory, or wait for other "
                         "requests"
                     )
-                self._groups.append(group)
-        self._waiting = deque(group for group in self._groups if group.error is None)
-        self._running: list[_Group] = []
+                self._searches.append(search)
+        self._waiting = deque(search for search in self._searches if search.error is None)
+        self._running: list[_PromptSearch] = []
 
     def run(self) -> list[BeamSearchOutput]:
         """Search, and return the outputs in the order of the prompts. It waits while another thread runs a step."""
@@ -60,9 +60,9 @@ class BeamSearch:
                 self._step()
         finally:
             with self._engine.guard.between_steps():
-                for group in self._running:
-                    group.free(self._engine)
-        return [group.output(self._engine) for group in self._groups]
+                for search in self._running:
+                    search.free(self._engine)
+        return [search.output(self._engine) for search in self._searches]
 
     def _step(self) -> None:
         """Compute a token for every beam, and start prompts as far as max_num_batched_tokens allows.
@@ -73,23 +73,23 @@ class BeamSearch:
             self._admit()
             scheduled: list[ScheduledSequence] = []
             budget = self._engine.scheduler.config.max_num_batched_tokens
-            for group in self._running:
-                num_new = self._engine.scheduler.next_chunk(group.beams[0])
+            for search in self._running:
+                num_new = self._engine.scheduler.next_chunk(search.beams[0])
                 if num_new > 1 and num_new > budget:
                     continue
                 budget -= num_new if num_new > 1 else 0
-                scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
+                scheduled += [ScheduledSequence(beam, num_new) for beam in search.beams]
             scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first, as ForwardBatch expects
             outputs: dict[Sequence, SequenceOutput] = {}
             num_together = self._engine.scheduler.config.max_num_seqs
             for start in range(0, len(scheduled), num_together):
                 outputs |= self._compute(scheduled[start : start + num_together])
-            for group in list(self._running):
-                if group.beams[0] in outputs:  # a pass computes all beams of a prompt or none
-                    group.advance([outputs[beam] for beam in group.beams], self._engine)
-                if group.is_done:
-                    self._running.remove(group)
-                    group.free(self._engine)
+            for search in list(self._running):
+                if search.beams[0] in outputs:  # a pass computes all beams of a prompt or none
+                    search.advance([outputs[beam] for beam in search.beams], self._engine)
+                if search.is_done:
+                    self._running.remove(search)
+                    search.free(self._engine)
 
     def _compute(self, scheduled: list[ScheduledSequence]) -> dict[Sequence, SequenceOutput]:
         """Run one forward pass. Raises: NanoinferError if requests of another thread have taken the blocks."""
@@ -101,7 +101,7 @@ class BeamSearch:
                     "let one thread at a time use an LLM, or raise kv_cache_memory"
                 )
             copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
-        num_top = max(group.num_candidates for group in self._running)
+        num_top = max(search.num_candidates for search in self._running)
         plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
         step = self._engine.run_plan(plan)
         self._engine.scheduler.commit(plan)
@@ -111,16 +111,16 @@ class BeamSearch:
         """Start waiting prompts, in order, while there is room for their beams at full length."""
         scheduler = self._engine.scheduler.config
         while self._waiting:
-            group = self._waiting[0]
-            num_blocks = sum(other.most_blocks for other in self._running) + group.most_blocks
-            num_beams = sum(other.width for other in self._running) + group.width
+            search = self._waiting[0]
+            num_blocks = sum(other.most_blocks for other in self._running) + search.most_blocks
+            num_beams = sum(other.width for other in self._running) + search.width
             if self._running and (num_blocks > self._capacity or num_beams > scheduler.max_num_seqs):
                 break
             self._running.append(self._waiting.popleft())
-            group.start(self._engine)
+            search.start(self._engine)
 
 
-class _Group:
+class _PromptSearch:
     """The beams of one prompt, and its finished answers."""
 
     def __init__(self, engine: LLMEngine, prepared: PreparedRequest, params: BeamSearchParams, name: str) -> None:

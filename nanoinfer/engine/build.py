@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanoinfer.distributed.runner import LeadingShards
     from nanoinfer.distributed.sharding import Shards
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.execution.parts import Parts
+    from nanoinfer.execution.runtime import Runtime
     from nanoinfer.loading.held_weights import HeldWeights
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
@@ -98,10 +98,10 @@ def make_engine(
         from nanoinfer.execution.block_files import store_of
 
         store_of_executor = store_of(model, config, shards)  # reads the weights while the model still has them
-    parts = make_parts(model, config, shards, weights, adapters)
-    parts, draft = make_draft(parts, config, draft_model)
+    runtime = make_runtime(model, config, shards, weights, adapters)
+    runtime, draft = make_draft(runtime, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
-    executor = make_executor(parts, config, draft=draft, tokenizer=tokenizer, tracer=tracer)
+    executor = make_executor(runtime, config, draft=draft, tokenizer=tokenizer, tracer=tracer)
     return LLMEngine(
         executor,
         config,
@@ -123,35 +123,35 @@ def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" 
     return Adapters(model, config.max_loras, config.max_lora_rank, shards)
 
 
-def make_parts(
+def make_runtime(
     model: "Model",
     config: EngineConfig,
     shards: "Shards | None" = None,
     weights: "HeldWeights | None" = None,
     adapters: "Adapters | None" = None,
-) -> "Parts":
-    """Make the parts that run a model: the textbook's with enforce_eager, otherwise faster ones with the same result."""
-    from nanoinfer.execution.parts import plain_parts
+) -> "Runtime":
+    """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
+    from nanoinfer.execution.runtime import plain_runtime
 
-    parts = plain_parts(model, config, weights)
+    runtime = plain_runtime(model, config, weights)
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
-        parts = accelerate(parts, config, {} if adapters is None else adapters.layers)
+        runtime = accelerate(runtime, config, {} if adapters is None else adapters.layers)
     if shards is not None:
-        parts = shards.connect(parts)
-    return parts if adapters is None else adapters.join(parts)  # after the ranks, because rank 0 knows the adapters
+        runtime = shards.connect(runtime)
+    return runtime if adapters is None else adapters.join(runtime)  # after the ranks, because rank 0 knows the adapters
 
 
-def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
-    """Make the parts of the drafter, which is a model or a module of the model itself. Returns the model's parts first."""
+def make_draft(runtime: "Runtime", config: EngineConfig, draft_model: "Model | None") -> "tuple[Runtime, Runtime | None]":
+    """Make the runtime of the drafter, which is a model or a module of the model itself. Returns the model's runtime first."""
     if config.speculative is None or draft_model is None:
-        return parts, None
+        return runtime, None
     if config.speculative.method == "mtp":
         from nanoinfer.execution.mtp_runner import with_drafter
 
-        return with_drafter(parts, draft_model)
-    return parts, make_parts(draft_model, _draft_config(config))
+        return with_drafter(runtime, draft_model)
+    return runtime, make_runtime(draft_model, _draft_config(config))
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
@@ -163,8 +163,8 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInfo) -> "Proposer | None":
-    """Make the proposer of drafts. draft: the parts of a draft model, or of a module of the model that `info` describes."""
+def make_proposer(draft: "Runtime | None", config: EngineConfig, info: ExecutorInfo) -> "Proposer | None":
+    """Make the proposer of drafts. draft: the runtime of a draft model, or of a module of the model that `info` describes."""
     if config.speculative is None:
         return None
     if draft is None:
@@ -176,7 +176,7 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInf
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"
         )
-    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # as many slots as the model's cache has
+    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # for as many tokens as the model's cache has
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
     if config.speculative.method == "mtp":
         from nanoinfer.speculative.mtp import MTPProposer
@@ -188,37 +188,37 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInf
 
 
 def make_executor(
-    parts: "Parts",
+    runtime: "Runtime",
     config: EngineConfig,
     *,
-    draft: "Parts | None" = None,
+    draft: "Runtime | None" = None,
     num_blocks: int | None = None,
     tokenizer: Tokenizer | None = None,
     tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
-    """Make the executor of finished parts. All ranks make their executors together.
+    """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:
-        draft: the parts of a draft model, whose cache must fit into the memory as well. This executor does not run them.
+        draft: the runtime of a draft model, whose cache must fit into the memory as well. This executor does not run them.
         num_blocks: the number of blocks of the KV cache. None: as many as fit.
         tokenizer: writes the token texts in the tracer's events. None: the events have no texts.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
-    from nanoinfer.execution.parts import make_runner, make_sampler
+    from nanoinfer.execution.runtime import make_runner, make_sampler
 
-    info = size_cache(parts, config, draft=draft, num_blocks=num_blocks)
-    if config.scheduler.batch_invariant and not parts.is_batch_independent:
+    info = size_cache(runtime, config, draft=draft, num_blocks=num_blocks)
+    if config.scheduler.batch_invariant and not runtime.is_batch_independent:
         why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"
         raise UnsupportedError(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
-            f"{info.dtype} on {parts.device.type}; leave it out, or use a CPU with a C++ compiler"
+            f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
     return LocalExecutor(
-        make_runner(parts, info),
-        make_sampler(parts, info, config),
+        make_runner(runtime, info),
+        make_sampler(runtime, info, config),
         info,
-        is_batch_independent=parts.is_batch_independent,
+        is_batch_independent=runtime.is_batch_independent,
         batch_invariant=config.scheduler.batch_invariant,
         tokenizer=tokenizer,
         tracer=tracer,

@@ -1,4 +1,4 @@
-"""Turn prompts and chat messages, in the forms that users write, into checked requests.
+"""Turn prompts and chat messages, as users write them, into checked requests.
 
 In: strings, token ids, vLLM's dicts, chat messages, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
 tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, but neither
@@ -115,8 +115,8 @@ class InputProcessor:
 
         Raises: InvalidValueError, UnsupportedError, QueueFullError.
         """
-        form = prepared.params.structured_outputs
-        return prepared if form is None else replace(prepared, grammar=self._grammars.compile(form))
+        params = prepared.params.structured_outputs
+        return prepared if params is None else replace(prepared, grammar=self._grammars.compile(params))
 
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
@@ -242,7 +242,7 @@ class InputProcessor:
             if isinstance(word, str):
                 if self.tokenizer is None:
                     raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
-                words += self.tokenizer.word_forms(word)
+                words += self.tokenizer.spellings(word)
             else:
                 words.append(tuple(word))
         return tuple(ids for ids in words if max(ids) < self._info.vocab_size)

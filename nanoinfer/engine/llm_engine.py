@@ -276,9 +276,9 @@ class LLMEngine:
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         finished = []
-        for part in output.prompt_logprobs:
-            if request := self._requests.get(part.sequence.request_id):
-                request.add_prompt_logprobs(part.position, part.logprobs)
+        for chunk in output.prompt_logprobs:
+            if request := self._requests.get(chunk.sequence.request_id):
+                request.add_prompt_logprobs(chunk.position, chunk.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:

@@ -1,9 +1,9 @@
 """Files with the contents of cache blocks, so that a restarted engine finds the prefixes of its predecessor.
 
 In: a runner, whose cache holds the blocks and states, and ids from stored_blocks.py. Out: a file per block or state, named by
-the key and the part of the prefix index:
+the key and the number of the cache group:
 
-    "nanokv2\\n" | key, 32 bytes | part | SHA-256 of all the rest, 32 bytes | keys and values, as the cache has them, or a state
+    "nanokv2\\n" | key, 32 bytes | group | SHA-256 of all the rest, 32 bytes | keys and values as in the cache, or a state
 
 A thread writes them, and the engine waits for it only in close(). A file is renamed to its name when it is complete. It is
 read as a whole, and accepted only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
@@ -69,8 +69,8 @@ class BlockFiles:
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner
         num_ranks = 1 if (shards := runner.weights.shards) is None else shards.size
-        parts = tensors_of(runner.cache)
-        self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in parts]
+        by_group = tensors_of(runner.cache)
+        self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in by_group]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
             what = "a block" if runner.cache.states is None else "a block or a state"
@@ -91,8 +91,8 @@ class BlockFiles:
 
     # ---- called by the engine
 
-    def max_entries(self, part: int) -> int:
-        return self._max_bytes // self._num_bytes[part]
+    def max_entries(self, group: int) -> int:
+        return self._max_bytes // self._num_bytes[group]
 
     def has(self, entry: Entry) -> bool:
         return entry in self._copies or self._has(entry)
@@ -117,8 +117,8 @@ class BlockFiles:
         self.counts["prefix_cache_read_bytes"] += num_bytes
         return content
 
-    def fill(self, part: int, block: int, content: Tensor) -> None:
-        self._runner.on_all_ranks(write_block, part, block, content)
+    def fill(self, group: int, block: int, content: Tensor) -> None:
+        self._runner.on_all_ranks(write_block, group, block, content)
 
     def touch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -145,9 +145,9 @@ class BlockFiles:
             self._thread.join()
             del self._runner  # frees the memory of the cache, and the other ranks
 
-    def _copy_of(self, part: int, block: int) -> Callable[[], Tensor]:
+    def _copy_of(self, group: int, block: int) -> Callable[[], Tensor]:
         """Begin to copy a block or a state to the CPU. Returns a function that waits for the copy and returns it."""
-        content = self._runner.on_all_ranks(read_block, part, block)
+        content = self._runner.on_all_ranks(read_block, group, block)
         if content.device.type == "cpu":
             return lambda: content
         copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
@@ -239,8 +239,8 @@ class BlockFiles:
 
 
 def name_of(entry: Entry) -> bytes:
-    key, part = entry
-    return key + bytes([part])
+    key, group = entry
+    return key + bytes([group])
 
 
 def header(entry: Entry, content: Tensor) -> bytes:
@@ -276,21 +276,21 @@ def private_folder(name: str) -> Path:
 
 
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
-    """Return, for each part of the prefix index, the tensors whose first axis counts its blocks, or its slots of states."""
+    """Return, for each cache group, the tensors whose first axis counts its blocks, or its state slots."""
     return [[*cache.pages]] * len(cache.groups) + ([] if cache.states is None else [[*cache.states.tensors]])
 
 
-def read_block(runner: ModelRunner, part: int, block: int) -> Tensor:
+def read_block(runner: ModelRunner, group: int, block: int) -> Tensor:
     """Copy the bytes of a block or a state: first those of rank 0, then those of rank 1, and so on."""
-    content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in tensors_of(runner.cache)[part]])
+    content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in tensors_of(runner.cache)[group]])
     return content if (shards := runner.weights.shards) is None else shards.gather(content).flatten()
 
 
-def write_block(runner: ModelRunner, part: int, block: int, content: Tensor) -> None:
+def write_block(runner: ModelRunner, group: int, block: int, content: Tensor) -> None:
     """Write this rank's share of what read_block returned."""
     if (shards := runner.weights.shards) is not None:
         content = content.view(shards.size, -1)[shards.rank]
-    for tensor in tensors_of(runner.cache)[part]:
+    for tensor in tensors_of(runner.cache)[group]:
         page = tensor[block]
         page.copy_(content[: page.nbytes].view(page.dtype).view(page.shape))
         content = content[page.nbytes :]
@@ -339,7 +339,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
     places += [] if runner.cache.states is None else [seq.state_writes[num]]
-    probed = [runner.on_all_ranks(read_block, part, place) for part, place in enumerate(places)]
+    probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
     digest = hashlib.sha256(b"".join([repr(what).encode(), identity, *map(_sha256, probed)])).digest()

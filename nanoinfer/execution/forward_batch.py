@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer import tracing
-from nanoinfer.attention.base import AttentionMetadata, StateRows
+from nanoinfer.attention.base import AttentionMetadata, StateUpdate
 from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
@@ -161,16 +161,16 @@ def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _
     return packed
 
 
-def _states_of(plan: StepPlan) -> tuple[StateRows, ...]:
+def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
-    rows, start = [], 0
+    updates, start = [], 0
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
         if seq.state_writes:
-            writes = {num_tokens - seq.num_computed_tokens: slot for num_tokens, slot in seq.state_writes.items()}
-            rows.append(StateRows(start, stop, seq.state_slot, writes))
+            writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
+            updates.append(StateUpdate(start, stop, seq.state_slot, writes))
         start = stop
-    return tuple(rows)
+    return tuple(updates)
 
 
 def _describe(packed: _Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":

@@ -1,6 +1,6 @@
 """The Executor that runs the model in this process, on one device.
 
-In: finished parts (parts.py) and StepPlans. Out: StepOutputs.
+In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 """
 
 import time
@@ -34,7 +34,7 @@ PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time
 class PromptReader(Protocol):
     """Reads the hidden rows of one prompt (Sequence.reader), as training/rollouts.py and embedding/pooling.py do."""
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: HeadRows, row: int | None) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: HeadRows, row: int | None) -> None:
         """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.
 
         ends: the rows that the step samples. row: the index of the prompt's last row among them. None: the prompt goes on.
@@ -136,17 +136,17 @@ class LocalExecutor:
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
     def prompt_logprobs(
-        self, hidden: Float[Tensor, "num_tokens hidden"], part: PromptRows, num_top: int, temperature: float = 1.0
+        self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0
     ) -> list[TokenLogprobs]:
         """Compute the log-probabilities of the prompt tokens that follow these rows, a limited number of rows at a time."""
         rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
         logprobs = []
-        for start in range(part.start, part.stop, rows_at_a_time):
-            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, part.stop))).logits
+        for start in range(chunk.start, chunk.stop, rows_at_a_time):
+            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, chunk.stop))).logits
             if temperature != 1.0:
                 logits = divided(logits, logits.new_full((len(logits),), temperature))
-            first = part.position + 1 + start - part.start
-            token_ids = part.sequence.prompt_token_ids[first : first + len(logits)]
+            first = chunk.position + 1 + start - chunk.start
+            token_ids = chunk.sequence.prompt_token_ids[first : first + len(logits)]
             logprobs += token_logprobs(logits, token_ids, [num_top] * len(logits))
         return logprobs
 
@@ -172,13 +172,13 @@ class LocalExecutor:
         if not plan.prompt_rows:
             return found
         row_of = {seq: row for row, (seq, _) in enumerate(plan.rows)}
-        for part in plan.prompt_rows:
-            seq, num_top = part.sequence, part.sequence.params.prompt_logprobs
+        for chunk in plan.prompt_rows:
+            seq, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
             if isinstance(seq.reader, PromptReader):
-                seq.reader.read(self, hidden, part, ends, row_of.get(seq))
+                seq.reader.read(self, hidden, chunk, ends, row_of.get(seq))
             elif num_top is not None:
-                logprobs = self.prompt_logprobs(hidden, part, self.info.vocab_size if num_top == -1 else num_top)
-                found.append(PromptLogprobs(seq, part.position + 1, logprobs))
+                logprobs = self.prompt_logprobs(hidden, chunk, self.info.vocab_size if num_top == -1 else num_top)
+                found.append(PromptLogprobs(seq, chunk.position + 1, logprobs))
         return found
 
     def _on_device(self) -> AbstractContextManager[None]:

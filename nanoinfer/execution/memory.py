@@ -1,6 +1,6 @@
 """Decide how many blocks the KV cache gets: the memory that is free after the weights are loaded, less what a step needs.
 
-In: Parts and an EngineConfig. Out: an ExecutorInfo.
+In: a Runtime and an EngineConfig. Out: an ExecutorInfo.
 """
 
 import logging
@@ -17,7 +17,7 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.scheduling.block_manager import most_blocks
 
 logger = logging.getLogger(__name__)
@@ -29,36 +29,36 @@ LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every
 
 
 def size_cache(
-    parts: Parts, config: EngineConfig, *, draft: Parts | None = None, num_blocks: int | None = None
+    runtime: Runtime, config: EngineConfig, *, draft: Runtime | None = None, num_blocks: int | None = None
 ) -> ExecutorInfo:
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
     Args:
-        draft: the parts of a draft model, whose cache has as many slots and must fit as well. None: no model drafts.
+        draft: the runtime of a draft model, whose cache is for as many tokens and must fit as well. None: no model drafts.
         num_blocks: the number of blocks of a cache without states. None: as many as fit, the same number on each rank.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
-    limit, num_slots = parts.model.config.max_position_embeddings, 0
+    limit, num_state_slots = runtime.model.config.max_position_embeddings, 0
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
-    windows, chunk_size = parts.sizes.windows, config.scheduler.chunk_grid
-    blocks_for = partial(most_blocks, windows=windows, block_size=parts.block_size, chunk_size=chunk_size)
+    windows, chunk_size = runtime.sizes.windows, config.scheduler.chunk_grid
+    blocks_for = partial(most_blocks, windows=windows, block_size=runtime.block_size, chunk_size=chunk_size)
     if num_blocks is None:
-        num_blocks, num_slots = _most_that_fit(parts, config, draft, blocks_for)
+        num_blocks, num_state_slots = _most_that_fit(runtime, config, draft, blocks_for)
     lengths = range(1, min(config.max_model_len or limit, limit) + 1)
     info = ExecutorInfo(
-        vocab_size=parts.model.config.vocab_size,
+        vocab_size=runtime.model.config.vocab_size,
         max_position_embeddings=limit,
         max_model_len=bisect_right(lengths, num_blocks, key=blocks_for),
         num_blocks=num_blocks,
-        block_size=parts.block_size,
-        num_cache_bytes=num_blocks * parts.bytes_per_block + num_slots * parts.sizes.bytes_per_slot,
-        device=str(parts.device),
-        dtype=str(parts.dtype).removeprefix("torch."),
-        attention_backend=parts.backend_name,
+        block_size=runtime.block_size,
+        num_cache_bytes=num_blocks * runtime.bytes_per_block + num_state_slots * runtime.sizes.bytes_per_state,
+        device=str(runtime.device),
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        attention_backend=runtime.backend_name,
         windows=windows,
-        num_state_slots=num_slots,
+        num_state_slots=num_state_slots,
     )
     logger.info(
         "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
@@ -74,42 +74,42 @@ def size_cache(
 
 
 def _most_that_fit(
-    parts: Parts, config: EngineConfig, draft: Parts | None, blocks_for: Callable[[int], int]
+    runtime: Runtime, config: EngineConfig, draft: Runtime | None, blocks_for: Callable[[int], int]
 ) -> tuple[int, int]:
-    """Return how many blocks and slots for states fit, but at most the blocks that max_num_seqs of the longest sequences need.
+    """Return how many blocks and state slots fit, but at most the blocks that max_num_seqs of the longest sequences need.
 
     blocks_for: returns the most blocks that a sequence holds while it grows to a number of tokens.
     """
-    is_cuda, requested, shards = parts.device.type == "cuda", config.cache.kv_cache_memory, parts.weights.shards
-    step_bytes = peak_step_bytes(parts, config) if is_cuda else 0
+    is_cuda, requested, shards = runtime.device.type == "cuda", config.cache.kv_cache_memory, runtime.weights.shards
+    step_bytes = peak_step_bytes(runtime, config) if is_cuda else 0
     memory = memory_for_cache(
-        parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
+        runtime.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=runtime.reserved_bytes
     )
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.size  # each process sees the same free memory
-    block_bytes = parts.bytes_per_block
+    block_bytes = runtime.bytes_per_block
     if draft is not None:
-        block_bytes += draft.bytes_per_block * parts.block_size // draft.block_size
-    num_slots = 0
-    if slot_bytes := parts.sizes.bytes_per_slot:  # two slots for each running sequence, one of them for a checkpoint
-        num_slots = min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)
-        if num_slots < 1:
+        block_bytes += draft.bytes_per_block * runtime.block_size // draft.block_size
+    num_state_slots = 0
+    if state_bytes := runtime.sizes.bytes_per_state:  # two for each running sequence, one of them for a checkpoint
+        num_state_slots = min(memory // 2 // state_bytes, 2 * config.scheduler.max_num_seqs)
+        if num_state_slots < 1:
             raise InvalidValueError(
-                f"half of the cache's {memory} bytes must hold the state of a sequence, {slot_bytes} bytes; "
+                f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; "
                 "raise kv_cache_memory"
             )
-        memory -= num_slots * slot_bytes
-    longest = config.max_model_len or parts.model.config.max_position_embeddings
+        memory -= num_state_slots * state_bytes
+    longest = config.max_model_len or runtime.model.config.max_position_embeddings
     num_blocks, fewest = min(memory // block_bytes, config.scheduler.max_num_seqs * blocks_for(longest)), blocks_for(1)
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
-        if parts.reserved_bytes:
-            more += f", lower max_loras or max_lora_rank (the adapters take {parts.reserved_bytes} bytes)"
+        if runtime.reserved_bytes:
+            more += f", lower max_loras or max_lora_rank (the adapters take {runtime.reserved_bytes} bytes)"
         raise InvalidValueError(
-            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
+            f"the KV cache may take {memory} bytes, less than one block of {runtime.block_size} tokens "
             f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
         )
-    return num_blocks if shards is None else shards.minimum(num_blocks), num_slots
+    return num_blocks if shards is None else shards.minimum(num_blocks), num_state_slots
 
 
 def memory_for_cache(
@@ -161,19 +161,19 @@ class _NoAttention(DenseAttention):
 
 
 @torch.inference_mode()
-def peak_step_bytes(parts: Parts, config: EngineConfig) -> int:
+def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
     """Return the bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
     The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
     """
-    num_rows, device, model = config.max_num_rows, parts.device, parts.model
-    attend = _NoAttention(parts.sizes.state_shapes)
+    num_rows, device, model = config.max_num_rows, runtime.device, runtime.model
+    attend = _NoAttention(runtime.sizes.state_shapes)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
-    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in parts.routes)
+    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in runtime.routes)
     needed = torch.cuda.max_memory_allocated(device) - before + sampler
     del hidden, logits
     torch.cuda.empty_cache()

@@ -15,35 +15,37 @@ from torch import Tensor
 from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.scheduling.sequence import Sequence
 
 
-class KeptRows:
+class HiddenCache:
     """The hidden rows of a model, [num_blocks, block_size, hidden], with a row for each slot of its cache."""
 
     rows: Tensor
 
 
-def with_drafter(parts: Parts, drafter: Any) -> tuple[Parts, Parts]:
-    """Return the parts of a model that keeps its hidden rows, and of its drafter, which shares the embedding and LM head."""
-    drafter.target, kept = (parts.model,), KeptRows()
+def with_drafter(runtime: Runtime, drafter: Any) -> tuple[Runtime, Runtime]:
+    """Return the runtime of a model that keeps its hidden rows, and that of its drafter, which shares the embedding and LM
+    head.
+    """
+    drafter.target, kept = (runtime.model,), HiddenCache()
     draft = replace(
-        parts,
+        runtime,
         model=drafter,
         sizes=CacheSizes.of(drafter.config),
         weights=HeldWeights(),
         wrappers=(partial(DrafterRunner, kept=kept),),
-        kept_bytes_per_token=parts.model.config.hidden_size * parts.dtype.itemsize,
+        kept_bytes_per_token=runtime.model.config.hidden_size * runtime.dtype.itemsize,
     )
-    return replace(parts, wrappers=(*parts.wrappers, partial(KeepingRunner, kept=kept))), draft
+    return replace(runtime, wrappers=(*runtime.wrappers, partial(KeepingRunner, kept=kept))), draft
 
 
 class KeepingRunner(RunnerWrapper):
     """Keeps the hidden row of each slot of the cache."""
 
-    def __init__(self, inner: ModelRunner, kept: KeptRows) -> None:
+    def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
         super().__init__(inner)
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
@@ -60,7 +62,7 @@ class KeepingRunner(RunnerWrapper):
 class DrafterRunner(RunnerWrapper):
     """The runner of a drafter, whose forward pass has an extra argument: the hidden row before each token."""
 
-    def __init__(self, inner: ModelRunner, kept: KeptRows) -> None:
+    def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
         super().__init__(inner)
         self._kept = kept
         self._latest: dict[Sequence, Tensor] = {}  # each sequence's row of the step before

@@ -1,6 +1,6 @@
-"""The only entry to this folder: turn the parts of an engine into parts that give the same tokens in less time.
+"""The only entry to this folder: turn a runtime into one that gives the same tokens in less time.
 
-In: the plain parts, with the textbook model. Out: Parts. build.py calls it unless enforce_eager=True, and a run
+In: the plain runtime, with the textbook model. Out: a Runtime. build.py calls it unless enforce_eager=True, and a run
 with enforce_eager=True imports nothing of this folder.
 
 A model is traced (trace.py), fused (fuse.py), and compiled for its device (cpu/compile.py, cuda/compile.py). This needs no
@@ -12,14 +12,14 @@ runs as it is, and the CompiledModel says why. The forward pass of its `model` i
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
 
 
-def accelerate(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") -> Parts:
-    """Return faster parts for the device of the model, whose weights go where the kernels read them.
+def accelerate(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
+    """Return a faster runtime for the device of the model, whose weights go where the kernels read them.
 
     Args:
         adapters: the linear layers that requests may adapt.
@@ -27,12 +27,12 @@ def accelerate(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") ->
     Raises:
         UnsupportedError: a quantisation that the model's layers do not support.
     """
-    if next(parts.model.parameters()).device.type == "cpu":
+    if next(runtime.model.parameters()).device.type == "cpu":
         from nanoinfer.fast.cpu.accelerate import accelerate_on_cpu
 
-        return accelerate_on_cpu(parts, config, adapters)
+        return accelerate_on_cpu(runtime, config, adapters)
     if config.enable_lora:
-        return parts  # no GPU kernel supports adapters
+        return runtime  # no GPU kernel supports adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
 
-    return accelerate_on_cuda(parts, config)
+    return accelerate_on_cuda(runtime, config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.trace import copied
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -26,9 +26,9 @@ NUM_DECODES = 2
 
 
 @torch.inference_mode()
-def is_batch_independent(parts: Parts, *, has_single_queries: bool = False) -> bool:
+def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
     """Whether rows are independent of the batch, and with has_single_queries (batch_invariant) also of the chunk."""
-    config, num_groups = parts.model.config, len(parts.sizes.groups)
+    config, num_groups = runtime.model.config, len(runtime.sizes.groups)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
@@ -37,9 +37,9 @@ def is_batch_independent(parts: Parts, *, has_single_queries: bool = False) -> b
     token_ids = [
         torch.randint(0, config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
     ]
-    sequences = scratch_sequences(token_ids, parts.block_size, num_groups)
+    sequences = scratch_sequences(token_ids, runtime.block_size, num_groups)
     num_blocks = num_groups * sum(len(seq.block_table) for seq in sequences)
-    runner = ModelRunner(parts.model, parts.make_cache(num_blocks, len(sequences)), parts.backend)
+    runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.backend)
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
     alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
@@ -84,9 +84,9 @@ def _hidden_rows(
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
         for item in items if cache.states is not None else ():
-            seq, slot = item.sequence, int(item.sequence.request_id)
-            seq.state_slot = slot if seq.num_computed_tokens else -1
-            seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: slot}
+            seq, state_slot = item.sequence, int(item.sequence.request_id)
+            seq.state_slot = state_slot if seq.num_computed_tokens else -1
+            seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
         plan, device = StepPlan(tuple(items)), torch.device("cpu")
         batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
         hidden = runner.forward(batch)

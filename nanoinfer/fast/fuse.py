@@ -131,12 +131,12 @@ def fuse_residuals(trace: Trace) -> None:
 
 
 def merge_linears(trace: Trace) -> None:
-    groups: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    by_input: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
     for node in trace.graph.nodes:
         module = trace.module(node)
         if isinstance(module, FusedLinear) and module.activation is None and not node.kwargs:
-            groups.setdefault((node.args[0], module.linears[0].bias is None), []).append(node)
-    for nodes in groups.values():
+            by_input.setdefault((node.args[0], module.linears[0].bias is None), []).append(node)
+    for nodes in by_input.values():
         if len(nodes) > 1:
             _merge(trace, nodes)
 

@@ -1,7 +1,8 @@
-"""The weights of a loaded model in all forms in which they are held: as parameters, and in the layouts that kernels read.
+"""The weights of a loaded model wherever they are held: as parameters, and in the layouts that kernels read.
 
-In: the parameters that loading filled (weights.py), and the forms that fast/ made of them. Out: `write`, which renews a
-weight in every form, and `tensors`, the memory of all weights. It knows no kernels: a form is anything that can be written.
+In: the parameters that loading filled (weights.py), and the kernel weights that fast/ made of them. Out: `write`, which renews
+a weight everywhere, and `tensors`, the memory of all weights. It knows no kernels: a KernelWeight is anything that can be
+written.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Form(Protocol):
+class KernelWeight(Protocol):
     """A linear layer's weights as a kernel reads them, perhaps together with those of other layers."""
 
     def write(self, name: str, values: Tensor, start: int) -> None:
@@ -53,7 +54,7 @@ class HeldWeights:
 
     def __init__(self, places: Places | None = None, origin: Origin | None = None) -> None:
         self.places, self.origin = places or {}, origin
-        self._forms: dict[nn.Module, list[tuple[Form, int]]] = {}
+        self._kernel_weights: dict[nn.Module, list[tuple[KernelWeight, int]]] = {}
         self._renewals: list[Callable[[], object]] = []
 
     @property
@@ -61,9 +62,9 @@ class HeldWeights:
         """This rank's view of the ranks that share the model. None: this process has the whole model."""
         return None if self.origin is None else self.origin.shards
 
-    def add_form(self, linear: nn.Module, form: Form, start: int) -> None:
-        """Renew a form whenever the layer's weights change. start: the index of the layer's first output in the form."""
-        self._forms.setdefault(linear, []).append((form, start))
+    def add_kernel_weight(self, linear: nn.Module, weight: KernelWeight, start: int) -> None:
+        """Renew a kernel's weight whenever the layer's weights change. start: the index of the layer's first output in it."""
+        self._kernel_weights.setdefault(linear, []).append((weight, start))
 
     def add_renewal(self, renew: Callable[[], object]) -> None:
         """Call a function after each update, which computes again what a kernel reads in place of parameters."""
@@ -71,11 +72,11 @@ class HeldWeights:
 
     @torch.inference_mode()
     def write(self, name: str, values: Tensor) -> None:
-        """Replace a parameter, with its layer's shape, in all forms. Call `finish` after the last parameter."""
+        """Replace a parameter, with its layer's shape, for the kernels as well. Call `finish` after the last parameter."""
         for module, leaf in self.places.get(name, ()):
-            for form, start in self._forms.get(module, ()):
-                form.write(leaf, values, start)
-            if (parameter := getattr(module, leaf)) is not None:  # None: only the kernels' forms have it
+            for weight, start in self._kernel_weights.get(module, ()):
+                weight.write(leaf, values, start)
+            if (parameter := getattr(module, leaf)) is not None:  # None: only kernels have it
                 parameter.copy_(values)
 
     @torch.inference_mode()
@@ -86,5 +87,5 @@ class HeldWeights:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that hold all weights."""
         parameters = [getattr(module, leaf) for places in self.places.values() for module, leaf in places]
-        arrays = [array for forms in self._forms.values() for form, _ in forms for array in form.arrays()]
+        arrays = [array for weights in self._kernel_weights.values() for weight, _ in weights for array in weight.arrays()]
         return [*(parameter for parameter in parameters if parameter is not None), *arrays]

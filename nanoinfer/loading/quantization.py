@@ -20,7 +20,7 @@ from nanoinfer.errors import UnsupportedError
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
-GROUPS = {8: (128, 64, 32), 4: (64, 32)}
+GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
 
 
@@ -34,13 +34,13 @@ class QuantizedWeight:
     zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """The number of inputs that share a scale."""
         return self.integers.shape[1] // self.scales.shape[1]
 
     def widened(self) -> Float[Tensor, "out in"]:
         """The weight in float32."""
-        shifted: Tensor = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
+        shifted: Tensor = self.integers.unflatten(1, (-1, self.group_size)).float() - self.zeros.unsqueeze(2)
         return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 
@@ -93,36 +93,36 @@ def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedW
     A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
     """
     stored = [weight.read_integers() if isinstance(weight, QuantizedParameter) else None for weight in weights]
-    kept = [part if part is not None and part.bits <= bits else None for part in stored]
+    kept = [matrix if matrix is not None and matrix.bits <= bits else None for matrix in stored]
     # All share a group size, which is smaller than that of a file with large groups: activations would lose more.
-    group = math.gcd(_group_size(weights[0].shape[1], bits), *(part.group for part in kept if part is not None))
-    parts = [part or quantize(weight, bits, group) for part, weight in zip(kept, weights, strict=True)]
-    integers = torch.cat([part.integers for part in parts])
+    group_size = math.gcd(_group_size(weights[0].shape[1], bits), *(matrix.group_size for matrix in kept if matrix is not None))
+    matrices = [matrix or quantize(weight, bits, group_size) for matrix, weight in zip(kept, weights, strict=True)]
+    integers = torch.cat([matrix.integers for matrix in matrices])
     scales, zeros = (
-        torch.cat([getattr(part, name).repeat_interleave(part.group // group, dim=1) for part in parts])
+        torch.cat([getattr(matrix, name).repeat_interleave(matrix.group_size // group_size, dim=1) for matrix in matrices])
         for name in ("scales", "zeros")
     )
     return QuantizedWeight(bits, integers, scales, zeros)
 
 
-def quantize(weight: Float[Tensor, "out in"], bits: int, group: int | None = None) -> QuantizedWeight:
+def quantize(weight: Float[Tensor, "out in"], bits: int, group_size: int | None = None) -> QuantizedWeight:
     """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
 
     Args:
         weight: the matrix, of any float dtype.
         bits: 8 or 4.
-        group: the number of inputs that share a scale. None: the largest of GROUPS that divides the number of inputs.
+        group_size: the number of inputs that share a scale. None: the largest of GROUP_SIZES that divides the number of inputs.
     """
-    group = group or _group_size(weight.shape[1], bits)
+    group_size = group_size or _group_size(weight.shape[1], bits)
     rounded = _in_eight_bits if bits == 8 else _in_four_bits
     rows = max(2**20 // weight.shape[1], 1)  # so many at a time that intermediate results stay in the processor's cache
-    parts = [rounded(part.unflatten(1, (-1, group)).float()) for part in weight.detach().split(rows)]
-    integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    matrices = [rounded(some.unflatten(1, (-1, group_size)).float()) for some in weight.detach().split(rows)]
+    integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*matrices, strict=True))
     return QuantizedWeight(bits, integers, scales, zeros)
 
 
 def _group_size(num_inputs: int, bits: int) -> int:
-    return next(group for group in GROUPS[bits] if num_inputs % group == 0)
+    return next(group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0)
 
 
 def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,14 @@
-"""Keep the adapters that an engine knows, bring them into slots, and note which rows of a step use which slot.
+"""Keep the adapters that an engine knows, make those of a step active, and note which rows use which.
 
-In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterRows that the
-linear layers read. An adapter that does not fit is refused when a request names it, so that it cannot make a step fail.
+In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterMapping that
+the linear layers read. An adapter that does not fit is refused when a request names it, so that it cannot make a step fail.
 
-An adapter is kept in memory from the first request that names it. A step that uses it copies it into one of max_loras slots,
-where the layers read it, unless it is already there. The slot is that of the least recently used adapter. The scheduler
-(scheduler.py) makes sure that no step uses more adapters than there are slots.
+An adapter is kept in memory from the first request that names it. A step that uses it makes it active: it gets one of max_loras
+indices, by which the layers find it. The index is that of the least recently used adapter. The scheduler (scheduler.py) makes
+sure that no step uses more adapters than there are indices.
 
-With several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which use the
-same slot. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
+With several ranks, rank 0 alone reads files. A step that makes an adapter active sends it to the others, which use the same
+index. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedErr
 from nanoinfer.execution import memory
 from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.loading.quantization import QuantizedLinear
-from nanoinfer.lora.layers import AdaptedLinear, AdapterRows, shape_of
+from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.sequence import RequestAdapter
 
@@ -61,12 +61,12 @@ class Adapters:
         layers: path -> linear layer that can be adapted.
 
     Raises:
-        InvalidValueError: full slots take more memory than is free.
+        InvalidValueError: max_loras active adapters take more memory than is free.
     """
 
     def __init__(self, model: Any, max_loras: int, max_rank: int, shards: "Shards | None" = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
-        self._rows = AdapterRows(max_loras, max_rank)
+        self._mapping = AdapterMapping(max_loras, max_rank)
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._layers: dict[str, AdaptedLinear] = {}
@@ -78,13 +78,14 @@ class Adapters:
         }
         # A row layer is inside an AllReduced, which the whole model lacks.
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
-        # The bytes of full slots. On a CPU they count the files' content (rank 0), a rank's part, and the kernels' copy of it.
+        # The bytes of max_loras adapters. On a CPU they count the files' content (rank 0), a rank's part, and the kernels' copy
+        # of it.
         is_cpu, reads = weight.device.type == "cpu", shards is None or shards.rank == 0
         shapes = list(self._shapes.values()) if is_cpu and reads else []
         for path in self._shapes:
             module = modules[path]
             assert isinstance(module, nn.Linear | QuantizedLinear)
-            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._rows)
+            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._mapping)
             shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
@@ -95,7 +96,7 @@ class Adapters:
                 f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
             )
         self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
-        self._slots: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the least recently used first
+        self._indices: OrderedDict[str, int] = OrderedDict()  # digest -> adapter index, the least recently used first
 
     def get(self, request: LoRARequest) -> Adapter:
         """Return the adapter of a request. It is read and checked if its id is new.
@@ -134,10 +135,10 @@ class Adapters:
                     "the head and experts are the same for all; use LLM(lora=path)"
                 )
             check_fit(request.lora_path, module, update, self._shapes.get(path))
-            if len(update.a) > self._rows.max_rank:
+            if len(update.a) > self._mapping.max_rank:
                 raise InvalidValueError(
                     f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
-                    f"{self._rows.max_rank}; load the model with max_lora_rank={len(update.a)}"
+                    f"{self._mapping.max_rank}; load the model with max_lora_rank={len(update.a)}"
                 )
             a, b = (matrix.to(self._dtype, copy=True) for matrix in (update.a, update.b))  # copied, because the file may change
             updates[path] = update = replace(update, a=a, b=b)
@@ -146,44 +147,44 @@ class Adapters:
                 digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
         return Adapter(request, updates, digest.hexdigest())
 
-    def join(self, parts: Parts) -> Parts:
-        """Return the model's parts with a runner that brings adapters into slots."""
+    def join(self, runtime: Runtime) -> Runtime:
+        """Return the model's runtime with a runner that makes adapters active."""
         wrap = partial(AdapterRunner, adapters=self)
-        return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
+        return replace(runtime, reserved_bytes=self.num_bytes, wrappers=(*runtime.wrappers, wrap))
 
     def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
-        """Bring the adapters of a step into slots, and note its rows.
+        """Make the adapters of a step active, and note its rows.
 
-        Returns: the runs for the other ranks, with only the digest of an adapter that is already in a slot.
+        Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
         """
-        slots, for_others = [-1] * num_rows, []
+        indices, for_others = [-1] * num_rows, []
         used = {digest_of(adapter) for adapter, _, _ in runs}
         for adapter, start, stop in runs:
             digest = digest_of(adapter)
-            for_others.append((digest if digest in self._slots else adapter, start, stop))
-            if isinstance(adapter, Adapter) and digest not in self._slots:
+            for_others.append((digest if digest in self._indices else adapter, start, stop))
+            if isinstance(adapter, Adapter) and digest not in self._indices:
                 try:
-                    self._place(adapter, used)
+                    self._activate(adapter, used)
                 except BaseException:
-                    self._slots.clear()  # the other ranks do not get this step, so later steps send them all adapters again
+                    self._indices.clear()  # the other ranks do not get this step, so later steps send them all adapters again
                     raise
-            self._slots.move_to_end(digest)
-            slots[start:stop] = [self._slots[digest]] * (stop - start)
-        self._rows.set(slots, self._device)
+            self._indices.move_to_end(digest)
+            indices[start:stop] = [self._indices[digest]] * (stop - start)
+        self._mapping.set(indices, self._device)
         return tuple(for_others)
 
-    def _place(self, adapter: Adapter, used: set[str]) -> None:
-        if len(self._slots) == self._rows.num_slots:
-            del self._slots[next(other for other in self._slots if other not in used)]
-        slot = min(set(range(self._rows.num_slots)) - set(self._slots.values()))
+    def _activate(self, adapter: Adapter, used: set[str]) -> None:
+        if len(self._indices) == self._mapping.max_loras:
+            del self._indices[next(other for other in self._indices if other not in used)]
+        index = min(set(range(self._mapping.max_loras)) - set(self._indices.values()))
         for path, layer in self._layers.items():
             update = adapter.updates.get(path)
             if update is not None and self._shards is not None:
-                update = self._shards.part_of_update(path, update)
+                update = self._shards.shard_of_update(path, update)
             if update is not None:
                 update = replace(update, a=update.a.to(self._device), b=update.b.to(self._device))
-            layer.put(slot, update)
-        self._slots[adapter.digest] = slot
+            layer.put(index, update)
+        self._indices[adapter.digest] = index
 
 
 def digest_of(adapter: RequestAdapter | str) -> str:
@@ -191,7 +192,7 @@ def digest_of(adapter: RequestAdapter | str) -> str:
 
 
 class AdapterRunner(RunnerWrapper):
-    """Brings the adapters of a step into slots, and passes the rows that use them to the layers."""
+    """Makes the adapters of a step active, and passes the rows that use them to the layers."""
 
     def __init__(self, inner: ModelRunner, adapters: Adapters) -> None:
         super().__init__(inner)

@@ -18,35 +18,35 @@ from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.quantization import QuantizedLinear
 
 if TYPE_CHECKING:
-    from nanoinfer.fast.cpu.lora import KernelAdapters, KernelRows
+    from nanoinfer.fast.cpu.lora import CPUAdapters, CPUMapping
 
 
-class AdapterRows:
-    """The slot of the adapter that each row of the step uses. All layers of a model share an AdapterRows.
+class AdapterMapping:
+    """The index of the adapter that each row of the step uses. All layers of a model share an AdapterMapping.
 
     Attributes:
         num_rows: the number of the step's rows, without padding.
-        by_slot: slot -> the indices of the rows that use it.
-        num_slots, max_rank: the limits of the slots.
-        kernels: receives each step's slots. None: no kernel computes a layer with adapters.
+        rows: adapter index -> the numbers of the rows that use it.
+        max_loras, max_rank: how many adapters may be active, and of which rank.
+        kernels: receives each step's adapter indices. None: no kernel computes a layer with adapters.
     """
 
-    def __init__(self, num_slots: int, max_rank: int) -> None:
-        self.num_slots, self.max_rank = num_slots, max_rank
+    def __init__(self, max_loras: int, max_rank: int) -> None:
+        self.max_loras, self.max_rank = max_loras, max_rank
         self.num_rows = 0
-        self.by_slot: dict[int, Tensor] = {}
-        self.kernels: KernelRows | None = None
+        self.rows: dict[int, Tensor] = {}
+        self.kernels: CPUMapping | None = None
 
-    def set(self, slots: list[int], device: torch.device) -> None:
-        """Note the step's rows. slots: the slot of each row. -1: the row has no adapter."""
-        self.num_rows = len(slots)
+    def set(self, indices: list[int], device: torch.device) -> None:
+        """Note the step's rows. indices: the adapter index of each row. -1: the row has no adapter."""
+        self.num_rows = len(indices)
         rows: dict[int, list[int]] = {}
-        for row, slot in enumerate(slots):
-            rows.setdefault(slot, []).append(row)
+        for row, index in enumerate(indices):
+            rows.setdefault(index, []).append(row)
         rows.pop(-1, None)
-        self.by_slot = {slot: torch.tensor(indices, device=device) for slot, indices in rows.items()}
+        self.rows = {index: torch.tensor(numbers, device=device) for index, numbers in rows.items()}
         if self.kernels is not None:
-            self.kernels.set(slots if rows else [])
+            self.kernels.set(indices if rows else [])
 
 
 class AdaptedLinear:
@@ -56,28 +56,28 @@ class AdaptedLinear:
         kernels: the tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
     """
 
-    def __init__(self, linear: nn.Linear | QuantizedLinear, rows: AdapterRows) -> None:
-        self.rows = rows
-        self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
-        self._updates: dict[int, LowRankUpdate] = {}  # slot -> update
+    def __init__(self, linear: nn.Linear | QuantizedLinear, mapping: AdapterMapping) -> None:
+        self.mapping = mapping
+        self.kernels: WeakKeyDictionary[CPUAdapters, int] = WeakKeyDictionary()
+        self._updates: dict[int, LowRankUpdate] = {}  # adapter index -> update
         linear.register_forward_hook(self)
 
-    def put(self, slot: int, update: LowRankUpdate | None) -> None:
-        """Put an adapter's update into a slot, replacing the previous one. None: the adapter does not change this layer."""
-        self._updates.pop(slot, None)
+    def put(self, adapter_index: int, update: LowRankUpdate | None) -> None:
+        """Give an adapter index this update, replacing the previous one. None: the adapter does not change this layer."""
+        self._updates.pop(adapter_index, None)
         if update is not None:
-            self._updates[slot] = update
-        for kernel, index in self.kernels.items():
-            kernel.put(slot, index, update)
+            self._updates[adapter_index] = update
+        for kernel, layer_index in self.kernels.items():
+            kernel.put(adapter_index, layer_index, update)
 
     def __call__(self, linear: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
         x = inputs[0]
-        for slot, rows in self.rows.by_slot.items():
-            if (update := self._updates.get(slot)) is not None:
-                if len(x) != self.rows.num_rows:
+        for index, rows in self.mapping.rows.items():
+            if (update := self._updates.get(index)) is not None:
+                if len(x) != self.mapping.num_rows:
                     raise UnsupportedError(
-                        f"a linear layer has {len(x)} rows in a step of {self.rows.num_rows}; adapters of requests need models "
-                        "whose layers compute every row, so use LLM(lora=path)"
+                        f"a linear layer has {len(x)} rows in a step of {self.mapping.num_rows}; adapters of requests need "
+                        "models whose layers compute every row, so use LLM(lora=path)"
                     )
                 out[rows] += x[rows] @ update.a.T @ update.b.T * update.scale
         return out

@@ -61,12 +61,12 @@ class QwenNextConfig(QwenMoeConfig):
             )
         # In Qwen3.5-MoE every layer has experts, so its config has no intermediate_size.
         defaults = {"intermediate_size": config.get("moe_intermediate_size"), "partial_rotary_factor": 0.25}
-        fields = shared_fields(defaults | config, default_head_dim=256, rotates_parts=True)
-        part = fields["rope"].partial_rotary_factor
-        rotary_dim = int(fields["head_dim"] * part)
+        fields = shared_fields(defaults | config, default_head_dim=256, allows_partial=True)
+        share = fields["rope"].partial_rotary_factor
+        rotary_dim = int(fields["head_dim"] * share)
         if not 0 < rotary_dim <= fields["head_dim"] or rotary_dim % 2:
             raise CheckpointError(
-                f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(part)}"
+                f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(share)}"
             )
         linear = {name: config[name] for name in cls.__annotations__ if name.startswith("linear_")}
         num_key_heads, num_value_heads = linear["linear_num_key_heads"], linear["linear_num_value_heads"]
@@ -204,7 +204,7 @@ class QwenNextDrafter(nn.Module):
     The model's row is the row after the last norm, as the head reads it. For a second draft, the module's own row takes its
     place. The embedding, the angles and the head are the model's.
 
-    Source: https://arxiv.org/abs/2412.19437, section 2.2, in the form of Qwen's checkpoints, where the embedding comes first.
+    Source: https://arxiv.org/abs/2412.19437, section 2.2, as Qwen's checkpoints have it, where the embedding comes first.
     """
 
     Config = QwenNextConfig

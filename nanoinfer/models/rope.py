@@ -76,11 +76,11 @@ class RopeConfig:
         return int(self.original_max_position_embeddings * self.factor) if self.rope_type == "yarn" else 0
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], *, rotates_parts: bool = False) -> "RopeConfig":
+    def from_hf(cls, config: dict[str, Any], *, allows_partial: bool = False) -> "RopeConfig":
         """Read config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.
 
         Args:
-            rotates_parts: whether the family supports a partial_rotary_factor.
+            allows_partial: whether the family supports a partial_rotary_factor.
 
         Raises:
             UnsupportedError: a rope type that is not in ROPE_TYPES, or fields that contradict each other.
@@ -95,11 +95,11 @@ class RopeConfig:
             )
         if rope.get("type", rope_type) != rope_type or any(isinstance(value, dict) for value in rope.values()):
             raise UnsupportedError(f"rope_parameters must have one rope_type for all layers, got {shown(rope)}")
-        part = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-        if part != 1.0 and not rotates_parts:
+        share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+        if share != 1.0 and not allows_partial:
             raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not supported")
         theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
-        fields: dict[str, Any] = {"theta": theta, "rope_type": rope_type, "partial_rotary_factor": part}
+        fields: dict[str, Any] = {"theta": theta, "rope_type": rope_type, "partial_rotary_factor": share}
         if rope_type in ("default", "dynamic"):
             return cls(**fields)
         factor = rope["factor"]
@@ -125,8 +125,8 @@ def _parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return rope_parameters, or rope_scaling of older files. Raises: UnsupportedError if the file has both, unequal."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if newer and older:
-        forms = [RopeConfig.from_hf(config | {name: None}, rotates_parts=True) for name in ("rope_scaling", "rope_parameters")]
-        if forms[0] != forms[1]:
+        both = [RopeConfig.from_hf(config | {name: None}, allows_partial=True) for name in ("rope_scaling", "rope_parameters")]
+        if both[0] != both[1]:
             raise UnsupportedError(
                 "rope_parameters and rope_scaling must be equal where config.json has both, got "
                 f"{shown(newer)} and {shown(older)}; remove the wrong one"

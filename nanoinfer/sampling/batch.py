@@ -90,12 +90,12 @@ class StageEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """The parameters and state of a step's rows, for the sampler. columns and groups depend on params alone."""
+    """The parameters and state of a step's rows, for the sampler. columns and row_groups depend on params alone."""
 
     sequences: tuple[Sequence, ...] = ()  # the sequence of each row
     params: tuple[SamplingParams, ...] = ()  # the parameters of each row
     columns: ParameterColumns
-    groups: RowGroups = RowGroups()
+    row_groups: RowGroups = RowGroups()
     entries: StageEntries = StageEntries()
     with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> its sequence, which has logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
@@ -114,7 +114,7 @@ class SamplingBatch:
         """
         params = tuple(seq.params for seq in sequences)
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
-            columns, groups, is_stateful = last.columns, last.groups, last.is_stateful
+            columns, groups, is_stateful = last.columns, last.row_groups, last.is_stateful
             if groups.all_greedy and not is_stateful:
                 return last
         else:
@@ -129,7 +129,7 @@ class SamplingBatch:
             sequences=tuple(sequences),
             params=params,
             columns=columns,
-            groups=groups,
+            row_groups=groups,
             entries=_entries(sequences, positions, vocab_size, device) if is_stateful else StageEntries(),
             with_processors={row: seq for row, seq in enumerate(sequences) if seq.params.logits_processors},
             u=on_device(u, device),
@@ -159,7 +159,7 @@ class SamplingBatch:
 def _is_stateful(seq: Sequence) -> bool:
     params = seq.params
     has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None
-    return has_lists or params.needs_state or params.min_tokens > 0
+    return has_lists or params.needs_sampling_state or params.min_tokens > 0
 
 
 def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
@@ -225,16 +225,18 @@ def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, d
             entries.setdefault("min_tokens", []).append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
             entries.setdefault("bad_words", []).append((row, completing, None))
-        if not params.needs_state:
+        if not params.needs_sampling_state:
             continue
-        state = SamplingState.of(seq)
-        if state.allowed_ids is not None:
-            entries.setdefault("allowed", []).append((row, state.allowed_ids, None))
-        if state.bias_ids is not None:
-            entries.setdefault("logit_bias", []).append((row, state.bias_ids, state.bias_values))
-        if state.token_counts is not None:
-            entries.setdefault("token_counts", []).append((row, state.token_counts.ids, state.token_counts.output_counts))
-        if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
+        sampling_state = SamplingState.of(seq)
+        if sampling_state.allowed_ids is not None:
+            entries.setdefault("allowed", []).append((row, sampling_state.allowed_ids, None))
+        if sampling_state.bias_ids is not None:
+            entries.setdefault("logit_bias", []).append((row, sampling_state.bias_ids, sampling_state.bias_values))
+        if sampling_state.token_counts is not None:
+            entries.setdefault("token_counts", []).append(
+                (row, sampling_state.token_counts.ids, sampling_state.token_counts.output_counts)
+            )
+        if sampling_state.ngrams is not None and (banned := sampling_state.ngrams.banned(seq.token_ids)):
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
     if any(seq.grammar is not None for seq in sequences):

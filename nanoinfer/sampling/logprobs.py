@@ -26,13 +26,13 @@ def token_logprobs(
     """
     logprobs = logits if as_logits else logits.log_softmax(dim=-1)
     tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
-    groups = []
+    launched = []
     for num in sorted(set(num_top)):  # rows with the same number are computed together. In most steps these are all rows
         rows = [row for row, row_num in enumerate(num_top) if row_num == num]
         index = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
-        groups.append((rows, _token_and_likeliest(logprobs[index], tokens[index], num)))
+        launched.append((rows, _token_and_likeliest(logprobs[index], tokens[index], num)))
     entries: dict[int, TokenLogprobs] = {}
-    for rows, columns in groups:  # read after every launch, so that the host waits for a GPU only once
+    for rows, columns in launched:  # read after every launch, so that the host waits for a GPU only once
         entries |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
     return [entries[row] for row in range(len(num_top))]
 

@@ -118,8 +118,8 @@ class Sampler:
         """
         if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
-        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.groups.logprobs))
-        reads_every_stage |= bool(batch.groups.masks)
+        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.row_groups.logprobs))
+        reads_every_stage |= bool(batch.row_groups.masks)
         if self.routes and not reads_every_stage and not self.has_user_stages:
             return self._sample_by_route(rows, batch)
         return self._sample_by_stages(rows.logits, batch, tracer)
@@ -133,7 +133,7 @@ class Sampler:
         logits = self._apply(self.stages, logits, batch, tracer)
         token_ids = torch.where(is_finite, _choose(logits, batch), -1)
         if tracer is not None:
-            greedy = set(batch.groups.greedy_rows)
+            greedy = set(batch.row_groups.greedy_rows)
             tracer.after_draw(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
         if self.processed_logprobs:
             logprob_logits = _rows_with_logprobs(logits, batch)
@@ -142,7 +142,7 @@ class Sampler:
     def _sample_by_route(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
         """Run the stages before the temperature if they may change a logit, then the first route that supports the step."""
         logits = is_finite = logprob_logits = None
-        if batch.changes_logits or batch.groups.logprobs:
+        if batch.changes_logits or batch.row_groups.logprobs:
             logprob_logits = _rows_with_logprobs(rows.logits, batch)
             is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
             logits = self._apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
@@ -194,7 +194,7 @@ class Sampler:
             logprobs = {} if logprob_logits is None else self._logprobs(logprob_logits, batch, sampled)
             masks = {}
             if logits is not None:  # true if a row asks for its mask, since then every stage runs
-                masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.groups.masks}
+                masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.row_groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 
         return SampledTokens(token_ids, read)
@@ -203,9 +203,9 @@ class Sampler:
         self, logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, token_ids: list[int]
     ) -> dict[int, TokenLogprobs]:
         """Log-probabilities by row. logits: of the rows that return them. A row without a token gets none."""
-        if not batch.groups.logprobs:
+        if not batch.row_groups.logprobs:
             return {}
-        rows, nums = zip(*batch.groups.logprobs, strict=True)
+        rows, nums = zip(*batch.row_groups.logprobs, strict=True)
         drawn = [max(token_ids[row], 0) for row in rows]
         entries = token_logprobs(logits, drawn, list(nums), as_logits=self.returns_logits)
         return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}
@@ -235,7 +235,7 @@ class Sampler:
 def _choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     """Take the argmax of greedy rows and draw the others. The id is -1 if the largest logit is not finite."""
     token_ids = argmax(logits)
-    if batch.groups.all_greedy:
+    if batch.row_groups.all_greedy:
         return token_ids
     is_chosen = token_ids < 0 if batch.columns.greedy is None else batch.columns.greedy | (token_ids < 0)
     return torch.where(is_chosen, token_ids, draw(logits, batch.u))
@@ -247,6 +247,6 @@ def _name(stage: Stage) -> str:
 
 def _rows_with_logprobs(logits: Logits, batch: SamplingBatch) -> Float[Tensor, "rows vocab"]:
     """Copy the rows that return log-probabilities, before a stage writes into them."""
-    if not batch.groups.logprobs:
+    if not batch.row_groups.logprobs:
         return logits[:0]
-    return logits[on_device(torch.tensor([row for row, _ in batch.groups.logprobs]), logits.device)]
+    return logits[on_device(torch.tensor([row for row, _ in batch.row_groups.logprobs]), logits.device)]

@@ -24,11 +24,11 @@ class SamplingState:
     @classmethod
     def of(cls, seq: Sequence) -> "SamplingState":
         """Return the sequence's state, updated to its newest token."""
-        if not isinstance(state := seq.sampling_state, cls):
-            seq.sampling_state = state = cls(seq)
-        if state.token_counts is not None or state.ngrams is not None:
-            state._catch_up(seq)
-        return state
+        if not isinstance(sampling_state := seq.sampling_state, cls):
+            seq.sampling_state = sampling_state = cls(seq)
+        if sampling_state.token_counts is not None or sampling_state.ngrams is not None:
+            sampling_state._catch_up(seq)
+        return sampling_state
 
     def _catch_up(self, seq: Sequence) -> None:
         for i in range(self._num_known, len(seq.token_ids)):

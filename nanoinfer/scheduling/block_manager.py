@@ -22,7 +22,7 @@ Usually every layer keeps every token, and a sequence has a single table. A Cach
       no window   |    7    |    2    |    9    |    4    |     it reaches every token
       window 6    |   -1    |   -1    |    8    |    5    |     it reaches tokens 9 to 14
 
-- States have slots (state_slots.py), and a store keeps the blocks that leave the memory (stored_blocks.py).
+- States have state slots (state_slots.py), and a store keeps the blocks that leave the memory (stored_blocks.py).
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
 LLM(block_manager_cls=...). `explain` says who holds a block, and why.
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import CachePart, Prefix, PrefixIndex, first_reached
+from nanoinfer.scheduling.prefix_index import CacheGroup, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BlockManager:
     Attributes:
         blocks: the pool that counts references to blocks.
         index: the prefix cache.
-        states: the slots for states. None: the model keeps none.
+        state_slots: assigns the state slots. None: the model keeps no states.
         stored: moves blocks between memory and a store. None: there is no store.
     """
 
@@ -91,19 +91,19 @@ class BlockManager:
         self.tracer = tracer
         self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
         self.blocks = Pool(num_blocks)
-        parts = [CachePart(window, self.blocks) for window in layout.windows]
-        self.states = self.stored = None
+        groups = [CacheGroup(window, self.blocks) for window in layout.windows]
+        self.state_slots = self.stored = None
         if layout.num_state_slots:
             from nanoinfer.scheduling.state_slots import WINDOW, StateSlots
 
-            parts.append(CachePart(WINDOW, Pool(layout.num_state_slots)))
-        self.index = PrefixIndex(parts, block_size, b"" if store is None else store.fingerprint)
+            groups.append(CacheGroup(WINDOW, Pool(layout.num_state_slots)))
+        self.index = PrefixIndex(groups, block_size, b"" if store is None else store.fingerprint)
         if store is not None:
             from nanoinfer.scheduling.stored_blocks import StoredBlocks
 
             self.stored = StoredBlocks(store, self.index)
         if layout.num_state_slots:
-            self.states = StateSlots(self.index, self.stored)
+            self.state_slots = StateSlots(self.index, self.stored)
 
     @property
     def num_free_blocks(self) -> int:
@@ -159,7 +159,7 @@ class BlockManager:
 
     def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
         """Return whether all tokens of a waiting sequence with this prefix fit, and num_kept_free blocks more."""
-        if self.states is not None and not self.states.pool.num_free:
+        if self.state_slots is not None and not self.state_slots.pool.num_free:
             return False
         if self.stored is not None and self._others_run and self.stored.is_busy:
             return False  # the store may hold more, which the next step reads
@@ -169,7 +169,7 @@ class BlockManager:
         return num_needed + num_kept_free <= self.num_free_blocks
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        if self.states is not None and not self.states.can_allocate(seq, num_new_tokens):
+        if self.state_slots is not None and not self.state_slots.can_allocate(seq, num_new_tokens):
             return False
         first, end = seq.num_computed_tokens // self.block_size, seq.num_computed_tokens + num_new_tokens
         num_missing, ref_counts = 0, self.blocks.ref_counts
@@ -212,8 +212,8 @@ class BlockManager:
             if self.tracer is not None:
                 self.tracer.emit(tracing.BlocksShared(seq.sequence_id, tuple(table), group))
         self.blocks.hold(self._blocks_of(prefix))
-        if self.states is not None and prefix:
-            self.states.share(prefix.tables[-1][-1], seq)
+        if self.state_slots is not None and prefix:
+            self.state_slots.share(prefix.tables[-1][-1], seq)
         if self.stored is not None:
             self.stored.touch(prefix)
 
@@ -237,8 +237,8 @@ class BlockManager:
                 table.append(self._take())
             if self.tracer is not None and len(table) > num_before:
                 self.tracer.emit(tracing.BlocksAllocated(seq.sequence_id, tuple(table[num_before:]), group))
-        if self.states is not None:
-            self.states.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
+        if self.state_slots is not None:
+            self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -258,17 +258,17 @@ class BlockManager:
             self.tracer.emit(tracing.BlocksCached(seq.sequence_id, tuple(cached)))
         if self._has_windows:
             self._release(seq, num_tokens)
-        if self.states is not None:
-            self.states.cache_finished(seq, num_tokens)
+        if self.state_slots is not None:
+            self.state_slots.cache_finished(seq, num_tokens)
         if self.stored is not None:
             self.stored.num_tokens_read = 0  # the step was launched
 
     def forget_cached(self, seq: Sequence) -> None:
         """Remove the blocks with the sequence's keys from the prefix cache, but not from sequences that share them."""
         for key in seq.prefix_keys:  # also those of blocks that the windows have left
-            for part in self.index.parts[: len(self.windows)]:
-                if key in part.ids:
-                    self.evict(part.ids[key])
+            for group in self.index.groups[: len(self.windows)]:
+                if key in group.ids:
+                    self.evict(group.ids[key])
             if self.stored is not None:
                 self.stored.discard(key)
 
@@ -277,8 +277,8 @@ class BlockManager:
 
         New weights may follow, which the store's fingerprint does not describe.
         """
-        for part in self.index.parts[: len(self.windows)]:
-            for block in list(part.ids.values()):
+        for group in self.index.groups[: len(self.windows)]:
+            for block in list(group.ids.values()):
                 self.evict(block)
         if self.stored is not None:
             self.stored.store.close()
@@ -286,9 +286,9 @@ class BlockManager:
     def evict(self, block: int) -> None:
         """Remove a cached block from the prefix cache, with the state at its end, but not from the sequences that hold it."""
         key = self.index.keys[self.blocks.contents[block]]
-        self.index.remove(key, self.blocks.parts[block])
-        if self.states is not None:
-            self.states.forget(key)
+        self.index.remove(key, self.blocks.groups[block])
+        if self.state_slots is not None:
+            self.state_slots.forget(key)
         if self.tracer is not None:
             self.tracer.emit(tracing.BlockEvicted(block))
 
@@ -301,8 +301,8 @@ class BlockManager:
         self.blocks.hold(held)
         if self.tracer is not None:
             self.tracer.emit(tracing.BlocksForked(parent.sequence_id, child.sequence_id, tuple(held)))
-        if self.states is not None:
-            self.states.fork(parent, child)
+        if self.state_slots is not None:
+            self.state_slots.fork(parent, child)
 
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, is kept."""
@@ -313,8 +313,8 @@ class BlockManager:
         for table in tables:
             table.clear()
         seq.prefix_keys.clear()
-        if self.states is not None:
-            self.states.free(seq)
+        if self.state_slots is not None:
+            self.state_slots.free(seq)
 
     def close(self) -> None:
         """Write the prefix cache to the store before the engine ends."""
@@ -358,9 +358,9 @@ class BlockManager:
             self.evict(evicted)
         return self.blocks.take()
 
-    def _take_for(self, part: int) -> int:
-        """Take a block, or the slot of a state, into which the store's content is read."""
-        return self._take() if self.states is None or part < len(self.windows) else self.states.take()
+    def _take_for(self, group: int) -> int:
+        """Take a block, or a state slot, into which the store's content is read."""
+        return self._take() if self.state_slots is None or group < len(self.windows) else self.state_slots.take()
 
 
 def most_blocks(num_tokens: int, windows: ListLike[int | None], block_size: int, chunk_size: int) -> int:

@@ -1,6 +1,6 @@
 """Count which ids are held, and remember what the free ids still contain. This is pure bookkeeping, no tensors.
 
-A BlockManager has a pool of blocks, and for models with states (state_slots.py) another pool of slots.
+A BlockManager has a pool of blocks, and for models with states (state_slots.py) another pool of state slots.
 
     held       used by a sequence: its reference count says in how many places
     reusable   free, and its content is in the prefix index, where a prompt may find it
@@ -10,7 +10,7 @@ A BlockManager has a pool of blocks, and for models with states (state_slots.py)
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-NO_BLOCK = -1  # in a table: no block is there. As a slot: no slot
+NO_BLOCK = -1  # in a table: no block is there. As a state slot: none
 
 
 class Pool:
@@ -21,7 +21,7 @@ class Pool:
         empty: the empty ids, in the order in which they are taken.
         reusable: the reusable ids, the least recently used first.
         contents: the content of each id in the prefix index, whether held or free. b"": the id is not in the index.
-        parts: the part of the index to which each id with a content belongs.
+        groups: the cache group to which each id with a content belongs.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,7 +30,7 @@ class Pool:
         self.empty = deque(range(size))
         self.reusable: OrderedDict[int, None] = OrderedDict()
         self.contents = [b""] * size
-        self.parts = [0] * size
+        self.groups = [0] * size
 
     @property
     def num_free(self) -> int:

@@ -10,7 +10,7 @@ two inputs with the same SHA-256 digest. A salt separates tenants, and a request
 its adapter. The fingerprint is empty unless there is a store.
 
 The keys of the contents in memory are kept, so that a lookup computes no digest. Memory is the first tier. The second tier is a
-store (stored_blocks.py), whose entries are (key, part).
+store (stored_blocks.py), whose entries are (key, group).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,15 @@ from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 
 IN_STORE = -2  # in a Prefix: this block is only in the store
 
-IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry (key, part)
+IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry (key, group)
 
 
 @dataclass(frozen=True, slots=True)
-class CachePart:
-    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory."""
+class CacheGroup:
+    """A cache group:
+
+    a KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory.
+    """
 
     window: int | None
     pool: Pool
@@ -41,7 +44,7 @@ class Prefix:
 
     Attributes:
         keys: the keys of the blocks, in order.
-        tables: for each part of the index, the id of each key, or NO_BLOCK if the part does not need the block.
+        tables: for each cache group, the id of each key, or NO_BLOCK if the group does not need the block.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -59,15 +62,15 @@ class PrefixIndex:
     """The index of all contents in memory.
 
     Attributes:
-        parts: the KV groups in their order, then the states if the model keeps any.
+        groups: the KV groups in their order, then the states if the model keeps any.
         keys: the key of each content.
     """
 
-    def __init__(self, parts: list[CachePart], block_size: int, fingerprint: bytes = b"") -> None:
-        self.parts, self.block_size, self._fingerprint = parts, block_size, fingerprint
+    def __init__(self, groups: list[CacheGroup], block_size: int, fingerprint: bytes = b"") -> None:
+        self.groups, self.block_size, self._fingerprint = groups, block_size, fingerprint
         self.keys: dict[bytes, bytes] = {}
         self._pack = Struct(f"{block_size}i").pack
-        self._complete = next((part for part in parts if part.window is None), None)
+        self._complete = next(((group, number) for number, group in enumerate(groups) if group.window is None), (None, -1))
 
     # ---- queries
 
@@ -88,7 +91,7 @@ class PrefixIndex:
             yield content, key
 
     def chain(self, token_ids: list[int], cache_salt: str | None) -> list[bytes]:
-        """Return the keys of the first blocks of token_ids, up to the first block that is in no part.
+        """Return the keys of the first blocks of token_ids, up to the first block that is in no cache group.
 
         The last token is never included, because it must be computed for its logits.
         """
@@ -101,27 +104,27 @@ class PrefixIndex:
         return keys
 
     def match(self, token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None = None) -> Prefix:
-        """Return the longest prefix that all parts can serve.
+        """Return the longest prefix that all cache groups can serve.
 
-        In a part with a window, only the blocks that the first query after the prefix reaches are needed.
+        In a group with a window, only the blocks that the first query after the prefix reaches are needed.
 
         Args:
             is_stored: whether an entry is in the store, whose blocks then count as well. None: only memory counts.
         """
-        keys, complete = self.chain(token_ids, cache_salt), self._complete
+        keys, (complete, number) = self.chain(token_ids, cache_salt), self._complete
         if is_stored is not None or complete is None:  # the prefix may continue after a block that is not in memory
             for _, key in self.further(keys, token_ids, len(token_ids) - 1, cache_salt):
-                if complete and key not in complete.ids and not (is_stored and is_stored((key, self.parts.index(complete)))):
+                if complete and key not in complete.ids and not (is_stored and is_stored((key, number))):
                     break
                 keys.append(key)
-        elif len(self.parts) == 1:  # the usual case: the only part has all of the keys
+        elif len(self.groups) == 1:  # the usual case: the only group has all of the keys
             return Prefix(keys, [[*map(complete.ids.__getitem__, keys)]] if keys else [])
-        found = [[*map(part.ids.get, keys, repeat(NO_BLOCK))] for part in self.parts]
+        found = [[*map(group.ids.get, keys, repeat(NO_BLOCK))] for group in self.groups]
         if is_stored is not None:
-            for part, ids in enumerate(found):
-                ids[:] = [IN_STORE if i < 0 and is_stored((key, part)) else i for key, i in zip(keys, ids, strict=True)]
+            for group, ids in enumerate(found):
+                ids[:] = [IN_STORE if i < 0 and is_stored((key, group)) else i for key, i in zip(keys, ids, strict=True)]
         for length in range(len(keys), 0, -1):
-            firsts = [first_reached(length * self.block_size, part.window, self.block_size) for part in self.parts]
+            firsts = [first_reached(length * self.block_size, group.window, self.block_size) for group in self.groups]
             needed = [ids[first:length] for ids, first in zip(found, firsts, strict=True)]
             if not any(NO_BLOCK in ids for ids in needed):
                 return Prefix(keys[:length], [[NO_BLOCK] * first + ids for ids, first in zip(needed, firsts, strict=True)])
@@ -129,20 +132,20 @@ class PrefixIndex:
 
     # ---- changes
 
-    def enter(self, blocks: list[tuple[bytes, bytes]], part: int, new: list[int]) -> list[int]:
-        """Add an id for each content and key, except NO_BLOCK and keys that the part already has. Return the added ids."""
-        entered, ids, pool = [], self.parts[part].ids, self.parts[part].pool
+    def enter(self, blocks: list[tuple[bytes, bytes]], group: int, new: list[int]) -> list[int]:
+        """Add an id for each content and key, except NO_BLOCK and keys that the group already has. Return the added ids."""
+        entered, ids, pool = [], self.groups[group].ids, self.groups[group].pool
         for (content, key), block in zip(blocks, new, strict=True):
             if block != NO_BLOCK and ids.setdefault(key, block) == block:
                 self.keys[content] = key
-                pool.contents[block], pool.parts[block] = content, part
+                pool.contents[block], pool.groups[block] = content, group
                 entered.append(block)
         return entered
 
-    def remove(self, key: bytes, part: int) -> None:
+    def remove(self, key: bytes, group: int) -> None:
         """Remove an id from memory."""
-        pool, removed = self.parts[part].pool, self.parts[part].ids.pop(key)
-        for other in self.parts:
+        pool, removed = self.groups[group].pool, self.groups[group].ids.pop(key)
+        for other in self.groups:
             if key in other.ids:
                 break
         else:

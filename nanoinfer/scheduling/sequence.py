@@ -1,4 +1,4 @@
-"""The state of one sequence: its token ids, the number of cached tokens, the blocks that hold them, and its status.
+"""One sequence: its token ids, the number of cached tokens, the blocks that hold them, and its status.
 
 Each field's comment names its only writer.
 """
@@ -103,8 +103,8 @@ class Sequence:
     def sampling_reads_output(self) -> bool:
         """Whether the sampling of the next token depends on the sequence's tokens other than through the logits."""
         params = self.params
-        has_state = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
-        return bool(has_state or self.bad_words or params.logits_processors)
+        reads_output = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
+        return bool(reads_output or self.bad_words or params.logits_processors)
 
     @property
     def num_tokens(self) -> int:

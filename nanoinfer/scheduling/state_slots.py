@@ -1,4 +1,4 @@
-"""Assign slots for states to sequences, for models whose layers keep a state instead of keys and values.
+"""Assign state slots to sequences, for models whose layers keep a state instead of keys and values.
 
 A BlockManager calls it with the sequences to which it gives blocks for the layers with attention.
 
@@ -11,7 +11,8 @@ its state becomes a checkpoint as it is.
     checkpoints                                    ^             after eight tokens, for another prompt that begins so
     slot                                                ^        after nine tokens, which the next step reads
 
-Slots are counted like blocks. A sequence writes to the slot that it reads, unless this is a checkpoint or shared with another
+State slots (short: slots) are counted like blocks. A sequence writes to the slot that it reads, unless this is a checkpoint or
+shared with another
 sequence: then it takes a new slot. Each draft has a slot, and the last accepted draft's stays. Checkpoints that no sequence
 has are taken when no slot is empty, the least recently used first. If there is none, a sequence overwrites its own checkpoint:
 running needs a slot for each sequence, and two where forks part.
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
     from nanoinfer.scheduling.stored_blocks import StoredBlocks
 
 NO_SLOT = NO_BLOCK  # the slot of a sequence without a computed token
-WINDOW = 2  # of the states' part of the index: a prefix needs only its end, since a query reaches the token before it
+WINDOW = 2  # of the states' cache group: a prefix needs only its end, since a query reaches the token before it
 
 
 class StateSlots:
-    """Owns the slots of the last part of a prefix index, every Sequence.state_slot and every Sequence.state_writes."""
+    """Owns the last cache group of a prefix index, every Sequence.state_slot and every Sequence.state_writes."""
 
     def __init__(self, index: PrefixIndex, stored: "StoredBlocks | None" = None) -> None:
         """stored: receives checkpoints that leave the memory. None: they are dropped."""
-        self._index, self._stored, self._number = index, stored, len(index.parts) - 1
-        self.pool, self._ids = index.parts[-1].pool, index.parts[-1].ids
+        self._index, self._stored, self._number = index, stored, len(index.groups) - 1
+        self.pool, self._ids = index.groups[-1].pool, index.groups[-1].ids
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_missing = len(_drafts(seq, num_new_tokens))

@@ -7,7 +7,7 @@ A BlockManager calls it. It knows keys and block ids. The store, which is a fold
     store                                       [ was warm and ]   and the next block here, which is read into a free block
 
 A key contains the store's fingerprint (prefix_index.py), so every process that would compute the same block has the same key.
-An entry is a key and a part of the index, because each KV group has its own block, and only some blocks end with a state.
+An entry is a key and the number of a cache group: each KV group has its own block, and only some blocks end with a state.
 
 Other sequences wait while a step reads. So while sequences run, a step reads no more than as many tokens as it may compute.
 The sequence whose blocks were read starts in a later step, and finds them in memory.
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.prefix_index import IN_STORE, Prefix, PrefixIndex
 
-Entry = tuple[bytes, int]  # a key, and a part of the index
+Entry = tuple[bytes, int]  # a key, and the number of a cache group
 
 
 class BlockStore(Protocol):
@@ -39,10 +39,10 @@ class BlockStore(Protocol):
 
     @property
     def is_open(self) -> bool: ...
-    def max_entries(self, part: int) -> int: ...  # the most entries of a part that fit
+    def max_entries(self, group: int) -> int: ...  # the most entries of a cache group that fit
     def has(self, entry: Entry) -> bool: ...
     def find(self, entry: Entry) -> Any | None: ...  # the content as it was kept, or None
-    def fill(self, part: int, block: int, content: Any) -> None: ...  # writes the content into a block, or into a state's slot
+    def fill(self, group: int, block: int, content: Any) -> None: ...  # writes the content into a block, or into a state slot
     def touch(self, entries: Iterable[Entry]) -> None: ...  # marks them as used, the last one most recently
     def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # unless `wait`, only if it is not busy
     def discard(self, entry: Entry) -> None: ...
@@ -55,7 +55,7 @@ class StoredBlocks:
     def __init__(self, store: BlockStore, index: PrefixIndex) -> None:
         self.store, self._index = store, index
         self.num_tokens_read = 0  # in the present step
-        self._untouched: set[tuple[int, int]] = set()  # (part, id) pairs read for a sequence that has not started
+        self._untouched: set[tuple[int, int]] = set()  # (group, id) pairs read for a sequence that has not started
         # The arguments hold no reference to the manager, so this also runs when an LLM is dropped or its process ends.
         self.keep_all = weakref.finalize(self, _keep_all, store, index)
 
@@ -69,58 +69,58 @@ class StoredBlocks:
     ) -> None:
         """Read, in order, the blocks of a prefix that only the store has, until one is missing or this step is_busy.
 
-        take: returns a free block, or a free slot, of the given part.
+        take: returns a free block, or a free state slot, of the given cache group.
         """
-        parts = self._index.parts
+        groups = self._index.groups
         # Hold all blocks until the end, so that none is taken for another.
-        held = [(i, part, table[i]) for i in range(len(prefix)) for part, table in enumerate(prefix.tables) if table[i] >= 0]
-        for _, part, block in held:
-            parts[part].pool.hold([block])
+        held = [(i, group, table[i]) for i in range(len(prefix)) for group, table in enumerate(prefix.tables) if table[i] >= 0]
+        for _, group, block in held:
+            groups[group].pool.hold([block])
         for i, (content, key) in enumerate(self._index.further([], token_ids, len(prefix) * self._index.block_size, salt)):
-            missing = [part for part, table in enumerate(prefix.tables) if table[i] == IN_STORE]
+            missing = [group for group, table in enumerate(prefix.tables) if table[i] == IN_STORE]
             if missing and others_run and self.is_busy:
                 break
-            found = [self.store.find((key, part)) for part in missing]
+            found = [self.store.find((key, group)) for group in missing]
             if any(kept is None for kept in found):
                 break
-            for part, kept in zip(missing, found, strict=True):
-                block = take(part)
-                self.store.fill(part, block, kept)
-                self._index.enter([(content, key)], part, [block])
-                self._untouched.add((part, block))
-                held.append((i, part, block))
+            for group, kept in zip(missing, found, strict=True):
+                block = take(group)
+                self.store.fill(group, block, kept)
+                self._index.enter([(content, key)], group, [block])
+                self._untouched.add((group, block))
+                held.append((i, group, block))
             self.num_tokens_read += self._index.block_size if missing else 0
             self.store.counts["external_prefix_cache_hits"] += self._index.block_size if missing else 0
-        for _, part, block in sorted(held, reverse=True):  # as in free(), the start of a prompt stays cached longest
-            parts[part].pool.drop([block])
+        for _, group, block in sorted(held, reverse=True):  # as in free(), the start of a prompt stays cached longest
+            groups[group].pool.drop([block])
 
     def touch(self, prefix: Prefix) -> None:
         """Mark a sequence's entries as used when it starts: once, although several steps may have read them."""
-        used = {(part, block) for part, table in enumerate(prefix.tables) for block in table if block != NO_BLOCK}
+        used = {(group, block) for group, table in enumerate(prefix.tables) for block in table if block != NO_BLOCK}
         if not self._untouched.isdisjoint(used):
-            self.store.touch((key, part) for key in reversed(prefix.keys) for part in range(len(self._index.parts)))
+            self.store.touch((key, group) for key in reversed(prefix.keys) for group in range(len(self._index.groups)))
             self._untouched -= used
 
     def keep(self, key: bytes) -> None:
         """Keep the blocks and the state with this key, before a block or the state leaves the memory."""
-        for number, part in enumerate(self._index.parts if self.store.is_open else ()):
-            if key in part.ids:
-                self.store.keep((key, number), part.ids[key])
+        for number, group in enumerate(self._index.groups if self.store.is_open else ()):
+            if key in group.ids:
+                self.store.keep((key, number), group.ids[key])
 
     def discard(self, key: bytes) -> None:
-        for part in range(len(self._index.parts) if self.store.is_open else 0):
-            self.store.discard((key, part))
+        for group in range(len(self._index.groups) if self.store.is_open else 0):
+            self.store.discard((key, group))
 
 
 def _keep_all(store: BlockStore, index: PrefixIndex) -> None:
     """Keep the free cached blocks, or as many of the most recently used as fit, and close the store."""
     if store.is_open:
-        pools = {part.pool: number for number, part in enumerate(index.parts)}
+        pools = {group.pool: number for number, group in enumerate(index.groups)}
         for pool, number in pools.items():
             for block in [*pool.reusable][-store.max_entries(number) :]:
                 content = pool.contents[block]
                 if key := index.keys.get(content):
-                    entry = key, pool.parts[block]
+                    entry = key, pool.groups[block]
                     store.keep(entry, block, wait=True)
                     if pool.contents[block] is not content:  # while the process ends, an engine's thread may still take blocks
                         store.discard(entry)

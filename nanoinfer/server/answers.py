@@ -7,7 +7,7 @@ never starts, the streams are closed, so that the engine frees their blocks.
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ class Answers:
         self._num_tokens = 0  # of all answers so far
         self._has_news = asyncio.Event()
 
-    async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
+    async def submit(self, async_llm: AsyncLLM, prepares: Sequence[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
         """Queue every prompt, or no prompt if any is refused."""
         async_llm.check_capacity(len(prepares) * self._n)
         try:

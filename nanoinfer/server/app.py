@@ -4,7 +4,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,12 +63,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
     add_error_handlers(app)
-    app.add_middleware(
-        RequestLimits,
-        api_keys=settings.api_keys,
-        max_body_bytes=settings.max_body_bytes,
-        allowed_hosts=settings.allowed_hosts,
-    )
+    app.add_middleware(RequestLimits, settings=settings)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)
@@ -155,7 +150,7 @@ class Generation:
         self,
         http: StrictRequest,
         body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
-        prepares: list[Callable[[SamplingParams], PreparedRequest]],
+        prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
         reply: Reply,
     ) -> Response:
         """Answer a prompt for each of prepares, which run in threads, like the checks of params."""

@@ -105,17 +105,22 @@ class ResultFile:
         self._finished: set[int] = set()
         self._file: BinaryIO | None = None
         found = next((path for path in (output, self._partial) if path.exists()), None)
-        if found is not None and read_manifest(output) is None:
+        before = read_manifest(output)
+        if found is not None and before is None:
             raise InvalidValueError(f"{found} exists and has no manifest of a batch job; choose another output")
         self._lock = manifest_path(output).open("a+b")
         try:
             _lock(self._lock, output)
-            if found is None:
+            if found is None or before is None:
                 self._lock.truncate(0)
                 self._lock.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
                 self._lock.flush()
             else:
-                self._compare(found)
+                if changed := [name for name, value in asdict(manifest).items() if value != getattr(before, name)]:
+                    raise InvalidValueError(
+                        f"{found} belongs to a job with another {' and '.join(changed)}; choose another output, "
+                        "or remove this one"
+                    )
                 self._read(found, retry_errors=retry_errors)
             if not output.exists():
                 self._file = self._partial.open("ab", buffering=0)
@@ -158,14 +163,6 @@ class ResultFile:
     def _count(self, result: dict[str, Any]) -> None:
         self._finished.add(_key(result["custom_id"]))
         self.num_errors += result["error"] is not None
-
-    def _compare(self, found: Path) -> None:
-        before, now = read_manifest(self._output), asdict(self.manifest)
-        changed = [name for name, value in asdict(before).items() if value != now[name]] if before else ["manifest"]
-        if changed:
-            raise InvalidValueError(
-                f"{found} belongs to a job with another {' and '.join(changed)}; choose another output, or remove this one"
-            )
 
     def _read(self, found: Path, *, retry_errors: bool) -> None:
         """Read the results, and remove an incomplete last line, which a killed process or a full disk may leave."""
@@ -232,7 +229,7 @@ async def answer_all(
 ) -> None:
     """Answer every request, num_concurrent at a time, and pass each result to write.
 
-    EngineDeadError: the engine has failed. Requests without a result are then unfinished.
+    Raises:
         EngineDeadError: If the engine fails. The requests without a result are then unfinished.
     """
 

@@ -55,8 +55,8 @@ class Blocks:
 
         finish_reason: the answer's, with its last piece. None: the answer goes on.
         """
-        for part in self.parser.push_parts(text, is_last=finish_reason is not None):
-            for kind, call, new in _pieces(part):
+        for delta in self.parser.push_deltas(text, is_last=finish_reason is not None):
+            for kind, call, new in _pieces(delta):
                 if kind == "reasoning" and not self._keeps_reasoning:
                     continue
                 if not self.all or kind != self.all[-1].kind or "id" in call:
@@ -74,14 +74,14 @@ class Blocks:
             yield "ends", self.all[-1], ""
 
 
-def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
+def _pieces(delta: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
     """Yield the kind of block, the tool call if it is a call, and the text."""
-    for call in part.tool_calls:
+    for call in delta.tool_calls:
         yield "call", call, call["function"]["arguments"]
-    if part.reasoning:
-        yield "reasoning", {}, part.reasoning
-    if part.content:
-        yield "content", {}, part.content
+    if delta.reasoning:
+        yield "reasoning", {}, delta.reasoning
+    if delta.content:
+        yield "content", {}, delta.content
 
 
 class BlockReply(Reply):

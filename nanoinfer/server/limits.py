@@ -5,9 +5,9 @@ In: ASGI's scopes. Out: the request, passed on, or an error.
 
 import hashlib
 import hmac
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastapi.routing import APIRoute
@@ -21,6 +21,9 @@ from nanoinfer.server.errors import RequestError, error_response
 from nanoinfer.server.listen import is_allowed
 from nanoinfer.system.work_threads import LARGE
 
+if TYPE_CHECKING:
+    from nanoinfer.server.app import ServerSettings
+
 MAX_HEADER_BYTES = 2**15
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
@@ -28,24 +31,17 @@ FILE = "application/octet-stream"
 
 
 class RequestLimits:
-    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name.
+    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name."""
 
-    allowed_hosts: as listen.is_allowed has them, or None for all.
-    """
-
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, allowed_hosts: tuple[str, ...] | None
-    ) -> None:
-        self._app = app
-        self._allowed_hosts = allowed_hosts
-        self._digests = [_digest(key.encode()) for key in api_keys]
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, app: ASGIApp, settings: "ServerSettings") -> None:
+        self._app, self._settings = app, settings
+        self._digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        num_bytes, max_bytes = 0, self._max_body_bytes
+        num_bytes, max_bytes = 0, self._settings.max_body_bytes
 
         async def receive_limited() -> Message:
             nonlocal num_bytes
@@ -69,7 +65,7 @@ class RequestLimits:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
         host = headers.get("host", "")  # HTTP/1.0 may have none. Browsers, whose pages are dangerous, always send it
-        if host and self._allowed_hosts is not None and not is_allowed(host, self._allowed_hosts):
+        if host and self._settings.allowed_hosts is not None and not is_allowed(host, self._settings.allowed_hosts):
             name = host[:100]
             raise RequestError(403, f"{name!r} is not a name of this server; serve with --allowed-hosts {name.split(':')[0]}")
         if self._digests and (method == "POST" or (path.startswith(("/v1", "/trace")) and method != "OPTIONS")):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -80,23 +79,21 @@ class Metrics(Collector):
     def collect(self) -> Iterator[MetricFamily]:
         """Yield the engine's metrics, for the registry."""
         for metric in self._of_engine:
-            bare_name = metric.name.removeprefix("vllm:")
-            yield self._family(metric, f"nanoinfer:{bare_name}", f"As {metric.name} in vLLM.")
-
-    def _family(self, metric: engine_metrics.Metric, name: str, text: str) -> MetricFamily:
-        labels, values = list(self._labels), list(self._labels.values())
-        if isinstance(metric, engine_metrics.Histogram):
-            histogram = HistogramMetricFamily(name, text, labels=labels)
-            buckets = [(floatToGoString(bound), float(count)) for bound, count in metric.buckets.items()]
-            histogram.add_metric(values, buckets, metric.sum)
-            return histogram
-        if isinstance(metric, engine_metrics.Vector):
-            counter = CounterMetricFamily(name, text, labels=[*labels, "position"])
-            for position, value in enumerate(metric.values):
-                counter.add_metric([*values, str(position)], value)
-            return counter
-        assert isinstance(metric, engine_metrics.Counter | engine_metrics.Gauge), metric
-        kind = GaugeMetricFamily if isinstance(metric, engine_metrics.Gauge) else CounterMetricFamily
-        family = kind(name, text, labels=labels)
-        family.add_metric(values, metric.value)
-        return family
+            kind, samples = "counter", list[tuple[str, dict[str, str], float]]()
+            match metric:
+                case engine_metrics.Histogram():
+                    kind = "histogram"
+                    samples += [("_bucket", {"le": floatToGoString(bound)}, num) for bound, num in metric.buckets.items()]
+                    samples += [("_count", {}, metric.count), ("_sum", {}, metric.sum)]
+                case engine_metrics.Vector():
+                    samples += [("_total", {"position": str(i)}, value) for i, value in enumerate(metric.values)]
+                case engine_metrics.Counter():
+                    samples.append(("_total", {}, metric.value))
+                case engine_metrics.Gauge():
+                    kind = "gauge"
+                    samples.append(("", {}, metric.value))
+            name = f"nanoinfer:{metric.name.removeprefix('vllm:')}"
+            family = MetricFamily(name, f"As {metric.name} in vLLM.", kind)
+            for suffix, labels, value in samples:
+                family.add_sample(name + suffix, self._labels | labels, value)
+            yield family

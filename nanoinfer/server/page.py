@@ -11,7 +11,9 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from nanoinfer.arguments import declarations
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tracing import viewer
@@ -19,7 +21,7 @@ from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # the number of answers whose replays are kept
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHOWN_DEFAULTS = "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
+_NUMBERS = "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_tokens seed".split()
 
 
 class Replays:
@@ -58,7 +60,15 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
         "model": model,
         "is_chat": tokenizer is not None and tokenizer.hf.chat_template is not None,
         "has_replays": replays is not None,
-        "defaults": {name: getattr(default, name) for name in _SHOWN_DEFAULTS},
+        "numbers": [
+            {
+                "name": name,
+                "title": " ".join(declarations(SamplingParams)[name].sentences),
+                "step": "any" if declarations(SamplingParams)[name].kind is float else 1,
+                "placeholder": {"max_tokens": "", "seed": "random"}.get(name, getattr(default, name)),
+            }
+            for name in _NUMBERS
+        ],
     }
     parts = {"/* COLOURS */": viewer.read("colours.css"), "/* ELEMENTS */": viewer.read("elements.js")}
     parts["/* CONFIG */ {}"] = viewer.as_script(config)

@@ -24,7 +24,7 @@ from nanoinfer.server.protocol import INT64, MAX_PROMPTS, JsonObject, ModelBody,
 
 
 def _text_of(document: object) -> object:
-    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's form
+    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's format
 
 
 Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]

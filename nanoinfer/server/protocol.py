@@ -38,7 +38,6 @@ JsonObject = dict[str, object]  # of a request or an answer, which is passed on
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
-BadWord = Annotated[str, Field(max_length=128)]
 
 
 def few_items(value: object) -> object:
@@ -47,21 +46,18 @@ def few_items(value: object) -> object:
     return value
 
 
-def _list_of_stops(stop: object) -> object:
-    return [stop] if isinstance(stop, str) else stop
-
-
 Stops = Annotated[
     list[StopString],
     Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(
-        _list_of_stops, json_schema_input_type=StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+        lambda stop: [stop] if isinstance(stop, str) else stop,
+        json_schema_input_type=StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)],
     ),
 ]
 
 
-def _form_of_prompt(prompt: object) -> str | None:
-    """Return the tag of the form of a prompt, so that an error is about this form only."""
+def _kind_of_prompt(prompt: object) -> str | None:
+    """Return the tag of a prompt's kind, so that an error is about this kind only."""
     if isinstance(prompt, list):
         first = prompt[0] if prompt else 0
         return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
@@ -74,7 +70,7 @@ Prompt = Annotated[
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists>")],
     Discriminator(
-        _form_of_prompt,
+        _kind_of_prompt,
         custom_error_type="prompt_type",
         custom_error_message="Input should be a string, a list of token ids, or a list of these",
     ),
@@ -87,15 +83,15 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
-    """Return the type of a text or a list of items, whose errors are about the form that was given."""
+    """Return the type of a text or a list of items, whose errors are about the one that was given."""
     items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+
+    def form(content: object) -> str | None:
+        return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
+
     message = f"Input should be a string or a list of {such_as}"
-    form = Discriminator(_form_of_content, custom_error_type="content_type", custom_error_message=message)
-    return Annotated[Annotated[str, Tag("<text>")] | items, form]
-
-
-def _form_of_content(content: object) -> str | None:
-    return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
+    forms = Discriminator(form, custom_error_type="content_type", custom_error_message=message)
+    return Annotated[Annotated[str, Tag("<text>")] | items, forms]
 
 
 def joined(content: str | list[Any]) -> str:
@@ -174,7 +170,7 @@ class SamplingRequest(_DeclaredBody):  # type: ignore[misc]  # a class that was 
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(few_items)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
@@ -387,24 +383,23 @@ class Lenient(BaseModel):
 
 def list_of_tools(tool: Any) -> Any:
     """Return the type of a list of tools, in which other tools than functions are OtherTools."""
-    one = Annotated[Annotated[tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)]
+
+    def form(value: Any) -> str:
+        is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
+        return "<function>" if is_function else "<other>"
+
+    one = Annotated[Annotated[tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form)]
     return Annotated[list[one], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def form_of_tool(value: Any) -> str | None:
-    """Return the tag of the form of a tool."""
-    is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
-    return "<function>" if is_function else "<other>"
 
 
 def one_of(kind: str, **models: Any) -> Any:
     """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
 
-    def form(value: Any) -> str | None:
+    def tag(value: Any) -> str | None:
         return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
 
-    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
-    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
+    tagged = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
+    return Annotated[tagged, Discriminator(tag), check_type(kind, *models)]
 
 
 def check_type(kind: str, *names: str) -> BeforeValidator:

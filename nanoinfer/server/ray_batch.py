@@ -9,7 +9,6 @@ error as its result.
 import asyncio
 import logging
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -107,22 +106,16 @@ class Attempts:
     """
 
     def __init__(self) -> None:
-        self._num_begun: Counter[str] = Counter()
-        self._results: defaultdict[str, list[JsonObject]] = defaultdict(list)
+        self._states: dict[str, tuple[int, list[JsonObject]]] = {}
 
     def get(self, batch: str) -> tuple[int, list[JsonObject]]:
-        return self._num_begun[batch], self._results[batch]
+        return self._states.get(batch, (0, []))
 
-    def begin(self, batch: str) -> None:
-        self._num_begun[batch] += 1
-
-    def add(self, batch: str, result: JsonObject) -> None:
-        self._results[batch].append(result)
-        self._num_begun[batch] = MAX_DEATHS + 1
+    def put(self, batch: str, num_begun: int, results: list[JsonObject]) -> None:
+        self._states[batch] = num_begun, results
 
     def end(self, batch: str) -> None:
-        self._num_begun.pop(batch, None)
-        self._results.pop(batch, None)
+        del self._states[batch]
 
 
 class BatchReplica:
@@ -143,15 +136,15 @@ class BatchReplica:
         num_deaths, results = await self._attempts.get.remote(key)
         if num_deaths < MAX_DEATHS:
             async with self._turns:
-                await self._attempts.begin.remote(key)
+                await self._attempts.put.remote(key, num_deaths + 1, results)
                 await answer_all(self._app, iter(requests), seed=self._seed, num_concurrent=len(requests), write=results.append)
         else:
             async with self._alone, self._turns, self._turns:  # all turns, so that no other batch can kill the actor
-                await self._attempts.begin.remote(key)
+                await self._attempts.put.remote(key, num_deaths + 1, results)
                 for request in requests[len(results) :]:
                     results.append(await self._answer_alone(request, num_deaths - MAX_DEATHS))
                     num_deaths = MAX_DEATHS
-                    await self._attempts.add.remote(key, results[-1])
+                    await self._attempts.put.remote(key, MAX_DEATHS + 1, results)
         await self._attempts.end.remote(key)
         return pyarrow.table({"result": [to_json(result) for result in results]})
 

@@ -164,8 +164,8 @@ def to_chat(
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     fields |= {name: getattr(body, name) for name in ("parallel_tool_calls", "chat_template_kwargs")}
     fields["reasoning_effort"] = (body.reasoning or Reasoning()).effort
-    if (form := (body.text or TextConfig()).format) is not None:
-        fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+    if (answer_format := (body.text or TextConfig()).format) is not None:
+        fields["response_format"] = {"type": answer_format.type, "json_schema": {"schema": answer_format.schema_}}
     return protocol.chat_request(body, fields), stored
 
 
@@ -279,7 +279,7 @@ class ResponsesReply(BlockReply):
     @cached_property
     def _given(self) -> protocol.JsonObject:
         """Return the fields of the request that its response repeats."""
-        given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
+        given: dict[str, Any] = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
 

@@ -52,25 +52,25 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
     app.state.max_file_bytes = rollouts.max_file_bytes(llm.engine)
 
-    def state() -> dict[str, object]:
+    def status() -> dict[str, object]:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
     @app.post("/pause")
     async def pause(mode: str = "wait") -> Response:
         await async_llm.pause(mode)
-        return json_response(state())
+        return json_response(status())
 
     @app.post("/resume")
     async def resume() -> Response:
         await async_llm.between_steps(llm.resume)
-        return json_response(state())
+        return json_response(status())
 
     @app.post("/update_weights", openapi_extra=_TWO_BODIES)
     async def update_weights(http: StrictRequest) -> Response:
         if media_type(http.headers) != FILE:
             await update(await _path_of(http))
-            return json_response(state())
+            return json_response(status())
         async with one_file_at_a_time:
             with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
                 try:
@@ -80,7 +80,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
                     return Response(status_code=CLIENT_CLOSED_REQUEST)
                 file.flush()
                 await update(file.name)
-        return json_response(state())
+        return json_response(status())
 
     async def update(path: str) -> None:
         await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400

@@ -71,7 +71,7 @@ class GrammarState:
         self._end_id = end_id
 
     def copy(self) -> "GrammarState":
-        """Return a copy of the state. All copies share the grammar's lexer and its max_lexer_states."""
+        """Return a copy of the GrammarState. All copies share the grammar's lexer and its max_lexer_states."""
         return GrammarState(self._matcher.deep_copy(), self._end_id)
 
     def advance(self, token_id: int) -> None:
@@ -112,7 +112,8 @@ class GrammarCompiler:
         self._converted: tuple[LLTokenizer, int] | None = None
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
-        """Return the state at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to 5 ms.
+        """Return the GrammarState at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to
+        5 ms.
 
         A grammar that is not valid or too expensive is refused, and so is a new one while too many others wait for their trial.
         """
@@ -123,12 +124,12 @@ class GrammarCompiler:
             raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
         tokenizer, end_id = self._convert()
         grammar = _tried_grammar(params)
-        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+        grammar_state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
-        state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
-        if refusal := state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
-            raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
-        return state
+        grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
+        if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
+            raise InvalidValueError(f"{params.kind} cannot be used: {refusal}")
+        return grammar_state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
         """Convert the tokenizer for llguidance. Returns its EOS too, an added token, since a model may have none or several."""
@@ -183,7 +184,7 @@ def _tried_grammar(params: StructuredOutputsParams) -> str:
     if refusal is None:
         refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
     if refusal:
-        raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
+        raise InvalidValueError(f"{params.kind} cannot be used: {refusal}")
     return grammar
 
 
@@ -191,18 +192,18 @@ def _grammar(params: StructuredOutputsParams) -> str:
     """Return the parameters as a grammar in llguidance's own notation."""
     from llguidance import LLMatcher, grammar_from
 
-    form = params.form
-    text = '{"type": "object"}' if params.json_object else json.dumps(params.choice) if params.choice else getattr(params, form)
+    kind = params.kind
+    text = '{"type": "object"}' if params.json_object else json.dumps(params.choice) if params.choice else getattr(params, kind)
     if len(text) > MAX_CHARACTERS:
-        raise InvalidValueError(f"{form} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+        raise InvalidValueError(f"{kind} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
     try:
-        if form in ("json", "json_object"):
+        if kind in ("json", "json_object"):
             check_schema("json", json.loads(text))
             options = {"whitespace_flexible": not params.disable_any_whitespace}
             return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
-        return grammar_from(form, text)  # type: ignore[arg-type]
+        return grammar_from(kind, text)  # type: ignore[arg-type]
     except ValueError as error:  # for example a GBNF grammar that cannot be converted
-        raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
+        raise InvalidValueError(f"{kind} cannot be used: {first_line(error)}") from error
 
 
 def check_schema(name: str, value: object, depth: int = 0) -> None:

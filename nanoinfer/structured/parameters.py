@@ -14,7 +14,7 @@ from typing_extensions import Doc
 from nanoinfer.arguments import Neutral, declared, read_fields
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 # vLLM's further arguments: the values that change nothing, and the way out of all others.
@@ -56,7 +56,7 @@ class StructuredOutputsParams:
         given = self._given()
         if len(given) != 1:
             raise InvalidValueError(
-                f"structured_outputs needs exactly one of {', '.join(_FORMS)}, got {' and '.join(given) or 'none'}"
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -64,12 +64,12 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
 
     @property
-    def form(self) -> str:
+    def kind(self) -> str:
         """The name of the argument that is given."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
 
 
 def _schema_text(schema: object) -> str:

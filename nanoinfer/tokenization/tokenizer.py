@@ -29,7 +29,7 @@ MAX_TOKEN_ID = 2**22  # The library makes tables of this length. The largest voc
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE}
 _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
-# The form in which Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
+# How Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -74,12 +74,12 @@ def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
     """Change a decoder that removes the first space of a text, as Llama's does, because its tokenizer inserts one there."""
     if backend.decoder is None:
         return
-    state = json.loads(backend.decoder.__getstate__())
+    settings = json.loads(backend.decoder.__getstate__())
     changes = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
-    for step in state.get("decoders", [state]):
+    for step in settings.get("decoders", [settings]):
         step |= changes.get(step["type"], {})
     decoder = backend.decoder
-    decoder.__setstate__(json.dumps(state).encode())
+    decoder.__setstate__(json.dumps(settings).encode())
     backend.decoder = decoder
 
 
@@ -150,7 +150,7 @@ class Tokenizer:
                 f"the text is not valid Unicode, got {shown(text)}; decode its bytes with utf-8"
             ) from error
 
-    def word_forms(self, word: str) -> list[tuple[int, ...]]:
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
 
         Their numbers differ. Byte-level tokenizers have a single token for many words with a space before it, and several
@@ -165,11 +165,11 @@ class Tokenizer:
             raise InvalidValueError(f"bad_words: {error}") from error
         if not at_start:
             raise InvalidValueError(f"bad_words has {word!r}, for which the tokenizer has no tokens; leave it out")
-        forms = [at_start, after_space]
+        spellings = [at_start, after_space]
         num = len(line_break)
         if len(after_line_break) > num and after_line_break[:num] == line_break:
-            forms.append(after_line_break[num:])
-        return list(dict.fromkeys(forms))
+            spellings.append(after_line_break[num:])
+        return list(dict.fromkeys(spellings))
 
     def special_tokens_among(self, texts: Iterable[str]) -> dict[int, str]:
         """Return {id: text} for those texts that are special tokens, which decode() leaves out."""

@@ -20,7 +20,7 @@ from nanoinfer.tracing.recorder import Recorder, rows
 MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one sequence, 20 to 40 MB
 
 _LONG_FIELDS = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
-_STATE = (RequestAdded, SomeBlocks, BlockCopied, BlocksForked)
+_CONTEXT = (RequestAdded, SomeBlocks, BlockCopied, BlocksForked)
 
 
 class RecentRecorder(Recorder):
@@ -41,7 +41,7 @@ class RecentRecorder(Recorder):
         if self._size > self._limit:  # the older half is dropped
             sizes = accumulate(map(_size_of, reversed(self.events)))
             num_kept = sum(1 for _ in takewhile(lambda size: size <= self._max_size // 2, sizes))
-            self.events = _with_state(self.events, _next_step(self.events, len(self.events) - num_kept))
+            self.events = _with_context(self.events, _next_step(self.events, len(self.events) - num_kept))
             self._size = sum(map(_size_of, self.events))
             self._limit = self._size + self._max_size // 2
 
@@ -63,7 +63,7 @@ class RecentRecorder(Recorder):
         first = next((event.step for event in steps if wanted & {*event.sequence_ids}), None)
         if first is None:
             return None
-        return viewer.page(rows(_with_state(events[:end], start)), at=f"step={first}&token={request_ids[0]}")
+        return viewer.page(rows(_with_context(events[:end], start)), at=f"step={first}&token={request_ids[0]}")
 
 
 def _size_of(event: Event) -> int:
@@ -84,13 +84,13 @@ def _end_of_step(events: list[Event], index: int) -> int:
     return len(events)
 
 
-def _with_state(events: list[Event], start: int) -> list[Event]:
+def _with_context(events: list[Event], start: int) -> list[Event]:
     """Return events[start:] after what explains them: the engine, and the prompts and blocks of unfinished requests."""
     before = events[:start]
     finished = {event.request_id for event in before if isinstance(event, RequestFinished)}
 
     def is_needed(event: Event) -> bool:
-        if not isinstance(event, _STATE):
+        if not isinstance(event, _CONTEXT):
             return isinstance(event, EngineStarted)
         name = event.request_id if isinstance(event, RequestAdded) else event.sequence_id
         return name.partition(".")[0] not in finished

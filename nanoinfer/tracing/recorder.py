@@ -16,7 +16,7 @@ E = TypeVar("E")
 MAX_FRAME_CHARS = 3_000_000  # of a page inside a notebook, which saves it with the cell
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
-_PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
+_NESTED: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
 
 
 class Recorder:
@@ -142,5 +142,5 @@ def rows(events: Iterable[Event]) -> Iterable[viewer.Row]:
 def _value(name: str, value: object) -> object:
     """Return a field's value. Lists of JSON become tuples, of dataclasses in some fields."""
     if isinstance(value, list):
-        return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)
+        return tuple(_NESTED[name](**nested) for nested in value) if name in _NESTED else tuple(value)
     return value

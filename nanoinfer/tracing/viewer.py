@@ -85,17 +85,14 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     for key in (key for key in first if key in second):
         (left_id, left), (right_id, right) = first[key], second[key]
         ids, tokens = (left_id, right_id), (left, right)
-        positions = sorted({*left, *right})
-        different = [at for at in positions if left.get(at) != right.get(at)]
+        different = [at for at in sorted({*left, *right}) if left.get(at) != right.get(at)]
         for side, name in enumerate(ids):
             own, other = tokens[side], tokens[1 - side]
             differences[side][name] = {at: other[at][1] if at in other else None for at in different if at in own}
-        num_tokens, num_equal = [len(left), len(right)], len(positions) - len(different)
-        pairs.append({"ids": ids, "numTokens": num_tokens, "numEqual": num_equal, "first": next(iter(different), None)})
+        pairs.append({"ids": ids, "first": next(iter(different), None)})
     data = {
         "names": names,
         "pages": [page(run, differences=found) for run, found in zip(events, differences, strict=True)],
-        "runs": [_facts(run) for run in events],
         "pairs": pairs,
     }
     code = {"/* COLOURS */": read("colours.css"), "/* ELEMENTS */": read("elements.js")}
@@ -120,13 +117,3 @@ def _answers(events: list[Row]) -> dict[tuple[object, ...], Answer]:
             _, tokens = answers.setdefault((*keys[request_id], number), (event["sequence_id"], {}))
             tokens[event["position"]] = event["token_id"], event["token"]
     return answers
-
-
-def _facts(events: list[Row]) -> Row:
-    """Return the figures of a run."""
-    scheduled = [event for event in events if event["event"] == "StepScheduled"]
-    return {
-        "steps": len(scheduled),
-        "most tokens in a step": max(sum(event["num_new_tokens"]) for event in scheduled),
-        "tokens drawn": sum(event["event"] == "TokenAppended" for event in events),
-    }

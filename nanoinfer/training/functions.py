@@ -115,8 +115,8 @@ class TrainedAttention:
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute causal attention in plain torch, one sequence after the other."""
-        parts = (x.transpose(0, 1).split(self._lengths, dim=1) for x in (q, k, v))  # [heads, num_tokens, head_dim]
+        split = (x.transpose(0, 1).split(self._lengths, dim=1) for x in (q, k, v))  # [heads, num_tokens, head_dim]
         outs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*parts, strict=True)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*split, strict=True)
         ]
         return torch.cat(outs, dim=1).transpose(0, 1)

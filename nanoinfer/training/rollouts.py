@@ -181,8 +181,8 @@ class _LogprobsReader:
         self.values: list[float] = []
         self._temperature = temperature
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
-        num_tokens = len(part.sequence.prompt_token_ids)
-        part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # without a successor
-        found = executor.prompt_logprobs(hidden, part, num_top=0, temperature=self._temperature)
-        self.values[part.position :] = [entry.values[0] for entry in found]
+    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
+        num_tokens = len(chunk.sequence.prompt_token_ids)
+        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without a successor
+        found = executor.prompt_logprobs(hidden, chunk, num_top=0, temperature=self._temperature)
+        self.values[chunk.position :] = [entry.values[0] for entry in found]

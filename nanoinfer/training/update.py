@@ -148,7 +148,7 @@ def finish(runner: Runner) -> None:
 def _fill(held: HeldWeights, weights: Weights) -> None:
     origin = origin_of(held)
     if origin.shards is not None:
-        weights = origin.shards.part_of(weights, origin.model_class, origin.sizes)
+        weights = origin.shards.shard_of(weights, origin.model_class, origin.sizes)
     for name in weights:
         values = weights.read(name)
         held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)

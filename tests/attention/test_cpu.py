@@ -103,7 +103,7 @@ def test_a_poisoned_request_stops_no_other(family, backend, tmp_path):
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
-def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num_heads, head_dim, block_size):
+def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_definition(num_heads, head_dim, block_size):
     """A row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks differ from 8."""
     generator = torch.Generator().manual_seed(0)
     for num_blocks in (1, 2, 3, 5, 6, 7, 11):
@@ -199,7 +199,7 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
             torch.set_num_threads(1)
         assert torch.equal(torch.cat(alone), outputs[num_threads])
         assert torch.equal(outputs[num_threads], outputs[1])
-    k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain form needs finite values
+    k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain definition needs finite values
     plain = cpu.paged_decode(*args[:3], k_pages, v_pages, args[5])
     assert (outputs[1] - plain).abs().max() < tolerance
 
@@ -269,7 +269,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_plain_parts_serve_and_the_log_says_why(monkeypatch, caplog, tmp_path):
+def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()

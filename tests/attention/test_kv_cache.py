@@ -78,7 +78,7 @@ def test_sizes_by_hand():
     assert sizes.bytes_per_token(torch.float32) == 3 * 2 * 2 * 8 * 4
     assert sizes.bytes_per_token(torch.int8) == 3 * 2 * 2 * (8 + 4)
     assert sizes.bytes_per_block(16, torch.bfloat16) == 16 * 1 * 2 * 2 * 8 * 2  # a place for one layer
-    assert sizes.bytes_per_slot == 4 * 3 * (8 + 5)
+    assert sizes.bytes_per_state == 4 * 3 * (8 + 5)
 
 
 def test_the_memory_is_as_large_as_the_sizes_say():
@@ -89,7 +89,7 @@ def test_the_memory_is_as_large_as_the_sizes_say():
 
 
 def test_a_state_has_a_slot_more_for_the_beginning():
-    states = StateCache(num_layers=2, num_slots=3, shapes=((2, 4), (5,)))
+    states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 4), (5,)))
     assert [part.shape for part in states.layer(1)] == [(4, 2, 4), (4, 5)]
     assert len(states.tensors) == 4
 

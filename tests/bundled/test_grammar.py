@@ -109,9 +109,9 @@ def test_a_reading_remembers_the_cast(grammar):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"start": "{who} met {a villain}"}, "rule 'start': slot 'villain' is not a rule and not in the cast"),
-        ({"start": "{pet.his}", "pet": "cat"}, "rule 'start': slot 'pet' is not in the cast, and only its members have forms"),
-        ({"start": "{who ran"}, "rule 'start': '{who ran' has a brace that is not part of a slot"),
+        ({"start": "{who} met {a villain}"}, "rule 'start': blank 'villain' is not a rule and not in the cast"),
+        ({"start": "{pet.his}", "pet": "cat"}, "rule 'start': blank 'pet' is not in the cast, as an attribute needs"),
+        ({"start": "{who ran"}, "rule 'start': '{who ran' has a brace that is not part of a blank"),
         ({"start": " | "}, "rule 'start' has no alternative"),
     ],
 )

@@ -113,9 +113,9 @@ def start(tmp_path):
 
 
 READ = """
-from nanoinfer.cli.chat import MessageReader
-reader = MessageReader()
-while (message := reader.read()) is not None:
+from nanoinfer.cli.chat import MessageInput
+messages = MessageInput()
+while (message := messages.read()) is not None:
     print(ascii(message))
 """
 

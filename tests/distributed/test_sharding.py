@@ -152,13 +152,13 @@ def test_the_parts_of_an_update_are_those_of_its_layers_weight():
         weights = Numbered(model)
         for rank in range(size):
             shards = Shards(Member(rank, None, [None] * size))
-            _, parts = shards.split(model, weights)
+            _, shard = shards.split(model, weights)
             for name in [name for name in weights if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
                 turned = (lambda weight: weight.T) if name.endswith(model.weight_rules.transpose) else (lambda weight: weight)
                 whole = turned(weights.read(name))
                 update = LowRankUpdate(torch.eye(whole.shape[1]), whole, 1.0)
-                part = shards.part_of_update(name.removesuffix(".weight"), update)
-                assert torch.equal(part.b @ part.a, turned(parts.read(name))), name
+                part = shards.shard_of_update(name.removesuffix(".weight"), update)
+                assert torch.equal(part.b @ part.a, turned(shard.read(name))), name
 
 
 def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):

@@ -255,12 +255,13 @@ def with_adapters(llm, requests, params=None):
 
 @pytest.fixture(scope="module")
 def adapted(qwen3_path):
-    return load_pair(qwen3_path, 80, enable_lora=True, max_loras=2)
+    with forked.ranks():
+        return load_pair(qwen3_path, 80, enable_lora=True, max_loras=2)
 
 
 def test_two_ranks_give_the_tokens_of_one_with_several_adapters_in_a_batch(adapted, adapters):
     split, whole = adapted
-    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # with two slots
+    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # two are active
     expected = with_adapters(whole, requests)
     assert len({str(with_adapters(whole, [one])) for one in (None, *adapters)}) == 4
     assert with_adapters(split, requests) == expected
@@ -269,7 +270,7 @@ def test_two_ranks_give_the_tokens_of_one_with_several_adapters_in_a_batch(adapt
     assert_nothing_is_left(split)
 
 
-def test_eager_ranks_give_the_tokens_of_one_with_adapters(qwen3_path, adapters):
+def test_eager_ranks_give_the_tokens_of_one_with_adapters(qwen3_path, adapters, forked_ranks):
     split, whole = load_pair(qwen3_path, 40, enable_lora=True, enforce_eager=True)
     requests = [adapters[0], None, adapters[1], adapters[0]]
     assert with_adapters(split, requests) == with_adapters(whole, requests)
@@ -294,7 +295,7 @@ def test_new_weights_of_ranks_keep_the_adapters(adapted, adapters, tmp_path):
     assert with_adapters(split, adapters[:2]) == with_adapters(whole, adapters[:2]) != expected
 
 
-def test_an_adapter_is_sent_to_the_ranks_when_it_comes_into_memory_and_not_with_each_step(qwen3_path, adapters):
+def test_an_adapter_is_sent_to_the_ranks_when_it_comes_into_memory_and_not_with_each_step(qwen3_path, adapters, forked_ranks):
     split, _ = load_pair(qwen3_path, 40, enable_lora=True)
     workers, sizes = split.engine.executor.runner.inner.workers, []
     send = workers.send
@@ -316,7 +317,7 @@ def test_an_adapter_that_rank_0_cannot_place_is_placed_by_all_ranks_in_a_later_s
     with_adapters(split, [adapters[2], adapters[0]])
     known = split.engine.inputs.adapters
     layer = list(known.layers.values())[5]
-    monkeypatch.setattr(layer, "put", lambda slot, update: (_ for _ in ()).throw(MemoryError("full")))
+    monkeypatch.setattr(layer, "put", lambda index, update: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         with_adapters(split, requests)
     monkeypatch.undo()
@@ -414,7 +415,7 @@ def test_an_llm_that_has_lost_a_rank_is_closed_and_its_store_is_whole(qwen3_path
         with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
             llm.generate(PROMPTS, asked(), use_tqdm=False)
     for num_found in (0, 32 + 16):
-        with LLM(qwen3_path, **settings) as llm:
+        with forked.ranks(), LLM(qwen3_path, **settings) as llm:
             assert answers(llm, PROMPTS, asked()) == expected
             assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] == num_found
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted import check_places, copy_package, planted
+
+from tests.helpers.planted import check_places, copy_package, planted
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAMPLING = "    top_p: Annotated["

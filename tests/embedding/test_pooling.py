@@ -44,6 +44,7 @@ def largest_difference(found, wanted):
     return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_window", "gemma3_window"])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 def test_embeddings_are_those_of_transformers(tmp_path, family, mode):
@@ -70,6 +71,7 @@ def test_without_modules_json_the_last_row_is_normalised_and_without_normalize_i
         assert max(float(one.norm()) for one in wanted) > 2, "they are not normalised by chance"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_window"])
 def test_an_embedding_has_the_same_bits_in_any_batch_and_after_preemptions(tmp_path, family):
@@ -223,8 +225,8 @@ QUERIES, DOCUMENTS = ["little dog", "a red ball"], ["The dog was happy.", "It wa
 def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_path):
     hf = AutoTokenizer.from_pretrained(reranker_path)
     before, after = (
-        hf.encode(part, add_special_tokens=False)
-        for part in (
+        hf.encode(text, add_special_tokens=False)
+        for text in (
             "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
             'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
             "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",

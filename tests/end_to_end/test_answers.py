@@ -356,6 +356,7 @@ def compare_logprobs(path, prompt, answer, *, shift=0):
     torch.testing.assert_close(values_of(answer.logprobs)[: len(expected)], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_logprobs_are_transformers_log_softmax(request, family):
     path = request.getfixturevalue(f"{family}_path")
@@ -648,12 +649,12 @@ def test_a_bad_word_as_text_never_comes_out_with_or_without_a_space_before_it(ll
     assert set(said) == {bare}  # as ids, a word is those ids alone
 
 
-def test_a_bad_word_of_several_tokens_never_comes_out_in_either_form(llm):
+def test_a_bad_word_of_several_tokens_never_comes_out_in_either_spelling(llm):
     encode = llm.engine.tokenizer.encode
     words = ("Once upon a time", "One day", "the cat", "said to")
     word = next(w for w in words if len(encode(w)) == len(encode(" " + w)) > 1 and encode(w)[0] != encode(" " + w)[0])
-    for form in (word, " " + word):
-        ids = encode(form)
+    for spelling in (word, " " + word):
+        ids = encode(spelling)
         params = {"temperature": 0.0, "max_tokens": 3 * len(ids), "logits_processors": [wanting(*ids)], "ignore_eos": True}
         assert answers(llm, "a", SamplingParams(**params))[0].token_ids == ids * 3
         for given in (word, " " + word, ids):
@@ -663,7 +664,7 @@ def test_a_bad_word_of_several_tokens_never_comes_out_in_either_form(llm):
             assert answer.token_ids[: len(ids) - 1] == ids[:-1]
 
 
-def test_a_bad_word_never_comes_out_where_its_form_with_a_space_is_shorter(llm):
+def test_a_bad_word_never_comes_out_where_its_spelling_with_a_space_is_shorter(llm):
     tokenizer = llm.engine.tokenizer
     spaced_tokens = (tokenizer.decode([i]) for i in range(300, llm.info.vocab_size))
     word = next(

@@ -1,4 +1,4 @@
-"""The front door: every form of a prompt, everything malformed refused before work, streams, chat, and nothing left behind."""
+"""The front door: every kind of prompt, everything malformed refused before work, streams, chat, and nothing left behind."""
 
 import itertools
 import json
@@ -68,14 +68,14 @@ def copy_of_tiny_qwen3(path, without=()):
 # ---- prompts
 
 
-def test_every_form_of_a_prompt_gives_the_same_answer(llm):
+def test_every_kind_of_prompt_gives_the_same_answer(llm):
     text = "Once upon a time"
     ids = llm.get_tokenizer()(text).input_ids
-    forms = [text, ids, tuple(ids), [*map(numpy.int64, ids)], {"prompt": text}, {"prompt_token_ids": ids}]
-    forms += [{"prompt": text, "prompt_token_ids": ids}, {"prompt": text, "prompt_token_ids": None}]
-    alone = [output for form in forms for output in generate(llm, form)]
-    together = generate(llm, forms)
-    assert len(alone) == len(together) == len(forms)
+    prompts = [text, ids, tuple(ids), [*map(numpy.int64, ids)], {"prompt": text}, {"prompt_token_ids": ids}]
+    prompts += [{"prompt": text, "prompt_token_ids": ids}, {"prompt": text, "prompt_token_ids": None}]
+    alone = [output for prompt in prompts for output in generate(llm, prompt)]
+    together = generate(llm, prompts)
+    assert len(alone) == len(together) == len(prompts)
     for output in alone + together:
         assert output.outputs == alone[0].outputs
         assert output.prompt_token_ids == ids

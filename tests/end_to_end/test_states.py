@@ -76,17 +76,17 @@ def test_greedy_tokens_equal_transformers_alone_together_and_after_a_prefix_hit(
 
 
 def sizes(path):
-    """The bytes of a block and of a slot."""
+    """The bytes of a block and of a state."""
     config = read_config(Checkpoint.open(str(path)))[1]
     sizes = CacheSizes.of(config)
-    return sizes.bytes_per_block(SETTINGS["block_size"], torch.float32), sizes.bytes_per_slot
+    return sizes.bytes_per_block(SETTINGS["block_size"], torch.float32), sizes.bytes_per_state
 
 
 @pytest.mark.slow
 def test_greedy_tokens_equal_transformers_where_blocks_run_out(family):
     path, tokens, _ = family
-    block, slot = sizes(path)
-    llm = LLM(path, **SETTINGS | {"kv_cache_memory": 8 * slot + 20 * block, "max_num_seqs": 4})
+    block, state = sizes(path)
+    llm = LLM(path, **SETTINGS | {"kv_cache_memory": 8 * state + 20 * block, "max_num_seqs": 4})
     for _ in range(2):
         outputs = generate(llm, PROMPTS)
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -97,9 +97,9 @@ def test_greedy_tokens_equal_transformers_where_blocks_run_out(family):
 @pytest.mark.slow
 def test_greedy_tokens_equal_transformers_where_slots_run_out(family):
     path, tokens, _ = family
-    _, slot = sizes(path)
-    llm = LLM(path, **SETTINGS | {"kv_cache_memory": 5 * slot})
-    assert llm.engine.block_manager.states.pool.size == 2
+    _, state = sizes(path)
+    llm = LLM(path, **SETTINGS | {"kv_cache_memory": 5 * state})
+    assert llm.engine.block_manager.state_slots.pool.size == 2
     params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
     prompts = [PROMPTS[0], PROMPTS[1][:5], PROMPTS[0]]
     expected = tokens_of(generate(LLM(path, **SETTINGS), prompts, params))
@@ -177,8 +177,8 @@ def test_alone_together_after_a_hit_and_with_drafts_the_bits_are_the_same(path, 
     assert log_probabilities(LLM(path, **settings | {"chunk_size": 24}), PROMPTS) == alone
     drafts = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}
     assert log_probabilities(LLM(path, speculative_config=drafts, **settings), PROMPTS) == alone
-    block, slot = sizes(path)
-    tight = LLM(path, **settings | {"kv_cache_memory": 8 * slot + 20 * block, "max_num_seqs": 4})
+    block, state = sizes(path)
+    tight = LLM(path, **settings | {"kv_cache_memory": 8 * state + 20 * block, "max_num_seqs": 4})
     assert log_probabilities(tight, PROMPTS) == alone
 
 

@@ -57,7 +57,7 @@ def test_a_required_call_may_have_its_tags_as_tokens(llm):
 
 
 def test_a_required_call_takes_the_place_of_a_structured_output(llm):
-    """An answer that is a call has no content that could have a form."""
+    """An answer that is a call has no content that could have a format."""
     kwargs = {"tools": TOOLS, "tool_choice": NAMED, "chat_template_kwargs": {"enable_thinking": False}}
     params = SamplingParams(max_tokens=150, temperature=0, structured_outputs=StructuredOutputsParams(regex="a"))
     answers = [llm.chat(QUESTION, one, False, **kwargs)[0] for one in (params, replace(params, structured_outputs=None))]

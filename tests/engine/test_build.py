@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from nanoinfer.engine.build import load_engine, make_adapters, make_engine, make_parts, make_proposer
+from nanoinfer.engine.build import load_engine, make_adapters, make_engine, make_proposer, make_runtime
 from nanoinfer.errors import CheckpointNotFoundError, NanoinferError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -37,9 +37,9 @@ def test_an_engine_of_a_model_answers(model):
 
 
 def test_an_eager_engine_runs_the_models_file(model):
-    parts = make_parts(model, EngineConfig(cache=CACHE, enforce_eager=True))
-    assert parts.model is model
-    assert (parts.report, parts.routes, parts.is_batch_independent) == (None, (), False)
+    runtime = make_runtime(model, EngineConfig(cache=CACHE, enforce_eager=True))
+    assert runtime.model is model
+    assert (runtime.report, runtime.routes, runtime.is_batch_independent) == (None, (), False)
 
 
 def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(model):

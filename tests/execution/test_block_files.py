@@ -40,9 +40,9 @@ def new_files(folder, max_bytes=2**20, cache=None):
     return BlockFiles(CacheRunner(cache or new_cache()), str(folder), max_bytes, bytes(32), 100)
 
 
-def entry(key, part=0):
+def entry(key, group=0):
     """An entry whose key is a number."""
-    return key.to_bytes(32, "big"), part
+    return key.to_bytes(32, "big"), group
 
 
 def keep(folder, *keys, **more):
@@ -54,8 +54,8 @@ def keep(folder, *keys, **more):
     return [path_of(folder, key) for key in keys]
 
 
-def path_of(folder, key, part=0):
-    return folder / f"{key:064x}{part:02x}.kv"
+def path_of(folder, key, group=0):
+    return folder / f"{key:064x}{group:02x}.kv"
 
 
 def names(folder):
@@ -207,7 +207,7 @@ def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder)
 
     def new(seed):
         sizes = {"num_layers": 2, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
-        cache = KVCache(**sizes, groups=groups, states=StateCache(num_layers=2, num_slots=3, shapes=((2, 5), (4,))))
+        cache = KVCache(**sizes, groups=groups, states=StateCache(num_layers=2, num_state_slots=3, shapes=((2, 5), (4,))))
         generator = torch.Generator().manual_seed(seed)
         for tensor in cache.tensors():
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -215,15 +215,15 @@ def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder)
 
     cache, other = new(0), new(1)
     files = new_files(folder, cache=cache)
-    for part, block in enumerate((5, 6, 2)):
-        files.keep(entry(3, part), block, wait=True)
+    for group, block in enumerate((5, 6, 2)):
+        files.keep(entry(3, group), block, wait=True)
     files.close()
-    assert names(folder) == {path_of(folder, 3, part).name for part in range(3)}
+    assert names(folder) == {path_of(folder, 3, group).name for group in range(3)}
     files = new_files(folder, cache=other)
     assert [files.has(entry(*one)) for one in ((3, 0), (3, 1), (3, 2), (4, 0))] == [True] * 3 + [False]
     assert files.max_entries(0) == files.max_entries(1) != files.max_entries(2)
-    for part, block in enumerate((0, 1, 0)):
-        files.fill(part, block, files.find(entry(3, part)))
+    for group, block in enumerate((0, 1, 0)):
+        files.fill(group, block, files.find(entry(3, group)))
     files.close()
     assert all(torch.equal(new[:2], old[5:7]) for new, old in zip(other.pages, cache.pages, strict=True))
     assert all(torch.equal(new[0], old[2]) for new, old in zip(other.states.tensors, cache.states.tensors, strict=True))

@@ -3,7 +3,7 @@
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.base import StateRows
+from nanoinfer.attention.base import StateUpdate
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
@@ -92,7 +92,7 @@ def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
     plain, seq = sequence([1], table=[0]), sequence(range(10), computed=4, table=[0, 1, 2])
     seq.state_slot, seq.state_writes = 7, {8: 5, 10: 6}
     batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
-    assert batch.attention.states == (StateRows(1, 7, 7, {4: 5, 6: 6}),)
+    assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
 
 
 def test_adapters_are_runs_of_packed_tokens():

@@ -6,7 +6,7 @@ import torch
 from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import CacheConfig, EngineConfig
-from nanoinfer.engine.build import make_executor, make_parts
+from nanoinfer.engine.build import make_executor, make_runtime
 from nanoinfer.execution import local_executor
 from nanoinfer.execution.executor import Executor
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ def model(qwen3_path):
 def executor(model):
     cache = CacheConfig(kv_cache_memory=2**20, block_size=4)
     config = EngineConfig(attention_backend="reference", enforce_eager=True, cache=cache)
-    return make_executor(make_parts(model, config), config)
+    return make_executor(make_runtime(model, config), config)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import memory
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache, size_cache
-from nanoinfer.execution.parts import plain_parts
+from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 
@@ -23,8 +23,8 @@ def sized(model, kv_cache_memory, *, max_num_seqs=256, **given):
     cache = CacheConfig(block_size=8, kv_cache_memory=kv_cache_memory)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
     config = EngineConfig(attention_backend="reference", cache=cache, scheduler=scheduler, **given)
-    parts = plain_parts(model, config)
-    return size_cache(parts, config), parts.bytes_per_block
+    runtime = plain_runtime(model, config)
+    return size_cache(runtime, config), runtime.bytes_per_block
 
 
 def test_the_cache_has_the_blocks_that_fit_and_a_sequence_all_of_them(model):

@@ -50,7 +50,7 @@ CITIES = (
     "Oslo Rome Paris Lima Cairo Delhi Quito Accra Seoul Turin Lyon Kyoto Bonn Bern Riga Nice Minsk Split Graz Malmo "
     "Ghent Porto Cork Pisa Brno Lodz Vigo Basel Genoa Omsk Perth Dakar Hanoi Osaka Busan Cusco Davos Derby Dover Essen"
 ).split()
-SLOTS = ("one", None, "two")  # the adapters of a run's requests
+ADAPTERS = ("one", None, "two")  # the adapters of a run's requests
 PRIORITIES = (2, 0, 1)
 # Noise that is more than the dtype and the kernels of rounded weights round, in standard deviations of the embeddings.
 SHAKES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2}
@@ -78,7 +78,7 @@ def prefer(logits: torch.Tensor, batch: object = None) -> torch.Tensor:
 
 
 class Preferring(LogitsProcessor):
-    """prefer() in vLLM's form."""
+    """prefer() with vLLM's signature."""
 
     def __init__(self, vllm_config, device, is_pin_memory):
         pass
@@ -114,12 +114,12 @@ class Checkpoints:
             self.tokenizer.chat_template = HARMONY if model == "attention sinks" else tool_cases.TEMPLATE
             self.tokenizer.save_pretrained(path)
             shapes = {module: shape for module, shape in linear_shapes(path).items() if not module.startswith("mtp.")}
-            for seed, name in enumerate(filter(None, SLOTS)):
+            for seed, name in enumerate(filter(None, ADAPTERS)):
                 write_adapter(path / name, shapes, seed=seed, lora_alpha=16)
         return path
 
     def adapter(self, model: str, name: str | None) -> LoRARequest | None:
-        return None if name is None else LoRARequest(name, SLOTS.index(name) + 1, str(self.path(model) / name))
+        return None if name is None else LoRARequest(name, ADAPTERS.index(name) + 1, str(self.path(model) / name))
 
     def new_folder(self) -> str:
         return tempfile.mkdtemp(dir=self.folder)
@@ -222,7 +222,7 @@ def computed(checkpoints: Checkpoints, run: Run, questions: list[Question]) -> t
 def refusal(checkpoints: Checkpoints, run: Run) -> str | None:
     """The error with which the engine refuses a run, or None."""
     try:
-        computed(checkpoints, run, [Question(0, SLOTS[0])])
+        computed(checkpoints, run, [Question(0, ADAPTERS[0])])
     except NanoinferError as error:
         return str(error).replace(str(checkpoints.folder), "FOLDER")
     return None
@@ -237,13 +237,13 @@ class Oracle:
         self._expected: dict[tuple, list[list[int]] | None] = {}
 
     def questions(self, run: Run) -> tuple[list[Question], list[list[list[int]]]]:
-        """Return a question for each of SLOTS, and the tokens of its answers, which hinge on no rounding."""
+        """Return a question for each of ADAPTERS, and the tokens of its answers, which hinge on no rounding."""
         questions, answers = [], []
         numbers = iter(range(len(CITIES if run["calls"] else CANDIDATES)))
-        for slot in SLOTS:
-            adapter = slot if run["adapters"] else None
-            of_slot = (Question(number, adapter) for number in numbers)
-            found = next(((one, tokens) for one in of_slot if (tokens := self.expected(run, one)) is not None), None)
+        for name in ADAPTERS:
+            adapter = name if run["adapters"] else None
+            of_adapter = (Question(number, adapter) for number in numbers)
+            found = next(((one, tokens) for one in of_adapter if (tokens := self.expected(run, one)) is not None), None)
             assert found is not None, "the answers of all candidates hinge on roundings"
             questions.append(found[0])
             answers.append(found[1])

@@ -82,7 +82,7 @@ class Store:
         self.record, self.max_blocks, self.kept, self.max_tokens_per_step = record, max_blocks, kept, max_tokens_per_step
         self.is_open, self.counts = True, Counter()
 
-    def max_entries(self, part):
+    def max_entries(self, group):
         return self.max_blocks
 
     def has(self, entry):
@@ -91,7 +91,7 @@ class Store:
     def find(self, entry):
         return self.kept.get(entry)
 
-    def fill(self, part, block, found):
+    def fill(self, group, block, found):
         number, contents = found
         self.record.lines.append(f"  read #{number} into {block}")
         self.record.counts["read"] += 1

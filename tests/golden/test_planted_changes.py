@@ -69,7 +69,7 @@ PLANTED = {
             "num_full = (num_tokens - 1) // self.block_size if",
         ),
         ("a sequence seems to hold a block less", "else len(seq.block_table)\n", "else max(len(seq.block_table) - 1, 0)\n"),
-        ("a reset turns the order round", "in list(part.ids.values()):", "in list(part.ids.values())[::-1]:"),
+        ("a reset turns the order round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
         ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "scheduling/pool.py": [

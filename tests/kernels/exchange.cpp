@@ -20,8 +20,8 @@ struct Rank {
             publish(shared, rank, size, capacity, number, source.data(), num_bytes);
             while (!await_all(shared, size, number, 100)) {
             }
-            const char* slots = shared + size * LINE + (number & 1) * size * capacity;
-            for (int other = 0; other < size; other++) digest.add_bytes(slots + other * capacity, num_bytes);
+            const char* buffers = shared + size * LINE + (number & 1) * size * capacity;
+            for (int other = 0; other < size; other++) digest.add_bytes(buffers + other * capacity, num_bytes);
         }
     }
 };

@@ -13,21 +13,22 @@ struct Case {
     Values values = Values::ORDINARY;
 };
 
-// Two adapters for layers side by side, and the slots of rows (lora.h). A row of products has room for `spare` other numbers.
+// Two adapters for layers side by side, and the adapter indices of rows (lora.h). A row of products has room for `spare` other
+// numbers.
 struct Adapters {
-    Exact<int64_t> slots, starts;
+    Exact<int64_t> indices, starts;
     Exact<float> products;
     std::vector<Exact<Number>> matrices;
     Exact<LowRank> changes;
-    RowSlots rows;
+    MappingArguments mapping;
     Adapted adapted;
 
-    Adapters(Random& random, const Case& given) : slots(given.rows), starts(given.num_layers + 1) {
-        const int64_t num_slots = 2, ranks[] = {4, 0, 8}, max_rank = 8;
-        for (int64_t& slot : slots) slot = random.below(num_slots + 1) - 1;
+    Adapters(Random& random, const Case& given) : indices(given.rows), starts(given.num_layers + 1) {
+        const int64_t num_adapters = 2, ranks[] = {4, 0, 8}, max_rank = 8;
+        for (int64_t& index : indices) index = random.below(num_adapters + 1) - 1;
         for (int64_t i = 0; i <= given.num_layers; i++) starts[i] = given.num_out * i / given.num_layers;
         products = Exact<float>(given.rows * given.num_layers * max_rank);
-        changes = Exact<LowRank>(num_slots * given.num_layers);
+        changes = Exact<LowRank>(num_adapters * given.num_layers);
         for (int64_t i = 0; i < changes.size(); i++) {
             const int64_t layer = i % given.num_layers, rank = ranks[i % 3], start = starts[layer], end = starts[layer + 1];
             if (rank == 0) continue;
@@ -42,8 +43,8 @@ struct Adapters {
             matrices.push_back(std::move(b));
             changes[i] = {matrices[matrices.size() - 2].data(), matrices.back().data(), 0.5, rank};
         }
-        rows = {given.rows, slots.data(), products.data()};
-        adapted = {&rows, changes.data(), starts.data(), given.num_layers, max_rank};
+        mapping = {given.rows, indices.data(), products.data()};
+        adapted = {&mapping, changes.data(), starts.data(), given.num_layers, max_rank};
     }
 };
 

@@ -63,7 +63,7 @@ def vocabulary(changes: dict[str, object]) -> Change:
 
 
 def old_vocabulary(content: str) -> Change:
-    """In the form that came before tokenizer.json."""
+    """In the format that came before tokenizer.json."""
     return lambda path: (without("tokenizer.json")(path), write("vocab.json", content)(path))
 
 

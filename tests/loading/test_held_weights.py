@@ -1,4 +1,4 @@
-"""A weight that is replaced is new in every form in which it is held, and what was computed from it is computed again."""
+"""A weight that is replaced is new wherever it is held, and what was computed from it is computed again."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from nanoinfer.loading.held_weights import HeldWeights
 
 
 class Doubled:
-    """A form: the weights of layers side by side, times two."""
+    """A KernelWeight: the weights of layers side by side, times two."""
 
     def __init__(self, num_outputs: int) -> None:
         self.weight, self.bias = torch.zeros(num_outputs, 3), torch.zeros(num_outputs)
@@ -23,12 +23,12 @@ def held(*layers: nn.Linear) -> HeldWeights:
     return HeldWeights({f"{i}.{leaf}": [(layer, leaf)] for i, layer in enumerate(layers) for leaf in ("weight", "bias")})
 
 
-def test_write_renews_every_form_of_a_weight_and_leaves_the_others():
+def test_write_renews_a_weight_for_every_kernel_and_leaves_the_others():
     first, second = nn.Linear(3, 2), nn.Linear(3, 4)
     weights, together, alone, of_nobody = held(first, second), Doubled(6), Doubled(4), Doubled(4)
     for layer, start in ((first, 0), (second, 2)):
-        weights.add_form(layer, together, start)
-    weights.add_form(second, alone, 0)
+        weights.add_kernel_weight(layer, together, start)
+    weights.add_kernel_weight(second, alone, 0)
     new, before = torch.randn(4, 3), first.weight.clone()
     weights.write("1.weight", new)
     weights.write("1.bias", new[:, 0])
@@ -38,17 +38,17 @@ def test_write_renews_every_form_of_a_weight_and_leaves_the_others():
     assert torch.equal(alone.bias, 2 * new[:, 0])
     assert torch.equal(first.weight, before)
     assert not together.weight[:2].any()
-    assert not of_nobody.weight.any()  # a form that was not added stays as it was
+    assert not of_nobody.weight.any()  # a kernel's weight that was not added stays as it was
 
 
-def test_a_weight_that_only_kernels_have_is_written_to_their_forms():
-    layer, form = nn.Linear(3, 4), Doubled(4)
+def test_a_weight_that_only_kernels_have_is_written_for_them():
+    layer, doubled = nn.Linear(3, 4), Doubled(4)
     weights = held(layer)
-    weights.add_form(layer, form, 0)
+    weights.add_kernel_weight(layer, doubled, 0)
     layer.register_parameter("weight", None)
     weights.write("0.weight", torch.ones(4, 3))
-    assert torch.equal(form.weight, torch.full((4, 3), 2.0))
-    assert [id(tensor) for tensor in weights.tensors()] == [id(layer.bias), id(form.weight)]
+    assert torch.equal(doubled.weight, torch.full((4, 3), 2.0))
+    assert [id(tensor) for tensor in weights.tensors()] == [id(layer.bias), id(doubled.weight)]
 
 
 def test_what_was_computed_from_weights_is_computed_again_at_the_end_of_an_update():

@@ -1,4 +1,4 @@
-"""What loading takes at its peak, for every form in which a checkpoint may have its weights.
+"""What loading takes at its peak, for every format in which a checkpoint may have its weights.
 
 Measured in a process of its own: the growth of resident memory at its highest, VmHWM, which counts the pages of the file that
 are mapped. Freed memory is returned to the system at once there, so that memory in use is compared with the bars: by itself
@@ -108,7 +108,7 @@ def peak_of(path, freed="return", **arguments):
 
 
 # (format, quantization, bar). With `quantization=`, a checkpoint in bfloat16 is rounded from the mapped file, matrix by matrix.
-# Any other form becomes parameters in bfloat16 first.
+# Any other format becomes parameters in bfloat16 first.
 CASES = [
     ("Q4_0", None, 1.5), ("Q4_0", "int4", 1.4), ("Q4_K", None, 1.5), ("Q4_K", "int4", 1.4), ("Q8_0", None, 1.5),
     ("Q8_0", "int8", 1.4), ("gptq", None, 1.5), ("gptq", "int4", 1.4), ("awq", None, 1.5), ("awq", "int4", 1.4),

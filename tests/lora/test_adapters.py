@@ -170,11 +170,11 @@ def test_the_least_recently_used_adapter_is_replaced(qwen3):
     base, adapters = qwen3
     llm = LLM(base, **ADAPTED | {"max_loras": 2})
     known = llm.engine.inputs.adapters
-    placed, place = [], known._place
-    known._place = lambda adapter, used: (placed.append(adapter.request.lora_name), place(adapter, used))
+    activated, activate = [], known._activate
+    known._activate = lambda adapter, used: (activated.append(adapter.request.lora_name), activate(adapter, used))
     for i in (0, 1, 0, 2, 0, 1):
         tokens(llm, PROMPTS[:1], adapters[i])
-    assert placed == ["adapter0", "adapter1", "adapter2", "adapter1"]
+    assert activated == ["adapter0", "adapter1", "adapter2", "adapter1"]
 
 
 def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
@@ -188,19 +188,19 @@ def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
     assert tokens(llm, lora_request=other) == merged_tokens(base, [adapters[1]] * 8) != first
 
 
-def test_the_kv_cache_leaves_room_for_full_slots_in_the_models_dtype(qwen3, monkeypatch):
+def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwen3, monkeypatch):
     base, adapters = qwen3
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: 2**22)
-    with_slots, plain = (
+    adapted, plain = (
         LLM(base, dtype="bfloat16", block_size=4, **settings)
         for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})
     )
-    update = next(iter(with_slots.engine.inputs.adapters.get(adapters[2]).updates.values()))
+    update = next(iter(adapted.engine.inputs.adapters.get(adapters[2]).updates.values()))
     assert (len(update.a), update.a.dtype, update.b.dtype) == (6, torch.bfloat16, torch.bfloat16)
     matrices = load_file(f"{adapters[2].lora_path}/adapter_model.safetensors").values()
-    num_bytes = 3 * 2 * sum(matrix.bfloat16().nbytes for matrix in matrices)  # 3 slots, each for what was read and the kernels'
+    num_bytes = 3 * 2 * sum(matrix.bfloat16().nbytes for matrix in matrices)  # 3 adapters, each as it was read and the kernels'
     block_bytes = plain.info.num_cache_bytes / plain.info.num_blocks
-    assert abs(plain.info.num_cache_bytes - num_bytes / 2 - with_slots.info.num_cache_bytes) <= block_bytes
+    assert abs(plain.info.num_cache_bytes - num_bytes / 2 - adapted.info.num_cache_bytes) <= block_bytes
     with pytest.raises(InvalidValueError, match=f"but {2**22 - num_bytes} are free"):
         LLM(base, dtype="bfloat16", kv_cache_memory=2**22, enable_lora=True, max_loras=3, max_lora_rank=6)
     rank_bytes = num_bytes // 18
@@ -274,10 +274,10 @@ def test_streams_and_chats_with_a_grammar_have_adapters(tmp_path):
         "".join(delta.text for delta in llm.stream("Once upon a time", params, lora_request=request))
         == expected.outputs[0].text
     )
-    form = SamplingParams(temperature=1, seed=1, structured_outputs=StructuredOutputsParams(choice=["a fox", "a duck"]))
+    forced = SamplingParams(temperature=1, seed=1, structured_outputs=StructuredOutputsParams(choice=["a fox", "a duck"]))
     chat = [{"role": "user", "content": "Who?"}]
     texts = [
-        one.chat(chat, form, use_tqdm=False, **more)[0].outputs[0].text
+        one.chat(chat, forced, use_tqdm=False, **more)[0].outputs[0].text
         for one, more in ((llm, {"lora_request": request}), (merged, {}))
     ]
     assert texts[0] == texts[1] in ("a fox", "a duck")

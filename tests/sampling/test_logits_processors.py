@@ -83,6 +83,7 @@ class Doubling(LogitsProcessor):
         return logits * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 2}, {"kv_cache_memory": 2**17, "block_size": 4, "max_model_len": 60}]
 )
@@ -168,7 +169,7 @@ def test_extra_args_that_nobody_reads_are_refused():
         (["nowhere:Target"], InvalidValueError, "No module named 'nowhere'"),
     ],
 )
-def test_what_is_no_class_of_that_form_is_refused(given, error, words):
+def test_what_is_no_class_of_that_interface_is_refused(given, error, words):
     with pytest.raises(error, match=words):
         LLM("no such model", logits_processors=given)
 

@@ -1,4 +1,4 @@
-"""The tests of this folder find faults of one line in the parts of the block manager: that is what they are for.
+"""The tests of this folder find faults of one line in the modules of the block manager: that is what they are for.
 
 In: FAULTS, as PLANTED of golden/test_planted_changes.py, which has changes that leave every text right. These here lose blocks,
 give one to two sequences, or let a sequence read what it should not.
@@ -38,8 +38,8 @@ FAULTS = {
         ("a fork holds nothing", "self.blocks.hold(held)", "pass"),
         ("what a window leaves is freed twice", "table[index:first] = [NO_BLOCK] * (first - index)", "pass"),
         ("what a window leaves is never free", "self.blocks.drop(released)", "pass"),
-        ("an evicted block is still found", "self.index.remove(key, self.blocks.parts[block])", "self.blocks.forget(block)"),
-        ("what failed stays in the cache", "self.evict(part.ids[key])", "pass"),
+        ("an evicted block is still found", "self.index.remove(key, self.blocks.groups[block])", "self.blocks.forget(block)"),
+        ("what failed stays in the cache", "self.evict(group.ids[key])", "pass"),
         ("what failed stays in the store", "self.stored.discard(key)", "pass"),
         ("a freed sequence keeps its tables", "table.clear()", "pass"),
         ("a prefix needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
@@ -71,13 +71,13 @@ FAULTS = {
         ("a shared state is written", "slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (", "slot == NO_SLOT or ("),
     ],
     "scheduling/stored_blocks.py": [
-        ("a state is read from another part", "self.store.find((key, part))", "self.store.find((key, 0))"),
-        ("what is hit is not held while others are read", "parts[part].pool.hold([block])", "pass"),
-        ("what was read stays held", "parts[part].pool.drop([block])", "pass"),
+        ("a state is read from another group", "self.store.find((key, group))", "self.store.find((key, 0))"),
+        ("what is hit is not held while others are read", "groups[group].pool.hold([block])", "pass"),
+        ("what was read stays held", "groups[group].pool.drop([block])", "pass"),
         (
-            "a block is kept under another part",
-            "self.store.keep((key, number), part.ids[key])",
-            "self.store.keep((key, 1 - number), part.ids[key])",
+            "a block is kept under another group",
+            "self.store.keep((key, number), group.ids[key])",
+            "self.store.keep((key, 1 - number), group.ids[key])",
         ),
     ],
 }

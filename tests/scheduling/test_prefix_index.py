@@ -6,19 +6,19 @@ from hashlib import sha256
 import pytest
 
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import IN_STORE, CachePart, PrefixIndex, first_reached
+from nanoinfer.scheduling.prefix_index import IN_STORE, CacheGroup, PrefixIndex, first_reached
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11]  # three blocks of 2, and a token
 
 
 def index_of(*windows, fingerprint=b""):
-    return PrefixIndex([CachePart(window, Pool(8)) for window in windows], 2, fingerprint)
+    return PrefixIndex([CacheGroup(window, Pool(8)) for window in windows], 2, fingerprint)
 
 
 def enter(index, tokens, salt=None, part=0):
     """Put all full blocks of the tokens into a part, in new ids. Returns the ids."""
     blocks = list(index.further([], tokens, len(tokens), salt))
-    ids = [index.parts[part].pool.take() for _ in blocks]
+    ids = [index.groups[part].pool.take() for _ in blocks]
     assert index.enter(blocks, part, ids) == ids
     return ids
 
@@ -75,12 +75,12 @@ def test_the_first_id_with_a_content_stays_and_a_removed_one_is_empty():
     index = index_of(None)
     [block] = enter(index, TOKENS[:2])
     [content_and_key] = index.further([], TOKENS[:2], 2, None)
-    assert index.enter([content_and_key], 0, [index.parts[0].pool.take()]) == []
+    assert index.enter([content_and_key], 0, [index.groups[0].pool.take()]) == []
     assert index.match(TOKENS[:3], None).tables == [[block]]
-    index.parts[0].pool.drop([block])
+    index.groups[0].pool.drop([block])
     index.remove(content_and_key[1], 0)
     assert not index.keys
-    assert block in index.parts[0].pool.empty
+    assert block in index.groups[0].pool.empty
 
 
 @pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (2, 3, 0), (3, 3, 0), (4, 3, 1), (9, 1, 4)])

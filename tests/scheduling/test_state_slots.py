@@ -15,8 +15,8 @@ from nanoinfer.scheduling.sequence import Sequence
 from tests.scheduling import machines
 
 
-def make(num_slots, num_blocks=8, **more):
-    return BlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_slots), **more)
+def make(num_state_slots, num_blocks=8, **more):
+    return BlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_state_slots), **more)
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -84,7 +84,7 @@ def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
         run(manager, seq)
     assert start_would_reuse(manager, [5, 6, 7, 8, 1]) == 0
     manager.free(seq)
-    assert manager.states.pool.num_free == 1
+    assert manager.state_slots.pool.num_free == 1
 
 
 def start_would_reuse(manager, token_ids):
@@ -117,7 +117,7 @@ def test_a_checkpoint_goes_with_its_block():
     assert start_would_reuse(manager, [5, 6, 1]) == 2
     start(manager, sequence([1, 2, 3, 4]))  # takes both blocks
     assert start_would_reuse(manager, [5, 6, 1]) == 0
-    assert manager.states.pool.num_free == 7
+    assert manager.state_slots.pool.num_free == 7
 
 
 def test_forks_read_the_same_state_and_each_writes_its_own():
@@ -147,7 +147,7 @@ def test_the_state_after_the_last_accepted_draft_stays():
     seq.token_ids += [9, 1]
     manager.allocate(seq, 1)
     assert seq.state_slot == after_one
-    assert manager.states.pool.num_free == 7
+    assert manager.state_slots.pool.num_free == 7
 
 
 def test_drafts_take_free_slots_only():
@@ -178,9 +178,9 @@ class States(machines.Memory):
         assert end in seq.state_writes
 
 
-def with_states(num_slots):
+def with_states(num_state_slots):
     """A block manager for the machines, which call it as a class."""
-    return staticmethod(partial(BlockManager, layout=CacheLayout(num_state_slots=num_slots)))
+    return staticmethod(partial(BlockManager, layout=CacheLayout(num_state_slots=num_state_slots)))
 
 
 BITS = st.integers(0, 1)
@@ -217,11 +217,11 @@ class BlocksAndStates(machines.Blocks):
     @invariant()
     def a_slot_is_free_if_no_sequence_has_it(self):
         held = {slot for seq in self.alive for slot in (seq.state_slot, *seq.state_writes.values())} - {-1}
-        assert self.manager.states.pool.num_free == self.manager.states.pool.size - len(held)
+        assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size - len(held)
 
     def teardown(self):
         super().teardown()
-        assert self.manager.states.pool.num_free == self.manager.states.pool.size
+        assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size
 
 
 class LoadWithStates(machines.Load):
@@ -230,15 +230,15 @@ class LoadWithStates(machines.Load):
     def teardown(self):
         super().teardown()
         if hasattr(self, "scheduler"):
-            assert self.scheduler.block_manager.states.pool.num_free == self.scheduler.block_manager.states.pool.size
+            assert self.scheduler.block_manager.state_slots.pool.num_free == self.scheduler.block_manager.state_slots.pool.size
 
 
 def test_every_state_is_where_its_sequence_reads_it():
-    for num_slots in (2, 5, 12):
-        machines.check_block_manager(with_states(num_slots), BlocksAndStates, max_examples=40)
+    for num_state_slots in (2, 5, 12):
+        machines.check_block_manager(with_states(num_state_slots), BlocksAndStates, max_examples=40)
 
 
 @pytest.mark.slow
 def test_the_scheduler_keeps_its_rules_with_few_slots_and_with_many():
-    for scheduler, num_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
-        machines.check_scheduler(scheduler, with_states(num_slots), LoadWithStates, max_examples=25)
+    for scheduler, num_state_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
+        machines.check_scheduler(scheduler, with_states(num_state_slots), LoadWithStates, max_examples=25)

@@ -27,7 +27,7 @@ class DictStore:
         self.max_tokens_per_step = max_tokens_per_step
         self.memory, self.filled, self.touched = memory, [], []
 
-    def max_entries(self, part):
+    def max_entries(self, group):
         return self.max_blocks
 
     def has(self, entry):
@@ -41,11 +41,11 @@ class DictStore:
         assert self.is_open
         return self.contents.get(entry)
 
-    def fill(self, part, block, content):
+    def fill(self, group, block, content):
         self.filled.append(block)
         if self.memory is None:
             pass
-        elif self.is_state(part):
+        elif self.is_state(group):
             self.memory.states[block] = content
         else:
             self.memory.slots[self.slots(block)] = content
@@ -53,8 +53,8 @@ class DictStore:
     def touch(self, entries):
         self.touched += entries
 
-    def is_state(self, part):
-        return self.memory.manager.states is not None and part == len(self.memory.manager.windows)
+    def is_state(self, group):
+        return self.memory.manager.state_slots is not None and group == len(self.memory.manager.windows)
 
     def keep(self, entry, block, *, wait=False):
         assert self.is_open

@@ -35,6 +35,7 @@ def plain(server):
     return {path: choices(server, body, path) for path, body in BODIES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
     "fields",
@@ -63,6 +64,7 @@ def test_null_is_left_out_for_every_name_of_openai(server, plain, path, params):
     assert choices(server, nulls | BODIES[path], path) == plain[path]
 
 
+@pytest.mark.slow
 def test_other_values_of_known_fields_are_refused_with_the_way_out(server):
     for name, (_, way_out) in NEUTRAL_VALUES.items():
         error = server.post(COMPLETIONS, COMPLETION_BODY | {name: "another"}).json()["error"]

@@ -137,16 +137,16 @@ def test_messages_and_responses_have_the_blocks(client, harmony_server, say):
     assert found["content"][1]["text"] == "It is warm."
 
 
-def test_a_form_is_that_of_the_final_message(client, harmony_server, say):
+def test_a_format_is_that_of_the_final_message(client, harmony_server, say):
     say("")
-    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
-    answer = client.chat.completions.create(**CHAT, response_format=form, extra_body={"return_token_ids": True})
+    answer_format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    answer = client.chat.completions.create(**CHAT, response_format=answer_format, extra_body={"return_token_ids": True})
     check_call("weather", answer.choices[0].message.content)
     prompt = harmony_server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"]
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
-def test_a_mark_in_the_text_of_a_form_is_text():
+def test_a_mark_in_the_text_of_a_format_is_text():
     request = ChatCompletionRequest.model_validate(CHAT | {"tools": TOOLS})
     parser = ChatFormat(True, True, HarmonyParser).make_parser(request, f"<|start|>assistant{FINAL}")
     text = '{"mark": "<|start|>assistant to=functions.weather<|message|>{}"}'
@@ -154,12 +154,12 @@ def test_a_mark_in_the_text_of_a_form_is_text():
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("form", [{}, {"response_format": {"type": "json_object"}}])
-def test_a_required_call_is_all_that_noise_may_write(client, say, choice, form):
+@pytest.mark.parametrize("answer_format", [{}, {"response_format": {"type": "json_object"}}])
+def test_a_required_call_is_all_that_noise_may_write(client, say, choice, answer_format):
     """A structured output is left out, because a call is no content."""
     say("<|channel|>commentary")  # not a thought of noise, which has no end
     for seed in range(5):
-        [answer] = client.chat.completions.create(**CHAT | form, tools=TOOLS, tool_choice=choice, seed=seed).choices
+        [answer] = client.chat.completions.create(**CHAT | answer_format, tools=TOOLS, tool_choice=choice, seed=seed).choices
         assert answer.message.content is None
         [call] = answer.message.tool_calls
         assert call.function.name in (["weather"] if choice is NAMED else ["weather", "night"])

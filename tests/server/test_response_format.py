@@ -1,4 +1,4 @@
-"""Answers with a form over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
+"""Answers with a format over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
 
 import json
 from dataclasses import replace
@@ -21,9 +21,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def test_response_format_gives_json_that_follows_the_schema(client):
-    form = {"type": "json_schema", "json_schema": {"name": "hero", "schema": SCHEMA, "strict": True}}
+    answer_format = {"type": "json_schema", "json_schema": {"name": "hero", "schema": SCHEMA, "strict": True}}
     choice = client.chat.completions.create(
-        model="tiny-qwen3", messages=MESSAGES, response_format=form, temperature=1.5, seed=1, max_tokens=60
+        model="tiny-qwen3", messages=MESSAGES, response_format=answer_format, temperature=1.5, seed=1, max_tokens=60
     ).choices[0]
     answer = json.loads(choice.message.content)
     assert (choice.finish_reason, set(answer)) == ("stop", {"name", "age"})
@@ -40,8 +40,8 @@ def test_any_json_object(client):
 
 def test_the_tokens_are_those_of_generate(server, llm):
     body = {"prompt": "Once", "structured_outputs": {"regex": " upon [a-z ]{9,}\\."}, "seed": 3, "max_tokens": 40}
-    form = StructuredOutputsParams(regex=" upon [a-z ]{9,}\\.")
-    params = replace(llm.get_default_sampling_params(), structured_outputs=form, seed=3, max_tokens=40)
+    answer_format = StructuredOutputsParams(regex=" upon [a-z ]{9,}\\.")
+    params = replace(llm.get_default_sampling_params(), structured_outputs=answer_format, seed=3, max_tokens=40)
     expected = llm.generate("Once", params, use_tqdm=False)[0].outputs[0].text
     assert server.post(COMPLETIONS, body).json()["choices"][0]["text"] == expected
 
@@ -59,14 +59,14 @@ def test_the_tokens_are_those_of_generate(server, llm):
         ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True}, "ignore_eos cannot be used"),
     ],
 )
-def test_a_form_that_cannot_be_used_gets_400(server, more, message):
+def test_a_format_that_cannot_be_used_gets_400(server, more, message):
     response = server.post(CHAT, {"messages": MESSAGES} | more)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("form", "answer"),
+    ("answer_format", "answer"),
     [
         ({"json": SCHEMA}, '{"name":"Tom","age":7}'),
         ({"choice": ["yes", "no"]}, "no"),
@@ -75,10 +75,10 @@ def test_a_form_that_cannot_be_used_gets_400(server, more, message):
         ({"regex": "a\\\nb\n[/]"}, "a\nb\n/"),
     ],
 )
-def test_behind_a_think_block_the_form_begins(form, answer, llm):
+def test_behind_a_think_block_the_format_begins(answer_format, answer, llm):
     """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
     tokenizer = llm.get_tokenizer()
-    params = after_thinking(StructuredOutputsParams(**form), OPEN)
+    params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
     state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).grammar.copy()
     for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
         state.advance(token_id)
@@ -87,16 +87,18 @@ def test_behind_a_think_block_the_form_begins(form, answer, llm):
 
 
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("answer_format", "message"),
     [
         ({"regex": "a("}, r"unclosed group$"),  # and nothing of the grammar around it
         ({"json": {"type": "nope"}}, r"Invalid type: nope$"),
         ({"json": {"const": "a" * 9000}}, r"^each string of json must have at most 8192 characters, got 9000$"),
     ],
 )
-def test_behind_a_think_block_an_error_is_about_the_form(form, message, llm):
+def test_behind_a_think_block_an_error_is_about_the_format(answer_format, message, llm):
     with pytest.raises(InvalidValueError, match=message):
-        llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=after_thinking(StructuredOutputsParams(**form), OPEN)))
+        llm.engine.inputs.prepare(
+            [5], SamplingParams(structured_outputs=after_thinking(StructuredOutputsParams(**answer_format), OPEN))
+        )
 
 
 def test_a_closed_think_block_changes_nothing():

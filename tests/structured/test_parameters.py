@@ -5,12 +5,12 @@ import pytest
 from nanoinfer import StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 
-FORMS = {"json": {"type": "object"}, "regex": "[a-z]+", "choice": ["a", "b"], "grammar": 'start: "a"', "json_object": True}
+FORMATS = {"json": {"type": "object"}, "regex": "[a-z]+", "choice": ["a", "b"], "grammar": 'start: "a"', "json_object": True}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_form_is_enough_and_is_named(form):
-    assert StructuredOutputsParams(**{form: FORMS[form]}).form == form
+@pytest.mark.parametrize("answer_format", FORMATS)
+def test_one_form_is_enough_and_is_named(answer_format):
+    assert StructuredOutputsParams(**{answer_format: FORMATS[answer_format]}).form == answer_format
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ def noise(noise_path):
     return LLM(noise_path, kv_cache_memory=2**25)
 
 
-def params(seed=1, max_tokens=40, **form):
-    """SamplingParams with a form, or with further parameters in `more`."""
-    more = form.pop("more", {})
-    return SamplingParams(structured_outputs=StructuredOutputsParams(**form), seed=seed, max_tokens=max_tokens, **more)
+def params(seed=1, max_tokens=40, **answer_format):
+    """SamplingParams with a format, or with further parameters in `more`."""
+    more = answer_format.pop("more", {})
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**answer_format), seed=seed, max_tokens=max_tokens, **more)
 
 
 def sequence_with(state, **more):
@@ -86,7 +86,7 @@ def kept_ids(seq):
 # ---- masks
 
 WORDS = ["a", "at", "ath", "the", "then", "😀", "你", "a€", "\n\t", 'a"\\']
-FINITE = [  # a form, and every text that it allows
+FINITE = [  # a format, and every text that it allows
     ({"choice": WORDS}, WORDS),
     (
         {"regex": "(a|the){1,3}€?"},
@@ -110,15 +110,15 @@ def test_special_tokens_and_tags_of_text_keep_their_ids():
     hf.add_tokens(["<tool_call>", "pair of words"])
     tag, pair = hf.convert_tokens_to_ids(["<tool_call>", "pair of words"])
     assert IM_END < tag < pair
-    form = StructuredOutputsParams(regex="(<tool_call>|pair of words|p){2}")
-    state = GrammarCompiler(Tokenizer(hf), VOCAB_SIZE).compile(form)
+    answer_format = StructuredOutputsParams(regex="(<tool_call>|pair of words|p){2}")
+    state = GrammarCompiler(Tokenizer(hf), VOCAB_SIZE).compile(answer_format)
     assert kept_ids(sequence_with(state)) == {ord("<"), ord("p"), tag, pair}
     for token_id in (tag, pair):
         state.advance(token_id)
     assert kept_ids(sequence_with(state)) == {EOS}
 
 
-SPECIAL_TEXTS = [  # a form, and the texts that it allows
+SPECIAL_TEXTS = [  # a format, and the texts that it allows
     ({"choice": ["<|im_start|>"]}, ["<|im_start|>"]),
     ({"choice": ["<|im_start|>", "<|im_end|>"]}, ["<|im_start|>", "<|im_end|>"]),
     ({"regex": r"<\|endoftext\|>{2}"}, ["<|endoftext|>>"]),
@@ -128,18 +128,20 @@ SPECIAL_TEXTS = [  # a form, and the texts that it allows
 ]
 
 
-@pytest.mark.parametrize(("form", "texts"), SPECIAL_TEXTS, ids=["choice", "choices", "regex", "const", "object", "enum"])
-def test_a_text_may_look_like_a_special_token(llm, form, texts):
-    outputs = llm.generate(["Hello"] * 6, [params(seed, **form) for seed in range(6)], use_tqdm=False)
+@pytest.mark.parametrize(
+    ("answer_format", "texts"), SPECIAL_TEXTS, ids=["choice", "choices", "regex", "const", "object", "enum"]
+)
+def test_a_text_may_look_like_a_special_token(llm, answer_format, texts):
+    outputs = llm.generate(["Hello"] * 6, [params(seed, **answer_format) for seed in range(6)], use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
     assert [answer.finish_reason for answer in answers] == ["stop"] * 6
     assert {answer.text for answer in answers} <= set(texts)
 
 
-@pytest.mark.parametrize(("form", "words"), FINITE, ids=["choice", "regex", "grammar", "object", "array"])
-def test_a_mask_has_exactly_the_tokens_with_which_a_word_of_the_language_can_go_on(compiler, form, words):
+@pytest.mark.parametrize(("answer_format", "words"), FINITE, ids=["choice", "regex", "grammar", "object", "array"])
+def test_a_mask_has_exactly_the_tokens_with_which_a_word_of_the_language_can_go_on(compiler, answer_format, words):
     language = [word.encode() for word in words]
-    root = compiler.compile(StructuredOutputsParams(**form))
+    root = compiler.compile(StructuredOutputsParams(**answer_format))
     rng = random.Random(0)
     for _ in range(8):
         state, text = root.copy(), b""
@@ -192,7 +194,7 @@ def test_every_route_of_the_sampler_draws_the_same_tokens(compiler):
 
 # ---- answers
 
-FORMS = [
+FORMATS = [
     ({"choice": ["yes", "no", "no idea"]}, lambda text: text in ("yes", "no", "no idea")),
     ({"regex": r"[A-Z]{2}-\d{4}( copy)?"}, lambda text: re.fullmatch(r"[A-Z]{2}-\d{4}( copy)?", text)),
     ({"grammar": 'start: "(" start? ")"'}, lambda text: text == "(" * (len(text) // 2) + ")" * (len(text) // 2)),
@@ -202,18 +204,18 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "is_right"), FORMS, ids=["choice", "regex", "lark", "gbnf", "json", "json_object"])
-def test_a_finished_answer_has_the_form_in_every_kind_of_request(noise, form, is_right):
+@pytest.mark.parametrize(("answer_format", "is_right"), FORMATS, ids=["choice", "regex", "lark", "gbnf", "json", "json_object"])
+def test_a_finished_answer_has_the_format_in_every_kind_of_request(noise, answer_format, is_right):
     kinds = [{"temperature": 0.0}, {"n": 3}, {"top_k": 3, "logprobs": 2}, {"repetition_penalty": 1.2, "logit_bias": {5: 3.0}}]
-    given = [params(more=kind, **form) for kind in kinds]
+    given = [params(more=kind, **answer_format) for kind in kinds]
     outputs = noise.generate(["the"] * len(given), given, use_tqdm=False)
     answers = [answer for output in outputs for answer in output.outputs]
     for answer in answers:
         assert answer.finish_reason in ("stop", "length"), answer.error
         assert answer.finish_reason == "length" or is_right(answer.text), answer.text
-    if "json_object" not in form:
+    if "json_object" not in answer_format:
         assert sum(answer.finish_reason == "stop" for answer in answers) >= 3
-    [one] = noise.generate("the", params(seed=2, **form), use_tqdm=False)
+    [one] = noise.generate("the", params(seed=2, **answer_format), use_tqdm=False)
     assert one.outputs[0].token_ids == outputs[1].outputs[1].token_ids  # the second of n is what seed + 1 gives alone
 
 
@@ -337,7 +339,7 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(noise, monkeypat
 
 def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monkeypatch):
     monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 400)
-    form = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c")
+    answer_format = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c")
     rng, forbidden = random.Random(0), torch.empty(VOCAB_SIZE, dtype=torch.uint8).numpy()
 
     def error_after_60_tokens(state):
@@ -347,8 +349,8 @@ def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monk
                 state.advance(ord(rng.choice("ab")))
         return state.error
 
-    assert [error_after_60_tokens(compiler.compile(form)) for _ in range(20)] == [None] * 20
-    one = compiler.compile(form)
+    assert [error_after_60_tokens(compiler.compile(answer_format)) for _ in range(20)] == [None] * 20
+    one = compiler.compile(answer_format)
     assert any(error_after_60_tokens(one.copy()) for _ in range(20))  # 20 answers to one request would reach it
 
 
@@ -391,25 +393,25 @@ def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monk
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_form_that_cannot_be_used_is_refused_before_any_work(noise, given, error, says):
+def test_a_format_that_cannot_be_used_is_refused_before_any_work(noise, given, error, says):
     with pytest.raises(error, match=says):
         noise.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**given)), use_tqdm=False)
     tiny_models.assert_nothing_is_left(noise)
 
 
 def test_contradictions_are_refused(noise, noise_path):
-    form = StructuredOutputsParams(choice=["a"])
+    answer_format = StructuredOutputsParams(choice=["a"])
     with pytest.raises(InvalidValueError, match="ignore_eos cannot be used"):
-        SamplingParams(structured_outputs=form, ignore_eos=True)
+        SamplingParams(structured_outputs=answer_format, ignore_eos=True)
     with pytest.raises(InvalidValueError, match="allowed_token_ids cannot be used"):
-        SamplingParams(structured_outputs=form, allowed_token_ids=[1])
+        SamplingParams(structured_outputs=answer_format, allowed_token_ids=[1])
     with pytest.raises(InvalidTypeError, match="must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"choice": ["a"]})
     with pytest.raises(NanoinferError, match="structured_outputs"):
-        BeamSearchParams(beam_width=2, structured_outputs=form)
+        BeamSearchParams(beam_width=2, structured_outputs=answer_format)
     bare = GrammarCompiler(None, VOCAB_SIZE)
     with pytest.raises(InvalidValueError, match="needs a tokenizer"):
-        bare.compile(form)
+        bare.compile(answer_format)
 
 
 def test_the_extra_is_named_where_it_is_missing(compiler, monkeypatch):
@@ -423,10 +425,10 @@ def test_the_extra_is_named_where_it_is_missing(compiler, monkeypatch):
 
 def run_hostile(model, number):
     """Whether it was refused. The second process is stopped after 1.5 s, and this one takes less than 2 s."""
-    name, form = hostile(number)
+    name, answer_format = hostile(number)
     used = time.process_time()  # not the time that passes, since a busy machine is no failure
     try:
-        [output] = model.generate("x", params(max_tokens=20, **form), use_tqdm=False)
+        [output] = model.generate("x", params(max_tokens=20, **answer_format), use_tqdm=False)
         assert output.outputs[0].finish_reason in ("stop", "length", "error"), name
         was_refused = output.outputs[0].error is not None
     except (InvalidValueError, InvalidTypeError):

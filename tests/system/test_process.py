@@ -137,6 +137,7 @@ print(json.dumps([*replies, token_ids(llm), torch.get_num_threads()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_the_same_tokens():
     child = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=300)
@@ -256,6 +257,7 @@ _PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks")
 def test_importing_any_module_changes_nothing_of_the_process():
     """Also the twin: what an import might change is noticed."""

@@ -100,6 +100,7 @@ def test_encode_adds_the_bos_once_and_only_where_the_tokenizer_has_one(tokenizer
     assert with_bos.encode("Once upon a time", add_special_tokens=False) == plain
 
 
+@pytest.mark.slow
 def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
     llm = LLM(bos_path, kv_cache_memory=2**24)
     params = SamplingParams(max_tokens=1)
@@ -123,22 +124,22 @@ def test_text_that_is_not_valid_unicode_is_refused():
 
 
 def test_a_words_forms_are_all_that_the_tokenizer_writes_at_a_word_boundary(tokenizer):
-    forms = tokenizer.word_forms(" kind")  # a space before it is not a part of the word
-    assert forms == tokenizer.word_forms("kind")
-    assert len(forms) == len(set(forms))
+    spellings = tokenizer.spellings(" kind")  # a space before it is not a part of the word
+    assert spellings == tokenizer.spellings("kind")
+    assert len(spellings) == len(set(spellings))
     written = {tuple(tokenizer.encode(text)) for text in ("kind", " kind")}
-    assert written == set(forms)
+    assert written == set(spellings)
     for before in ("a", "a\n", "was", '"', "Hello,"):
         for space in ("", " ") if not before.isalpha() else (" ",):
             ids = tokenizer.encode(before + space + "kind")
-            assert any(tuple(ids[-len(form) :]) == form for form in forms), before
+            assert any(tuple(ids[-len(spelling) :]) == spelling for spelling in spellings), before
 
 
-def test_a_tokenizer_that_writes_a_space_before_every_text_has_a_form_without_it():
+def test_a_tokenizer_that_writes_a_space_before_every_text_has_a_spelling_without_it():
     """Llama's: "kind" is the token "_kind" at the start of a text and after a space, and "kind" after a line break."""
     vocab = {"<unk>": 0, "\u2581": 1, "\u2581kind": 2, "kind": 3, "\n": 4}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581?kind|\u2581|\n"), "isolated")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert tokenizer.word_forms("kind") == [(2,), (1, 2), (3,)]
+    assert tokenizer.spellings("kind") == [(2,), (1, 2), (3,)]

@@ -75,19 +75,11 @@ def until(shown, expected, frame):
     assert selected(shown.frames[frame]) == expected
 
 
-def pairs(page):
-    return [row.split("\t") for row in page.inner_text("#pairs").splitlines()[1:]]
-
-
 def test_a_batch_beside_the_same_prompts_one_at_a_time(show):
     batch, alone = record(), record(max_num_seqs=1)
     shown = show(batch, alone)
-    steps = [len(one.of(StepScheduled)) for one in (batch, alone)]
-    assert re.search(rf"steps\s+{steps[0]}\s+{steps[1]}\n", shown.page.inner_text("#facts"))
-    assert steps[0] < steps[1] / 3
-    assert [row[0] for row in pairs(shown.page)] == ["0 and 0", "1 and 1", "2 and 2", "3 and 3"]
-    assert all(row[1:] == ["12 of 12", "all are equal"] for row in pairs(shown.page))  # a seed's tokens, in any batch
-    assert [frame.locator(".differs").count() for frame in shown.frames] == [0, 0]
+    assert len(batch.of(StepScheduled)) < len(alone.of(StepScheduled)) / 3
+    assert [frame.locator(".differs").count() for frame in shown.frames] == [0, 0]  # a seed's tokens, in any batch
     assert shown.page.locator("h2").all_inner_texts() == ["first", "<b>second"]
     # Aligned by token: step 4 of the batch draws the token of sequence 2 that the other run draws much later.
     position = len(alone.of(RequestAdded)[2].prompt_token_ids) + 4
@@ -123,42 +115,42 @@ def test_a_chunked_prompt_is_aligned_by_what_was_computed(show):
 def test_tokens_that_differ_are_marked_in_both_runs(show):
     cold, warm = record(temperature=0.7, n=2), record(temperature=1.5, n=2)
     shown = show(cold, warm)
-    rows = pairs(shown.page)
-    assert len(rows) == 8
-    for row in rows:
-        first_id, second_id = row[0].split(" and ")
-        assert first_id == second_id
-        left, right = tokens_of(cold, first_id), tokens_of(warm, second_id)
+    firsts = {}
+    for name in sorted({event.sequence_id for event in cold.of(TokenAppended)}):
+        left, right = tokens_of(cold, name), tokens_of(warm, name)
         different = [position for position in left if left[position].token_id != right[position].token_id]
-        assert row[1] == f"{12 - len(different)} of 12"
-        assert row[2] == (f"position {different[0]}" if different else "all are equal")
         for frame, other in zip(shown.frames, (right, left), strict=True):
             marked = "id => run.sequences.get(id).tokens.filter(t => otherText(t) !== undefined).map(t => t.position)"
-            assert frame.evaluate(marked, first_id) == different
+            assert frame.evaluate(marked, name) == different
             if different:
+                firsts[name] = different[0]
                 frame.evaluate(
                     "([id, at]) => { const s = run.sequences.get(id), t = s.byPosition.get(at); goTo(t.step.index, s, t); }",
-                    [first_id, different[0]],
+                    [name, different[0]],
                 )
                 text = other[different[0]].token.replace(" ", "␣")
                 assert f"The other run has “{text}” here." in frame.inner_text("#explanation")
-    assert sum(row[2] != "all are equal" for row in rows) > 3  # so the marks were seen
-    last = [row for row in rows if row[2] != "all are equal"][-1]
-    shown.page.get_by_role("button", name=last[2]).last.click()
-    name, position = last[0].split(" and ")[0], int(last[2].removeprefix("position "))
+    assert len(firsts) > 3  # so the marks were seen
+
+
+def test_it_opens_at_the_first_token_that_differs(show):
+    cold, warm = record(temperature=0.7), record(temperature=1.5)
+    shown = show(cold, warm)
+    for name in [event.request_id for event in cold.of(RequestAdded)]:
+        left, right = tokens_of(cold, name), tokens_of(warm, name)
+        different = [position for position in left if left[position].token_id != right[position].token_id]
+        if different:
+            break
     for side, recorder in enumerate((cold, warm)):
-        events = recorder.of(TokenAppended)
-        assert position in {event.position for event in events if event.sequence_id == name}
-        for _ in range(6000):
-            if selected(shown.frames[side])[1:] == (name, position):
-                break
-            shown.page.wait_for_timeout(20)
-        assert selected(shown.frames[side])[1:] == (name, position)
+        step = next(i for i, event in enumerate(recorder.of(StepScheduled)) if name in event.sequence_ids)
+        until(shown, (step + different[0] - min(left), name, different[0]), side)
 
 
 def test_answers_to_different_prompts_are_not_compared(show):
     shown = show(record(["Lily was", "Anna"]), record(["Far away", "Lily was", "Lily was"]))
-    assert [row[0] for row in pairs(shown.page)] == ["0 and 1"]
+    shown.frames[0].locator(".drawn-token >> nth=3").click()  # of the prompt that both have
+    until(shown, (3, "0", 5), 0)
+    until(shown, (3, "1", 5), 1)
     shown.frames[0].locator(".drawn-token >> nth=13").click()  # of Anna, which the other run does not have
     shown.page.wait_for_timeout(200)
     assert selected(shown.frames[1])[1] != "0"
@@ -167,9 +159,9 @@ def test_answers_to_different_prompts_are_not_compared(show):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_enough_contrast(show, scheme):
     shown = show(record(temperature=0.7), record(temperature=1.5), color_scheme=scheme)
-    for frame in [shown.page, *shown.frames]:
+    for frame, least in ((shown.page, 5), *((frame, 100) for frame in shown.frames)):
         count, poor = frame.evaluate(POOR_CONTRASTS)
-        assert count > 10
+        assert count >= least
         assert poor == []
 
 

@@ -53,7 +53,7 @@ def looking_on(llm):
         seen[plan.step] = SimpleNamespace(
             tables={seq.sequence_id: list(seq.block_table) for seq in scheduler.running if seq.block_table},
             num_tokens={seq.sequence_id: seq.num_computed_tokens for seq in scheduler.running},
-            content={block: key for key, block in manager.index.parts[0].ids.items()},
+            content={block: key for key, block in manager.index.groups[0].ids.items()},
             num_free=manager.num_free_blocks,
         )
 
@@ -334,27 +334,6 @@ def test_the_speed_changes_how_fast_it_plays(recorded, show):
     page.keyboard.press("Home")
     page.keyboard.press("ArrowDown")
     assert (page.input_value("#speed"), step_of(page)) == ("0.5", 0)  # its keys are its own
-
-
-def test_dragging_on_the_timeline_scrubs(recorded, show):
-    page = show(recorded.path, viewport={"width": 700, "height": 800})  # the timeline is wider than its panel
-    width, box = page.evaluate("WIDTH"), page.locator(".track[data-sequence='1']").bounding_box()
-    x = lambda step: box["x"] + (step + 0.5) * width  # noqa: E731
-    page.mouse.move(x(3), box["y"] + 8)
-    assert step_of(page) == 0  # only pointed at
-    page.mouse.down()
-    for step, y in [(3, 8), (4, 30), (9, 200), (2, -90), (20, 8)]:  # the pointer may leave the row
-        page.mouse.move(x(step), box["y"] + y)
-        assert step_of(page) == step
-    assert page.evaluate("getSelection().isCollapsed")
-    assert page.inner_text("#token .owner") == "1"
-    page.mouse.move(690, box["y"])  # past the end of the panel: it scrolls
-    page.mouse.move(699, box["y"])
-    assert page.evaluate("byId('timeline').scrollLeft") > 0
-    page.mouse.up()
-    stopped = step_of(page)
-    page.mouse.move(x(5), box["y"] + 8)
-    assert step_of(page) == stopped
 
 
 def test_a_link_opens_the_page_where_it_was_copied(recorded, show):
@@ -758,10 +737,9 @@ def check_stage(shown, stage, token):
 
 
 def check_intervals(page, draw):
-    interval = f"[{draw.low:.4f}, {draw.high:.4f}), the interval of “{as_seen(draw.token)}”"
-    assert page.inner_text("#draw-words") == f"u = {draw.u:.4f} is in {interval}"
+    assert f"u = {draw.u:.4f} is in its interval [{draw.low:.4f}, {draw.high:.4f})" in page.inner_text("#explanation")
     assert page.inner_text("#intervals .u") == f"u = {draw.u:.4f}"
-    assert page.locator("#intervals [data-label]").count() == len(draw.intervals)
+    assert page.locator("#intervals .part > span").count() == len(draw.intervals)
     box, mark = page.locator("#intervals").bounding_box(), page.locator("#intervals .mark").bounding_box()
     assert (mark["x"] + 1 - box["x"]) / box["width"] == pytest.approx(draw.u, abs=0.003)
     drawn = page.locator("#intervals .drawn").bounding_box()
@@ -771,7 +749,7 @@ def check_intervals(page, draw):
 def test_greedy_rows_and_recordings_without_stages_say_so(recorded, crowded, show):
     page = show(recorded.path)
     page.locator("#requests details >> nth=2").locator(".drawn-token >> nth=5").click()
-    assert page.inner_text("#draw-words").startswith("greedy: takes the most probable token")
+    assert "A greedy row (temperature=0) takes the most probable token" in page.inner_text("#explanation")
     assert page.locator("#intervals .mark").count() == 0
     page = show(crowded.path)
     assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token") or "No token" in page.inner_text("#token")
@@ -861,8 +839,6 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
         facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
         accepted, total = re.fullmatch(r"(\d+) of (\d+) accepted", facts["drafts"]).groups()
         assert (int(total), facts["packed tokens"]) == (len(draft), str(1 + len(draft)))
-        assert page.locator("#step .draft.accepted").count() == int(accepted)
-        assert page.locator("#step .draft.rejected").count() == len(draft) - int(accepted)
         rows = texts(page, "#batch tbody tr")
         assert ["accepted" in row for row in rows] == [False] + [i < int(accepted) for i in range(len(draft))]
         assert ["rejected" in row for row in rows] == [False] + [i >= int(accepted) for i in range(len(draft))]

@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_forward_is_the_kernel_and_backward_the_derivative_of_its_definition(case, monkeypatch):
     trained, inputs, others, modules = CASES[case]()
@@ -89,6 +90,7 @@ def test_attention_has_the_derivative_of_its_definition():
     assert gradcheck(lambda *tensors: KernelFunction.apply(attention.plain, attention.plain, 3, *tensors), (q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_tied"])
 def test_gradients_are_those_of_the_model_file(tmp_path, family):
     path = tiny_models.save(family, tmp_path)
@@ -113,6 +115,7 @@ def test_gradients_are_those_of_the_model_file(tmp_path, family):
         assert torch.allclose(parameter.grad, other.grad, rtol=1e-2, atol=1e-4 * other.grad.abs().max()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_tied"])
 def test_the_ratio_is_exactly_one_under_load_and_after_each_step(tmp_path, family, dtype):

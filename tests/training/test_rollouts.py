@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
 from nanoinfer.training import update
-from tests.helpers import tiny_models
+from tests.helpers import forked, tiny_models
 from tests.helpers.tiny_models import assert_nothing_is_left
 
 SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed": 0}
@@ -64,7 +64,7 @@ def qwen3(checkpoints):
 def addresses(llm):
     """Where the model's numbers are in memory."""
     weights = llm.engine.executor.runner.weights
-    assert weights._forms, "the model is compiled"
+    assert weights._kernel_weights, "the model is compiled"
     return [tensor.data_ptr() for tensor in weights.tensors()]
 
 
@@ -81,17 +81,18 @@ def assert_ten_updates_take_no_memory(llm, first, second, wanted):
     assert num_bytes[0] == num_bytes[1], "no tensor is kept"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         ("gpt2", "float32"),
-        ("qwen3", "float32"),
+        pytest.param("qwen3", "float32", marks=pytest.mark.long),
         ("qwen3_moe", "float32"),
-        ("gpt2_untied", "bfloat16"),
+        pytest.param("gpt2_untied", "bfloat16", marks=pytest.mark.long),
         ("qwen3_tied", "bfloat16"),
         ("qwen3_5", "float32"),
-        ("gpt_oss_window", "float32"),
+        pytest.param("gpt_oss_window", "float32", marks=pytest.mark.long),
         ("gpt_oss_window", "bfloat16"),
     ],
 )
@@ -179,7 +180,7 @@ def test_a_folder_updates_all_weights_and_outputs_say_which_version_answered(che
 def test_both_ranks_get_their_parts(checkpoints, family):
     settings = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
     first, second = checkpoints(family)
-    with load(first, **settings) as llm:
+    with forked.ranks(), load(first, **settings) as llm:
         wanted = [answers(llm), fresh_answers(second, **settings)]
         assert wanted[0] != wanted[1]
         assert_ten_updates_take_no_memory(llm, first, second, wanted)
@@ -316,6 +317,7 @@ def sampled(output):
         yield output.prompt_token_ids + one.token_ids, values
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The stories that the bundled models learned from: the cast, and writing and reading a story.
 
 A story is an opening, something about the hero, a day, a plot, and an ending. rules.txt has the sentences, and grammar.py says
-how to read their slots. Every sentence was written for nanoinfer. Only a model that attends to the earlier
+how to read their blanks. Every sentence was written for nanoinfer. Only a model that attends to the earlier
 text can get these right:
 
 - The first sentence names the hero. Only pronouns follow, for 60 tokens or more, until the name returns. The last name in a

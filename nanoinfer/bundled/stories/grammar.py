@@ -4,15 +4,15 @@ In: rules (rules.txt) and a cast (__init__.py). The grammar defines every possib
 probability of a text is exact, unlike in a real corpus. This file does not know what the texts are about.
 
 A rule is a list of alternatives, and every mention of it draws a new one. A member of the cast is drawn once per text, at
-its first mention, and stays: the hero of the first sentence is the hero of the last. A slot in an alternative is
+its first mention, and stays: the hero of the first sentence is the hero of the last. A blank in an alternative is
 
-    {trait}      a rule or a member of the cast         {hero.his}    one form of it: an attribute of what was drawn
+    {trait}      a rule or a member of the cast         {hero.his}    an attribute of what was drawn
     {a trait}    with "a" or "an" in front, by sound    {Hero.he}     with a capital letter, as in {A trait}
 
 The k-th alternative of a rule is drawn with weight 1 / sqrt(k). Earlier alternatives are more likely, as some words are in
 any language. The candidates for a member of the cast are equally likely.
 
-Writing and reading take the same steps. `Grammar._options` lists everything one slot can become, each with its
+Writing and reading take the same steps. `Grammar._options` lists everything one blank can become, each with its
 probability. `write` draws one. `read` tries all and keeps those that agree with the text.
 """
 
@@ -29,23 +29,23 @@ import numpy as np
 Memory = dict[str, Any]  # member of the cast -> what was drawn for it
 Cast = dict[str, Callable[[Memory], Iterable[Any]]]  # member of the cast -> the candidates, given what was drawn so far
 
-SLOT = re.compile(r"\{(?:([aA]) )?(\w+)(?:\.(\w+))?\}")
+BLANK = re.compile(r"\{(?:([aA]) )?(\w+)(?:\.(\w+))?\}")
 
 
-class Slot(NamedTuple):
-    """A slot that is still to be filled. The modifiers apply to the first word of what fills it."""
+class Blank(NamedTuple):
+    """A blank that is still to be filled. The modifiers apply to the first word of what fills it."""
 
     name: str
-    form: str | None = None
+    attribute: str | None = None
     capital: bool = False
     article: bool = False
 
 
-Symbols = tuple[str | Slot, ...]  # text and slots, in order
+Symbols = tuple[str | Blank, ...]  # text and blanks, in order
 
 
 class Option(NamedTuple):
-    """One thing that a slot can become: the probability, the symbols, and the memory from there on."""
+    """One thing that a blank can become: the probability, the symbols, and the memory from there on."""
 
     probability: float
     symbols: Symbols
@@ -81,7 +81,7 @@ class Grammar:
         cast: name -> a function from the memory to the candidates.
 
     Raises:
-        ValueError: a rule is empty, or has a slot or a brace that means nothing.
+        ValueError: a rule is empty, or has a blank or a brace that means nothing.
 
     >>> grammar = Grammar({"start": "{Name} ran. | {Name} ran, and {name} fell."}, {"name": lambda memory: ["ann", "bob"]})
     >>> round(math.exp(grammar.read("Ann ran.", "start").log_prob), 3)  # 1 / (1 + 1 / sqrt(2)), times one of two names
@@ -99,15 +99,15 @@ class Grammar:
             for symbol in (symbol for _, symbols in options for symbol in symbols):
                 if isinstance(symbol, str):
                     if "{" in symbol or "}" in symbol:
-                        raise ValueError(f"rule {name!r}: {symbol!r} has a brace that is not part of a slot")
-                elif symbol.name not in cast and (symbol.form or symbol.name not in rules):
-                    wanted = "in the cast, and only its members have forms" if symbol.form else "a rule and not in the cast"
-                    raise ValueError(f"rule {name!r}: slot {symbol.name!r} is not {wanted}")
+                        raise ValueError(f"rule {name!r}: {symbol!r} has a brace that is not part of a blank")
+                elif symbol.name not in cast and (symbol.attribute or symbol.name not in rules):
+                    wanted = "in the cast, as an attribute needs" if symbol.attribute else "a rule and not in the cast"
+                    raise ValueError(f"rule {name!r}: blank {symbol.name!r} is not {wanted}")
 
     def write(self, rng: random.Random, start: str, memory: Memory | None = None) -> str:
         """Draw one text from the rule `start`. memory: members of the cast that are set beforehand."""
         memory, written = memory or {}, ""
-        todo: list[str | Slot] = [Slot(start)]
+        todo: list[str | Blank] = [Blank(start)]
         while todo:
             symbol = todo.pop()
             if isinstance(symbol, str):
@@ -124,7 +124,7 @@ class Grammar:
         whole, beginning = [], []  # log-probabilities of derivations
         num_chars, furthest = 0, memory or {}
         rests: set[str] = set()  # of the words that could have been at num_chars
-        live: list[tuple[Symbols, int, Memory, float]] = [((Slot(start),), 0, memory or {}, 0.0)]
+        live: list[tuple[Symbols, int, Memory, float]] = [((Blank(start),), 0, memory or {}, 0.0)]
         while live:
             symbols, position, memory, log_prob = live.pop()
             if not symbols:
@@ -133,7 +133,7 @@ class Grammar:
                     beginning.append(log_prob)
                     continue
                 word = ""  # the text continues where this derivation ends
-            elif isinstance(symbols[0], Slot):
+            elif isinstance(symbols[0], Blank):
                 for option in self._options(symbols[0], memory):
                     further = log_prob + math.log(option.probability)
                     live.append(((*option.symbols, *symbols[1:]), position, option.memory, further))
@@ -154,15 +154,16 @@ class Grammar:
         log_prob, log_prob_of_beginning = (float(np.logaddexp.reduce(log_probs)) for log_probs in (whole, beginning))
         return Reading(log_prob, log_prob_of_beginning, num_chars, expected, furthest)
 
-    def _options(self, slot: Slot, memory: Memory) -> list[Option]:
-        """List everything the slot can become. The probabilities sum to one."""
-        if slot.name in self.rules:
-            return [Option(p, _modified(symbols, slot), memory) for p, symbols in self.rules[slot.name]]
-        if slot.name in memory:
-            return [Option(1.0, _modified((_form(memory[slot.name], slot),), slot), memory)]
-        candidates = list(self.cast[slot.name](memory))
+    def _options(self, blank: Blank, memory: Memory) -> list[Option]:
+        """List everything the blank can become. The probabilities sum to one."""
+        if blank.name in self.rules:
+            return [Option(p, _modified(symbols, blank), memory) for p, symbols in self.rules[blank.name]]
+        if blank.name in memory:
+            return [Option(1.0, _modified((_word(memory[blank.name], blank),), blank), memory)]
+        candidates = list(self.cast[blank.name](memory))
         return [
-            Option(1 / len(candidates), _modified((_form(who, slot),), slot), {**memory, slot.name: who}) for who in candidates
+            Option(1 / len(candidates), _modified((_word(who, blank),), blank), {**memory, blank.name: who})
+            for who in candidates
         ]
 
 
@@ -186,32 +187,32 @@ def _weigh(alternatives: str) -> list[tuple[float, Symbols]]:
 
 
 def _symbols(template: str) -> Symbols:
-    """Split a template at its slots."""
-    symbols: list[str | Slot] = []
+    """Split a template at its blanks."""
+    symbols: list[str | Blank] = []
     position = 0
-    for match in SLOT.finditer(template):
-        article, name, form = match.groups()
+    for match in BLANK.finditer(template):
+        article, name, attribute = match.groups()
         capital = (article or name)[0].isupper()
-        symbols += [template[position : match.start()], Slot(name.lower(), form, capital, article is not None)]
+        symbols += [template[position : match.start()], Blank(name.lower(), attribute, capital, article is not None)]
         position = match.end()
     return tuple(symbol for symbol in (*symbols, template[position:]) if symbol)
 
 
-def _modified(symbols: Symbols, slot: Slot) -> Symbols:
-    """Apply the slot's modifiers to the first of the symbols that fill it."""
-    if not (slot.capital or slot.article):
+def _modified(symbols: Symbols, blank: Blank) -> Symbols:
+    """Apply the blank's modifiers to the first of the symbols that fill it."""
+    if not (blank.capital or blank.article):
         return symbols
     first, *rest = symbols
-    if isinstance(first, Slot):
-        return (first._replace(capital=first.capital or slot.capital, article=first.article or slot.article), *rest)
-    if slot.article:
+    if isinstance(first, Blank):
+        return (first._replace(capital=first.capital or blank.capital, article=first.article or blank.article), *rest)
+    if blank.article:
         # By sound, not by letter: "honest" begins with a vowel sound.
         first = f"an {first}" if first[0] in "aeiou" or first.startswith("honest") else f"a {first}"
-    return (first[0].upper() + first[1:] if slot.capital else first, *rest)
+    return (first[0].upper() + first[1:] if blank.capital else first, *rest)
 
 
-def _form(who: object, slot: Slot) -> str:
-    return str(getattr(who, slot.form) if slot.form else who)
+def _word(who: object, blank: Blank) -> str:
+    return str(getattr(who, blank.attribute) if blank.attribute else who)
 
 
 def _common_length(word: str, text: str, position: int) -> int:

@@ -1,6 +1,6 @@
 """Compile a model and its attention for a CPU.
 
-In: the plain parts of an engine. Out: parts whose model and attention are computed by C++ kernels. Without a compiler they stay
+In: the plain runtime. Out: a runtime whose model and attention are computed by C++ kernels. Without a compiler they stay
 as they are, and one log line says so.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cpu.attention import KernelBackend
@@ -59,7 +59,7 @@ def compile_model(
     Args:
         model: a model with its weights, on a CPU.
         quantization: "int8" or "int4" rounds all weights, also the head's, to 8 or 4 bits. None: they stay as they are.
-        weights: receives the forms in which kernels read the weights. None: nobody replaces the weights.
+        weights: receives the weights as kernels read them. None: nobody replaces the weights.
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
 
@@ -68,10 +68,10 @@ def compile_model(
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
     weights = HeldWeights() if weights is None else weights
-    form: Callable[..., Packed] = PackedLinear
+    pack: Callable[..., Packed] = PackedLinear
     if quantization:
         check_sizes(model, quantization)
-        form = partial(PackedQuantizedLinear, bits=BITS[quantization])
+        pack = partial(PackedQuantizedLinear, bits=BITS[quantization])
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     with torch.inference_mode(), progress_bar("packing weights", len(linears)) as bar:
         _compile_recurrences(compiled, dtype, weights)
@@ -79,11 +79,11 @@ def compile_model(
 
         def packed(fused: FusedLinear) -> Packed:
             bar.update(len(fused.linears))
-            result = form(fused, adapters=adapters)
+            result = pack(fused, adapters=adapters)
             num_uses.subtract(fused.linears)
             for linear, start in fused.starts():
                 if isinstance(result, PackedLinear):
-                    weights.add_form(linear, result, start)
+                    weights.add_kernel_weight(linear, result, start)
                 if num_uses[linear] <= 0 and not keeps_plain:
                     linear.register_parameter("weight", None)
                     linear.register_parameter("bias", None)
@@ -133,36 +133,36 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(parent).register_module(name, module)
 
 
-def accelerate_on_cpu(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") -> Parts:
-    """Return parts with kernels. Raises: UnsupportedError as compile_model does."""
-    sizes = parts.model.config
+def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
+    """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
+    sizes = runtime.model.config
     routes: tuple[Route, ...] = (FewLogits(),)
     with suppress(UnsupportedError):
-        routes = GreedyKernel(parts.dtype, sizes.vocab_size), *routes
-    parts = replace(parts, routes=routes)
+        routes = GreedyKernel(runtime.dtype, sizes.vocab_size), *routes
+    runtime = replace(runtime, routes=routes)
     try:
         kernels = KernelBackend(
-            parts.dtype,
+            runtime.dtype,
             num_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_key_value_heads,
             head_dim=sizes.head_dim,
-            has_int8_pages=parts.cache_dtype == torch.int8,
+            has_int8_pages=runtime.cache_dtype == torch.int8,
         )
     except UnsupportedError as error:
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
-            quantize_model(cast(nn.Module, parts.model), config.quantization)
-        return parts
-    if type(parts.backend) is CPUBackend:
-        parts = replace(parts, backend=kernels)
-    few_layers = one_layer_of_each_kind(cast(nn.Module, parts.model), sizes.num_hidden_layers)
-    _replace(few_layers, parts.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
-    tried = replace(parts, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
+            quantize_model(cast(nn.Module, runtime.model), config.quantization)
+        return runtime
+    if type(runtime.backend) is CPUBackend:
+        runtime = replace(runtime, backend=kernels)
+    few_layers = one_layer_of_each_kind(cast(nn.Module, runtime.model), sizes.num_hidden_layers)
+    _replace(few_layers, runtime.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
+    tried = replace(runtime, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
-    model = cast(nn.Module, parts.model)
-    compiled = compile_model(model, config.quantization, weights=parts.weights, adapters=adapters)
+    model = cast(nn.Module, runtime.model)
+    compiled = compile_model(model, config.quantization, weights=runtime.weights, adapters=adapters)
     return replace(
-        parts,
+        runtime,
         model=cast(Model, compiled.model),
         is_batch_independent=is_independent and not compiled.num_plain_linears,
         report=compiled,

@@ -25,7 +25,7 @@ from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitio
 NO_WINDOW = 2**31 - 1  # longer than any sequence
 
 
-class KernelDecodeRows(ctypes.Structure):
+class DecodeArguments(ctypes.Structure):
     """The rows of a decode step, the same for all layers. kept: the tensors to which they point."""
 
     kept: tuple[object, ...]
@@ -35,9 +35,6 @@ class KernelDecodeRows(ctypes.Structure):
         (c_void_p, "spans partials pages"),
         (c_int64, "window"),
     )
-
-
-KernelDecodeRows.__name__ = "DecodeRows"  # as in paged_decode.cpp
 
 
 class Heads(ctypes.Structure):
@@ -95,7 +92,7 @@ class KernelBackend(CPUBackend):
         super().__init__()
         self._head_dim, self._group = head_dim, num_heads // num_kv_heads
         definitions = [f"HEAD_DIM={head_dim}", *(["INT8_PAGES"] if has_int8_pages else []), *native.definitions_of(dtype)]
-        structures, source = (KernelDecodeRows, Heads, AttendCall), Path(__file__).with_name("paged_decode.cpp")
+        structures, source = (DecodeArguments, Heads, AttendCall), Path(__file__).with_name("paged_decode.cpp")
         library = native.load(source, f"GROUP={self._group}", *definitions, structures=structures)
         self._decode, self._find_spans, self._attend = library.decode, library.find_spans, library.attend
         sizes = (c_int64.in_dll(library, name).value for name in ("span_tokens", "span_bytes", "partial_bytes"))
@@ -112,7 +109,7 @@ class KernelBackend(CPUBackend):
     ) -> Tensor:
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out, sinks = torch.empty(q.shape, dtype=q.dtype), None if sinks is None else in_fp32(sinks)
-        step = self.rows(rows, rows.seq_lens.tolist(), cache, window)
+        step = self.arguments(rows, rows.seq_lens.tolist(), cache, window)
         heads = Heads(*_heads(q, k, v, out, *cache.layer(layer)), _address_of(sinks))
         self._decode(ctypes.byref(step), ctypes.byref(heads), torch.get_num_threads())
         return out
@@ -129,7 +126,7 @@ class KernelBackend(CPUBackend):
         self._prefill(ctypes.byref(call), torch.get_num_threads())
         return out
 
-    def rows(self, rows: DecodeRows, lens: list[int], cache: KVCache, window: Window = None) -> KernelDecodeRows:
+    def arguments(self, rows: DecodeRows, lens: list[int], cache: KVCache, window: Window = None) -> DecodeArguments:
         """Return the rows that all layers of a step share. lens: the values of rows.seq_lens."""
         _, num_kv_heads, block_size, _ = cache.layer(0)[0].shape
         num_seqs, max_blocks = rows.block_tables.shape
@@ -138,7 +135,7 @@ class KernelBackend(CPUBackend):
         scratch = torch.empty(num_spans * (self._span_bytes + num_kv_heads * self._partial_bytes) + 64, dtype=torch.uint8)
         partials = -(-scratch.data_ptr() // 64) * 64
         spans = partials + num_spans * num_kv_heads * self._partial_bytes
-        step = KernelDecodeRows(
+        step = DecodeArguments(
             *(index.data_ptr() for index in rows), num_seqs, max_blocks, num_spans, num_kv_heads, block_size,
             spans, partials, ctypes.addressof(addresses), window,
         )  # fmt: skip
@@ -153,7 +150,7 @@ class KernelBackend(CPUBackend):
     def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks) -> KernelCall:
         """Return a layer's attention as a call in a program.
 
-        rows: the index of the batch's array that is a KernelDecodeRows, which has the window. sinks: the result of in_fp32.
+        rows: the index of the batch's array that is a DecodeArguments, which has the window. sinks: the result of in_fp32.
         """
         call = AttendCall(q, k, v, out, rows, layer, _address_of(sinks))
         call.kept = sinks
@@ -172,8 +169,8 @@ class KernelStep(CPUStep):
 
     backend: KernelBackend
 
-    def as_step(self, window: Window = None) -> tuple[KernelBackend, KernelDecodeRows] | None:
+    def as_step(self, window: Window = None) -> tuple[KernelBackend, DecodeArguments] | None:
         """Return the kernel that can compute the attention of layers with this window, and its rows. None unless all decode."""
         if self.num_decodes < len(self.metadata.slot_mapping):
             return None
-        return self.backend, self.backend.rows(self.decode_rows, self.metadata.seq_lens_cpu, self.cache, window)
+        return self.backend, self.backend.arguments(self.decode_rows, self.metadata.seq_lens_cpu, self.cache, window)

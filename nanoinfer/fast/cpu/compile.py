@@ -159,11 +159,11 @@ class _Compiler:
         x = self.views.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         if not isinstance(x, View) or len(x.shape) != 2 or x.buffer.shape is not None:
             return False
-        readers = [reader for reader, view in _readers(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
+        users = [user for user, view in _users(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
         cos, sin = (self._operand(angle, (1, module.num_rotated or x.shape[1])) for angle in node.args[1:])
         if cos is None or sin is None:
             return False
-        out = self.views[node] = x if readers == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
+        out = self.views[node] = x if users == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
 
         def call(slices: Any, scratch: int) -> Any:
             return rotate_call(self._dtype, x.shape, module.norm, *slices, num_rotated=module.num_rotated or 0, step=x.step)
@@ -263,9 +263,9 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
     if not isinstance(source, View) or source.step:
         return None
     if node.target is getattr:
-        return () if node.args[1] == "shape" and all(_is_first(user) for user in node.users) else None
+        return () if node.args[1] == "shape" and all(index == 0 for index in _indices(node)) else None
     name = _name(node)
-    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and not all(map(_is_item, node.users))):
+    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and None in _indices(node)):
         return None
     try:
         return _VIEWS[name](source, *node.args[1:], **node.kwargs)
@@ -283,12 +283,10 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _is_item(user: fx.Node) -> bool:
-    return user.target is operator.getitem and isinstance(user.args[1], int)
-
-
-def _is_first(user: fx.Node) -> bool:
-    return user.target is operator.getitem and user.args[1:] == (0,)
+def _indices(node: fx.Node) -> list[int | None]:
+    """Which item of a node each of its users takes. None: something else."""
+    items = [user.args[1] if user.target is operator.getitem else None for user in node.users]
+    return [item if isinstance(item, int) else None for item in items]
 
 
 def _item(source: _Views, index: object) -> _Views | None:
@@ -384,11 +382,11 @@ _VIEWS: dict[str, Callable[..., _Views]] = {
 }
 
 
-def _readers(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
+def _users(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
     """Yield the nodes that read a view or a part of it, with what they read."""
     for user in node.users:
         part = viewed(user, {node: view})
         if part is not None:
-            yield from _readers(user, part)
+            yield from _users(user, part)
         elif isinstance(view, View):
             yield user, view

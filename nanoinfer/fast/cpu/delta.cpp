@@ -68,16 +68,17 @@ void step(float (*memory)[VALUE_DIM], const float* q, const float* k, const floa
 }  // namespace
 
 // The sequences of a step, the same for all layers.
-struct DeltaRows {
+struct DeltaArguments {
     const int64_t* first_pieces;  // of each sequence, and the number of all
-    const int64_t (*pieces)[4];   // first token, last token + 1, slot to read, slot to write
+    const int64_t (*pieces)[4];   // first token, last token + 1, state slot to read, state slot to write
     int64_t num_sequences;
-    float* const (*parts)[2];  // of each layer, for each slot: windows [BEFORE, all channels], memories [value heads, KEY_DIM, VALUE_DIM]
+    // of each layer, by state slot: windows [BEFORE, all channels], memories [value heads, KEY_DIM, VALUE_DIM]
+    float* const (*tensors)[2];
 };
 
 struct DeltaCall {
     Slice qkv, z, b, a, out;
-    int64_t rows;                         // an array of the batch: a DeltaRows
+    int64_t rows;                         // an array of the batch: a DeltaArguments
     const float* convolution;             // [KERNEL, all channels]
     const float *rates, *dt_bias, *norm;  // [value heads], [value heads], [VALUE_DIM]
     int64_t layer, num_key_heads;
@@ -90,20 +91,20 @@ namespace {
 struct Head {
     const DeltaCall& call;
     const Batch& batch;
-    float* const (&parts)[2];
+    float* const (&tensors)[2];
     int64_t head, num_keys = call.num_key_heads * KEY_DIM, num_values = call.num_key_heads * GROUP * VALUE_DIM;
 
-    // The state of all heads in a slot.
-    float* window(int64_t slot) const {
-        return parts[0] + slot * BEFORE * (2 * num_keys + num_values);
+    // The state of all heads in a state slot.
+    float* window(int64_t state_slot) const {
+        return tensors[0] + state_slot * BEFORE * (2 * num_keys + num_values);
     }
-    float* memory(int64_t slot) const {
-        return parts[1] + slot * num_values * KEY_DIM + head * GROUP * KEY_DIM * VALUE_DIM;
+    float* memory(int64_t state_slot) const {
+        return tensors[1] + state_slot * num_values * KEY_DIM + head * GROUP * KEY_DIM * VALUE_DIM;
     }
 
     // Call visit(channel, size) for its channels: of its query, its key and its values.
     template <class Visit>
-    void each_part(Visit visit) const {
+    void each_range(Visit visit) const {
         visit(head * KEY_DIM, KEY_DIM);
         visit(num_keys + head * KEY_DIM, KEY_DIM);
         visit(2 * num_keys + head * GROUP * VALUE_DIM, GROUP * VALUE_DIM);
@@ -113,7 +114,7 @@ struct Head {
         const auto [first, end, read, write] = piece;
         if (read != write) {
             std::memcpy(memory(write), memory(read), GROUP * KEY_DIM * VALUE_DIM * sizeof(float));
-            each_part([&](int64_t channel, int size) {
+            each_range([&](int64_t channel, int size) {
                 for (int i = 0; i < BEFORE; i++, channel += 2 * num_keys + num_values) {
                     std::memcpy(window(write) + channel, window(read) + channel, size * sizeof(float));
                 }
@@ -125,7 +126,7 @@ struct Head {
     // The convolution of the window's tokens and this one, after which this one is the window's latest.
     void convolve(const Number* qkv, float* window, float* mixed) const {
         const int64_t num_channels = 2 * num_keys + num_values;
-        each_part([&](int64_t first, int size) {
+        each_range([&](int64_t first, int size) {
             for (int c = 0; c < size; c += LANES) {
                 const int num = std::min(LANES, size - c);
                 const float* weight = call.convolution + first + c;
@@ -168,13 +169,13 @@ struct Head {
 }  // namespace
 
 extern "C" void advance(const DeltaCall* call, const Batch& batch) {
-    const DeltaRows& rows = *static_cast<const DeltaRows*>(batch.arrays[call->rows]);
+    const DeltaArguments& rows = *static_cast<const DeltaArguments*>(batch.arrays[call->rows]);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < rows.num_sequences * call->num_key_heads; task++) {
         const int64_t sequence = task / call->num_key_heads;
-        const Head head{*call, batch, rows.parts[call->layer], task % call->num_key_heads};
+        const Head head{*call, batch, rows.tensors[call->layer], task % call->num_key_heads};
         for (int64_t i = rows.first_pieces[sequence]; i < rows.first_pieces[sequence + 1]; i++) head.run(rows.pieces[i]);
     }
 }
 
-extern "C" const int64_t sizeof_DeltaCall = sizeof(DeltaCall), sizeof_DeltaRows = sizeof(DeltaRows);
+extern "C" const int64_t sizeof_DeltaCall = sizeof(DeltaCall), sizeof_DeltaArguments = sizeof(DeltaArguments);

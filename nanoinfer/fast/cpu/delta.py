@@ -19,11 +19,11 @@ from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Untraced
 
 
-class DeltaRows(ctypes.Structure):
+class DeltaArguments(ctypes.Structure):
     """The sequences of a step, and their states in all layers. kept: the tensors to which they point."""
 
     kept: tuple[object, ...]
-    _fields_ = fields((c_void_p, "first_pieces pieces"), (c_int64, "num_sequences"), (c_void_p, "parts"))
+    _fields_ = fields((c_void_p, "first_pieces pieces"), (c_int64, "num_sequences"), (c_void_p, "tensors"))
 
 
 class DeltaCall(ctypes.Structure):
@@ -36,16 +36,16 @@ class DeltaCall(ctypes.Structure):
     )
 
 
-def rows_of(attend: Attend) -> DeltaRows | None:
-    """Return the rows that all recurrences of a step share. None: its states have no slots."""
+def arguments_of(attend: Attend) -> DeltaArguments | None:
+    """Return the arguments that all recurrences of a step share. None: its states have no state slots."""
     if not isinstance(attend, AttendWithStates):
         return None
     first_pieces, pieces = attend.piece_tensors
     tensors = attend.states.tensors
-    parts = (c_void_p * len(tensors))(*(part.data_ptr() for part in tensors))
-    rows = DeltaRows(first_pieces.data_ptr(), pieces.data_ptr(), len(first_pieces) - 1, ctypes.addressof(parts))
-    rows.kept = first_pieces, pieces, parts
-    return rows
+    addresses = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    arguments = DeltaArguments(first_pieces.data_ptr(), pieces.data_ptr(), len(first_pieces) - 1, ctypes.addressof(addresses))
+    arguments.kept = first_pieces, pieces, addresses
+    return arguments
 
 
 class KernelRecurrence(Untraced):
@@ -68,7 +68,7 @@ class KernelRecurrence(Untraced):
         group = num_heads // plain.num_key_heads
         sizes = {"KEY_DIM": plain.key_dim, "VALUE_DIM": plain.value_dim, "GROUP": group, "KERNEL": plain.kernel_size}
         definitions = (*native.definitions_of(dtype), *(f"{name}={size}" for name, size in sizes.items()))
-        self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall, DeltaRows))
+        self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall, DeltaArguments))
         self._weights: tuple[Tensor, ...] = ()  # of the layer
         self._laid_out: tuple[Tensor, ...] = ()  # the same, laid out for the kernel. Programs hold their addresses
 
@@ -95,18 +95,21 @@ class KernelRecurrence(Untraced):
         return self.compute(attend, qkv, z, b, a)
 
     def compute(self, attend: Attend, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Compute outside of a program. Steps without slots, or in another dtype, run the definition."""
-        states = rows_of(attend)
-        if states is None or qkv.dtype != self._dtype:
+        """Compute outside of a program. Steps without state slots, or in another dtype, run the definition."""
+        arguments = arguments_of(attend)
+        if arguments is None or qkv.dtype != self._dtype:
             return DeltaRecurrence.forward(self._plain[0], attend, qkv, z, b, a, self._weights)  # type: ignore[arg-type]
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
         arrays = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, z, b, a)), out]
         slices = (Slice(array, 0, x.stride(0)) for array, x in enumerate(arrays))
-        Program([self.call(*slices, rows=len(arrays))])(len(out), [*arrays, states])
+        Program([self.call(*slices, rows=len(arrays))])(len(out), [*arrays, arguments])
         return out
 
     def call(self, *slices: Slice, rows: int) -> KernelCall:
-        """Return a call in a program. slices: qkv, z, b, a and the result. rows: the index of the array that is a DeltaRows."""
+        """Return a call in a program.
+
+        slices: qkv, z, b, a and the result. rows: the index of the array that is a DeltaArguments.
+        """
         addresses = (x.data_ptr() for x in self._laid_out)
         arguments = DeltaCall(*slices, rows, *addresses, self._plain[0].layer, self._plain[0].num_key_heads, self._plain[0].eps)
         return KernelCall(self._library.advance, arguments)

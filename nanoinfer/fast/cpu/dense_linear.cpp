@@ -26,7 +26,7 @@ constexpr int TASK_ROWS = 12 * ROWS;   // the maximum number of rows that a thre
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
 constexpr bool WIDENS = sizeof(StoredTerms) != sizeof(Terms);
 
-// The rows of x as terms, the form in which the products read them.
+// The rows of x as terms, as the products read them.
 struct Terms2D {
     const Term* terms;
     int64_t stride;
@@ -55,7 +55,7 @@ void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64
 void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
                   bool is_last_part) {
     static_assert(ROWS <= 8);
-    constexpr decltype(&compute<1>) FORMS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
+    constexpr decltype(&compute<1>) VARIANTS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
                                                compute<5>, compute<6>, compute<7>, compute<8>};
     const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
     const StoredTerms* weight = weights(call, tile);
@@ -67,7 +67,7 @@ void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, 
     const int num_ahead = is_last_part ? (VECTORS + num_passes - 1) / num_passes : 0;
     for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
         const int64_t num = std::min<int64_t>(ROWS, last - row);
-        FORMS[num - 1](call, batch, x, tile, row, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
+        VARIANTS[num - 1](call, batch, x, tile, row, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
     }
 }
 

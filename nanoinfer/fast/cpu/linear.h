@@ -31,7 +31,7 @@ void write_outputs(const Call& call, const Batch& batch, int64_t row, int64_t fi
 // The arguments of dense_linear.cpp and tile_linear.cpp.
 struct LinearCall {
     Slice x, factor, residual, out;  // out may be factor or residual
-    int64_t scratch;                 // an array of the batch, for the rows of x in another form
+    int64_t scratch;                 // an array of the batch, for the rows of x as the products read them
     const void* weight;              // [num_out / tile_size, num_in / num_per_term, tile_size, num_per_term], aligned to 64 bytes
     const Number* bias;              // [num_out] or null
     int64_t num_out, num_in, activation;  // num_in is a multiple of num_per_term

@@ -22,7 +22,7 @@ from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, fiel
 from nanoinfer.fast.fuse import FusedLinear
 
 if TYPE_CHECKING:
-    from nanoinfer.fast.cpu.lora import KernelAdapters
+    from nanoinfer.fast.cpu.lora import CPUAdapters
     from nanoinfer.lora.layers import AdaptedLayers
 
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
@@ -137,13 +137,13 @@ class KernelLinear(nn.Module):
         return out
 
 
-def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "KernelAdapters | None":
+def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "CPUAdapters | None":
     """Return the adapters of the layers. None: requests may adapt none of them."""
     if not adapters or adapters.keys().isdisjoint(fused.linears):
         return None
-    from nanoinfer.fast.cpu.lora import KernelAdapters
+    from nanoinfer.fast.cpu.lora import CPUAdapters
 
-    return KernelAdapters(fused, dtype, [adapters.get(linear) for linear in fused.linears])
+    return CPUAdapters(fused, dtype, [adapters.get(linear) for linear in fused.linears])
 
 
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:

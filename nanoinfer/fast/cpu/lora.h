@@ -22,16 +22,16 @@ struct LowRank {
 };
 
 // The rows of a step, the same for all layers.
-struct RowSlots {
+struct MappingArguments {
     int64_t num_rows;      // 0: no row has an adapter
-    const int64_t* slots;  // [num_rows]: where each row's adapter is, or -1
+    const int64_t* indices;  // [num_rows]: of each row's adapter, or -1
     float* products;       // [num_rows, width of a call's products]
 };
 
 // The adapters of a call, which computes several layers side by side.
 struct Adapted {
-    const RowSlots* rows;
-    const LowRank* changes;  // [slots, num_layers]
+    const MappingArguments* mapping;
+    const LowRank* changes;  // [adapter indices, num_layers]
     const int64_t* starts;   // [num_layers + 1]: each layer's first output, and the end of the last
     int64_t num_layers, max_rank;
 };
@@ -40,7 +40,7 @@ namespace {
 
 // Whether a row of this step may have an adapter.
 inline bool has_adapters(const Adapted* adapted, const Batch& batch) {
-    return adapted && adapted->rows->num_rows == batch.num_rows;
+    return adapted && adapted->mapping->num_rows == batch.num_rows;
 }
 
 // Products of a row with RANKS rows of a, each one sum over the inputs in their order.
@@ -62,14 +62,14 @@ template <class Call>
 void multiply_by_a(const Call& call, const Batch& batch) {
     if (!has_adapters(call.adapted, batch)) return;
     const Adapted& adapted = *call.adapted;
-    const int64_t num_parts = adapted.max_rank / RANKS, width = adapted.num_layers * adapted.max_rank;
+    const int64_t num_rank_blocks = adapted.max_rank / RANKS, width = adapted.num_layers * adapted.max_rank;
 #pragma omp for schedule(static) nowait
-    for (int64_t task = 0; task < batch.num_rows * adapted.num_layers * num_parts; task++) {
-        const int64_t row = task / num_parts / adapted.num_layers, layer = task / num_parts % adapted.num_layers;
-        const int64_t rank = task % num_parts * RANKS, slot = adapted.rows->slots[row];
-        if (slot < 0 || adapted.changes[slot * adapted.num_layers + layer].rank <= rank) continue;
-        const LowRank& change = adapted.changes[slot * adapted.num_layers + layer];
-        float* products = adapted.rows->products + row * width + layer * adapted.max_rank + rank;
+    for (int64_t task = 0; task < batch.num_rows * adapted.num_layers * num_rank_blocks; task++) {
+        const int64_t row = task / num_rank_blocks / adapted.num_layers, layer = task / num_rank_blocks % adapted.num_layers;
+        const int64_t rank = task % num_rank_blocks * RANKS, adapter = adapted.mapping->indices[row];
+        if (adapter < 0 || adapted.changes[adapter * adapted.num_layers + layer].rank <= rank) continue;
+        const LowRank& change = adapted.changes[adapter * adapted.num_layers + layer];
+        float* products = adapted.mapping->products + row * width + layer * adapted.max_rank + rank;
         multiply_row(call.x.template row<Number>(batch, row), change.a + rank * call.num_in, call.num_in, change.scale, products);
     }
     batch.barrier->wait(omp_get_num_threads());
@@ -77,13 +77,13 @@ void multiply_by_a(const Call& call, const Batch& batch) {
 
 // Add the products with b to a vector of a row's sums, from the output `first` on.
 inline void add_products_with_b(const Adapted& adapted, int64_t row, int64_t first, Floats& sums) {
-    const int64_t slot = adapted.rows->slots[row];
-    for (int64_t layer = 0; slot >= 0 && layer < adapted.num_layers; layer++) {
+    const int64_t adapter = adapted.mapping->indices[row];
+    for (int64_t layer = 0; adapter >= 0 && layer < adapted.num_layers; layer++) {
         const int64_t start = adapted.starts[layer];
-        const LowRank& change = adapted.changes[slot * adapted.num_layers + layer];
+        const LowRank& change = adapted.changes[adapter * adapted.num_layers + layer];
         if (first + LANES <= start || first >= adapted.starts[layer + 1]) continue;
         const Number* b = change.b + (first / OUTPUTS - start / OUTPUTS) * change.rank * OUTPUTS + first % OUTPUTS;
-        const float* products = adapted.rows->products + (row * adapted.num_layers + layer) * adapted.max_rank;
+        const float* products = adapted.mapping->products + (row * adapted.num_layers + layer) * adapted.max_rank;
         for (int64_t i = 0; i < change.rank; i++) {
             __builtin_prefetch(b + (i + FETCH_VECTORS * change.rank) * OUTPUTS, 0, 2);
             sums += products[i] * load(b + i * OUTPUTS);

@@ -1,7 +1,7 @@
 """Keep the adapters of requests in the layout in which the kernels of linear layers read them (lora.h).
 
-In: updates of linear layers (lora/layers.py), put into slots, and the slots of a step's rows. Out: the addresses of both, which
-stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's dtype.
+In: updates of linear layers (lora/layers.py) by adapter index, and the adapter indices of a step's rows. Out: the addresses of
+both, which stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's dtype.
 """
 
 import ctypes
@@ -24,29 +24,29 @@ class LowRank(ctypes.Structure):
     _fields_ = fields((c_void_p, "a b"), (c_double, "scale"), (c_int64, "rank"))
 
 
-class RowSlots(ctypes.Structure):
-    _fields_ = fields((c_int64, "num_rows"), (c_void_p, "slots products"))
+class MappingArguments(ctypes.Structure):
+    _fields_ = fields((c_int64, "num_rows"), (c_void_p, "indices products"))
 
 
 class Adapted(ctypes.Structure):
-    _fields_ = fields((c_void_p, "rows changes starts"), (c_int64, "num_layers max_rank"))
+    _fields_ = fields((c_void_p, "mapping changes starts"), (c_int64, "num_layers max_rank"))
 
 
-class KernelRows:
-    """The slots of a step's rows, and memory for their products with A, which all kernels of a model share."""
+class CPUMapping:
+    """The adapter indices of a step's rows, and memory for their products with A, which all kernels of a model share."""
 
     def __init__(self) -> None:
         self.width = 0  # the number of products of a row
-        self.arguments = RowSlots()
+        self.arguments = MappingArguments()
         self._arrays: tuple[Tensor, ...] = ()  # kept alive for their addresses
 
-    def set(self, slots: list[int]) -> None:
-        self._arrays = torch.tensor(slots, dtype=torch.int64), torch.empty(len(slots) * self.width)
-        self.arguments.num_rows = len(slots)
-        self.arguments.slots, self.arguments.products = (array.data_ptr() for array in self._arrays)
+    def set(self, indices: list[int]) -> None:
+        self._arrays = torch.tensor(indices, dtype=torch.int64), torch.empty(len(indices) * self.width)
+        self.arguments.num_rows = len(indices)
+        self.arguments.indices, self.arguments.products = (array.data_ptr() for array in self._arrays)
 
 
-class KernelAdapters:
+class CPUAdapters:
     """The adapters of the layers that a kernel computes together.
 
     Attributes:
@@ -55,15 +55,15 @@ class KernelAdapters:
 
     def __init__(self, fused: FusedLinear, dtype: torch.dtype, layers: Sequence[AdaptedLinear | None]) -> None:
         """layers: the adapters of each fused layer. None: the layer has no adapters."""
-        rows = next(layer.rows for layer in layers if layer is not None)
-        kernel_rows = rows.kernels = rows.kernels or KernelRows()
+        mapping = next(layer.mapping for layer in layers if layer is not None)
+        kernel_mapping = mapping.kernels = mapping.kernels or CPUMapping()
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
-        max_rank = -(-rows.max_rank // RANKS) * RANKS
-        kernel_rows.width = max(kernel_rows.width, len(layers) * max_rank)
+        max_rank = -(-mapping.max_rank // RANKS) * RANKS
+        kernel_mapping.width = max(kernel_mapping.width, len(layers) * max_rank)
         self._starts = (c_int64 * (len(layers) + 1))(0, *self._ends)
-        self._changes = (LowRank * (rows.num_slots * len(layers)))()
+        self._changes = (LowRank * (mapping.max_loras * len(layers)))()
         self._arguments = Adapted(
-            addressof(kernel_rows.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
+            addressof(kernel_mapping.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
         )
         self.address = addressof(self._arguments)
         self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the index in _changes
@@ -71,14 +71,14 @@ class KernelAdapters:
             if layer is not None:
                 layer.kernels[self] = index
 
-    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
-        """Keep a slot's update of the layer with this index. update: None: the adapter does not change the layer."""
-        place = slot * len(self._ends) + index
+    def put(self, adapter_index: int, layer_index: int, update: LowRankUpdate | None) -> None:
+        """Keep an adapter's update of the layer with this index. update: None: the adapter does not change the layer."""
+        place = adapter_index * len(self._ends) + layer_index
         if update is None:
             self._changes[place] = LowRank()
             self._arrays.pop(place, None)
             return
-        start, end = self._starts[index], self._ends[index]
+        start, end = self._starts[layer_index], self._ends[layer_index]
         missing = -len(update.a) % RANKS  # the ranks to be padded
         a = F.pad(update.a, (0, 0, 0, missing)).to(self._dtype).contiguous()
         b = F.pad(update.b.T, (start % OUTPUTS, -end % OUTPUTS, 0, missing)).to(self._dtype)

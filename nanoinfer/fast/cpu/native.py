@@ -111,13 +111,13 @@ def cache_folder() -> Path:
 @cache
 def processor() -> str:
     """Return everything that the system reports about its first processor, except values that change over time."""
-    parts = [platform.platform(), platform.processor(), str(os.cpu_count())]
+    facts = [platform.platform(), platform.processor(), str(os.cpu_count())]
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-        parts += [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
+        facts += [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
     except OSError:  # not Linux
         pass
-    return "\n".join(parts)
+    return "\n".join(facts)
 
 
 def _streamed() -> int:

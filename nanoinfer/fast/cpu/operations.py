@@ -4,7 +4,7 @@ In: Operations, which compile.py makes, and the tensors of a step. Out: the tens
 
 A CPUProgram computes all rows of a step. No Python runs between its kernels, not even for the attention and recurrences
 when every sequence decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, Python calls these
-between parts of the program. Both cases use the same kernels, so a row has the same bits.
+between segments of the program. Both cases use the same kernels, so a row has the same bits.
 """
 
 import math
@@ -20,7 +20,7 @@ from nanoinfer.attention.groups import GroupedAttend
 from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.attention import KernelStep
-from nanoinfer.fast.cpu.delta import KernelRecurrence, rows_of
+from nanoinfer.fast.cpu.delta import KernelRecurrence, arguments_of
 from nanoinfer.fast.cpu.linear import scratch_for
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
 
@@ -60,10 +60,6 @@ class View:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.buffer.width
 
     @property
     def end(self) -> int:
@@ -115,11 +111,11 @@ class CPUProgram:
 
     def __init__(self, operations: list[Operation], inputs: list[Buffer], outputs: list[View], dtype: torch.dtype) -> None:
         self.operations, self._inputs, self._outputs, self._dtype = operations, inputs, outputs, dtype
-        slots, self._widths = _slots_of(operations, {view.buffer for view in outputs})
-        self._index = {buffer: i for i, buffer in enumerate(inputs)} | {b: len(inputs) + slot for b, slot in slots.items()}
+        array_of, self._widths = _assign_arrays(operations, {view.buffer for view in outputs})
+        self._index = {buffer: i for i, buffer in enumerate(inputs)} | {b: len(inputs) + array for b, array in array_of.items()}
         self._scratch = len(inputs) + len(self._widths)
         self._scratch_bytes = max(operation.scratch_bytes for operation in operations)
-        self._parts = list(self._split())
+        self._segments = list(self._split())
         self._attentions = [operation for operation in operations if operation.call is operation.recurrence is None]
         self._recurrences = [operation for operation in operations if operation.recurrence is not None]
         self._unread = {operation: self._unread_after(operation) for operation in (*self._attentions, *self._recurrences)}
@@ -145,11 +141,11 @@ class CPUProgram:
         if rows and (program := self._program_with(kernel, group_of)) is not None:
             program(num_rows, [*arrays, *rows])
         else:
-            for part in self._parts:
-                if isinstance(part, Program):
-                    part(num_rows, arrays)
+            for segment in self._segments:
+                if isinstance(segment, Program):
+                    segment(num_rows, arrays)
                 else:
-                    self._attend(attend, part, num_rows, arrays)
+                    self._attend(attend, segment, num_rows, arrays)
         outputs = tuple(view.tensor(arrays[self._index[view.buffer]], num_rows) for view in self._outputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -176,8 +172,8 @@ class CPUProgram:
         for the recurrences, and for the attention in each KV group. Without rows, Python calls these operations,
         for example if layers of a group have different windows, because the model's config does not list them.
         """
-        states = rows_of(attend) if self._recurrences else None
-        if self._recurrences and states is None:
+        of_recurrences = arguments_of(attend) if self._recurrences else None
+        if self._recurrences and of_recurrences is None:
             return None, ()
         windows = {(group_of.get(operation.layer, 0), operation.options.get("window")) for operation in self._attentions}
         found = [
@@ -185,7 +181,7 @@ class CPUProgram:
         ]
         if None in found or len(dict(windows)) < len(windows) or not self._unread:
             return None, ()
-        return found[0][0] if found and found[0] else None, [states, *(entry[1] for entry in found if entry)]
+        return found[0][0] if found and found[0] else None, [of_recurrences, *(entry[1] for entry in found if entry)]
 
     def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
         """Return all calls as one program. None: the kernel does not compute every attention. group_of: layer -> KV group."""
@@ -238,7 +234,7 @@ class CPUProgram:
         return operation.call(slices, self._scratch)
 
 
-def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
+def _assign_arrays(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
     """Give each computed buffer an array. Buffers that are never needed at the same time may share it.
 
     Returns:
@@ -247,26 +243,26 @@ def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[B
     last_use: dict[Buffer, int] = {}
     for i, operation in enumerate(operations):
         last_use |= {view.buffer: i for view in (*operation.reads, operation.out)}
-    slots: dict[Buffer, int] = {}
+    array_of: dict[Buffer, int] = {}
     widths: list[int] = []
     free: dict[bool, list[int]] = {False: [], True: []}  # by is_attended
     for i, operation in enumerate(operations):
         out = operation.out.buffer
-        ending = [b for b in dict.fromkeys(view.buffer for view in operation.reads) if last_use[b] == i and b in slots]
+        ending = [b for b in dict.fromkeys(view.buffer for view in operation.reads) if last_use[b] == i and b in array_of]
         ending = [buffer for buffer in ending if buffer not in outputs]
-        if out not in slots:
-            reused = [view.buffer for view in operation.overwrites if view.buffer in ending and view.is_whole]
+        if out not in array_of:
+            reused = [view.buffer for view in operation.overwrites if view.buffer in ending and view.size == view.buffer.width]
             reused = [buffer for buffer in reused if buffer.width == out.width and not buffer.is_attended]
             if reused:
-                slots[out] = slots[reused[0]]
+                array_of[out] = array_of[reused[0]]
                 ending.remove(reused[0])
             else:
                 if not free[out.is_attended]:
                     free[out.is_attended].append(len(widths))
                     widths.append(0)
-                fitting = min(free[out.is_attended], key=lambda slot: abs(widths[slot] - out.width))
+                fitting = min(free[out.is_attended], key=lambda array: abs(widths[array] - out.width))
                 free[out.is_attended].remove(fitting)
-                slots[out], widths[fitting] = fitting, max(widths[fitting], out.width)
+                array_of[out], widths[fitting] = fitting, max(widths[fitting], out.width)
         for buffer in ending:
-            free[buffer.is_attended].append(slots[buffer])
-    return slots, widths
+            free[buffer.is_attended].append(array_of[buffer])
+    return array_of, widths

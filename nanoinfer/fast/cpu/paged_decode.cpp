@@ -28,7 +28,7 @@ struct Span {
 struct Partial;
 
 // The rows of a step, the same for all layers. find_spans fills in the spans.
-struct DecodeRows {
+struct DecodeArguments {
     const int64_t *slots;         // of the new tokens
     const int64_t *block_tables;  // [num_rows, max_blocks]
     const int64_t *seq_lens;      // tokens of each row, the new one included
@@ -56,7 +56,7 @@ struct Heads {
 // The attention of a layer in a program.
 struct AttendCall {
     Slice q, k, v, out;
-    int64_t rows;  // an array of the batch: a DecodeRows
+    int64_t rows;  // an array of the batch: a DecodeArguments
     int64_t layer;
     const float* sinks;
 };
@@ -71,7 +71,7 @@ namespace {
 
 constexpr int64_t SPAN = 256;  // tokens of a span, at most
 
-// A query, in the form in which it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
+// A query as it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(INT8_PAGES)
 constexpr int QUERY_VECTORS = (HEAD_DIM + 2 * LANES - 1) / (2 * LANES);
 typedef Terms Query[QUERY_VECTORS];
@@ -102,8 +102,8 @@ void load_query(Query& query, const Number* head) {
 
 Floats products(const Query& query, const Stored* key) {
     const Head head = load_stored(key);
-    Floats sums = query.part[0] * head.part[0];
-    for (int i = 1; i < HEAD_VECTORS; i++) sums += query.part[i] * head.part[i];
+    Floats sums = query.vectors[0] * head.vectors[0];
+    for (int i = 1; i < HEAD_VECTORS; i++) sums += query.vectors[i] * head.vectors[i];
     return sums;
 }
 #endif
@@ -192,34 +192,34 @@ void attend(Partial& result, const Number* q, const Stored* k_pages, const Store
         for (int g = 0; g < GROUP; g++) {
             const float weight = ((float*)scores[g])[token];
 #pragma GCC unroll 16
-            for (int i = 0; i < HEAD_VECTORS; i++) sums[g][i] += weight * value.part[i];
+            for (int i = 0; i < HEAD_VECTORS; i++) sums[g][i] += weight * value.vectors[i];
         }
     }
-    for (int g = 0; g < GROUP; g++) std::copy_n(sums[g], HEAD_VECTORS, result.values[g].part);
+    for (int g = 0; g < GROUP; g++) std::copy_n(sums[g], HEAD_VECTORS, result.values[g].vectors);
 }
 
 // sinks: of the group's heads, or null.
-void merge(const Partial* parts, int64_t num_spans, int64_t stride, const float* sinks, Number* out) {
+void merge(const Partial* partials, int64_t num_spans, int64_t stride, const float* sinks, Number* out) {
     for (int g = 0; g < GROUP; g++) {
         float largest = sinks ? sinks[g] : -INFINITY, total = 0;
-        for (int64_t s = 0; s < num_spans; s++) largest = std::max(largest, parts[s * stride].largest[g]);
+        for (int64_t s = 0; s < num_spans; s++) largest = std::max(largest, partials[s * stride].largest[g]);
         Head merged = {};
         for (int64_t s = 0; s < num_spans; s++) {
-            const Partial& part = parts[s * stride];
-            const float scale = std::exp(part.largest[g] - largest);
-            total += part.total[g] * scale;
-            for (int j = 0; j < HEAD_VECTORS; j++) merged.part[j] += part.values[g].part[j] * scale;
+            const Partial& partial = partials[s * stride];
+            const float scale = std::exp(partial.largest[g] - largest);
+            total += partial.total[g] * scale;
+            for (int j = 0; j < HEAD_VECTORS; j++) merged.vectors[j] += partial.values[g].vectors[j] * scale;
         }
         if (sinks) total += std::exp(sinks[g] - largest);
         Number* numbers = out + g * HEAD_DIM;
         for (int j = 0; j < HEAD_VECTORS; j++) {
-            store(numbers + j * LANES, merged.part[j] / total, std::min(HEAD_DIM - j * LANES, LANES));
+            store(numbers + j * LANES, merged.vectors[j] / total, std::min(HEAD_DIM - j * LANES, LANES));
         }
     }
 }
 
 // Called by all threads of a team, which divide the work.
-void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
+void compute(const DecodeArguments& rows, const Heads& heads, Barrier& barrier) {
     const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
     const auto places_of = [&](int64_t task) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
@@ -262,10 +262,11 @@ void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
 
 }  // namespace
 
-extern "C" const int64_t sizeof_DecodeRows = sizeof(DecodeRows), sizeof_Heads = sizeof(Heads), sizeof_AttendCall = sizeof(AttendCall);
+extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_Heads = sizeof(Heads),
+                         sizeof_AttendCall = sizeof(AttendCall);
 extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_bytes = sizeof(Partial);
 
-extern "C" void find_spans(DecodeRows* rows) {
+extern "C" void find_spans(DecodeArguments* rows) {
     Span* span = rows->spans;
     for (int64_t row = 0; row < rows->num_rows; row++) {
         const int64_t num_spans = (rows->seq_lens[row] - rows->first_token(row) + SPAN - 1) / SPAN;
@@ -273,14 +274,14 @@ extern "C" void find_spans(DecodeRows* rows) {
     }
 }
 
-extern "C" void decode(const DecodeRows* rows, const Heads* heads, int num_threads) {
+extern "C" void decode(const DecodeArguments* rows, const Heads* heads, int num_threads) {
     Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
     compute(*rows, *heads, barrier);
 }
 
 extern "C" void attend(const AttendCall* call, const Batch& batch) {
-    const DecodeRows& rows = *static_cast<const DecodeRows*>(batch.arrays[call->rows]);
+    const DecodeArguments& rows = *static_cast<const DecodeArguments*>(batch.arrays[call->rows]);
     Stored* const* pages = rows.pages + 2 * call->layer;
     const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);

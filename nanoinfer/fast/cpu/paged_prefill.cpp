@@ -37,7 +37,7 @@ constexpr int TILE_TERMS = TILE / PER_TERM;
 constexpr int COLUMNS = (HEAD_DIM + BROADCASTS - 1) / BROADCASTS * BROADCASTS;  // of values
 
 // Some queries of one KV head, and their partial results. A query has a row for each of its heads.
-struct Rows {
+struct QueryRows {
     Terms queries[HEAD_TERMS][VECTORS];
     Ints positions[VECTORS];
     Floats largest[VECTORS], total[VECTORS];  // score, sum of weights
@@ -99,7 +99,7 @@ typedef Terms Weights[TILE_TERMS][BLOCK];
 typedef uint32_t Distances __attribute__((vector_size(sizeof(Ints))));
 
 // The scores of a block of rows with the first num_keys keys of a tile, and the largest score of each row so far.
-void find_scores(Scores& scores, Floats* largest, const Rows& rows, int block, const Tile& tile, int64_t first_key,
+void find_scores(Scores& scores, Floats* largest, const QueryRows& rows, int block, const Tile& tile, int64_t first_key,
                  int num_keys, uint32_t window) {
     const float scale = 1.0f / std::sqrt(float(HEAD_DIM));
     for (int key = 0; key < num_keys; key += BROADCASTS) {
@@ -132,7 +132,7 @@ void find_weights(Weights& weights, Floats* total, const Scores& scores, const F
 }
 
 // Attend with a block of rows to the first num_keys keys of a tile.
-void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_keys, uint32_t window) {
+void attend(QueryRows& rows, int block, const Tile& tile, int64_t first_key, int num_keys, uint32_t window) {
     Scores scores;
     Weights weights;
     Floats largest[BLOCK], total[BLOCK], factor[BLOCK];
@@ -189,7 +189,7 @@ void each_term(const Number* head, Set set) {
 #ifdef INT8_PAGES
 const Number* numbers_of(const Stored* head, Number* numbers) {
     const Head x = load_stored(head);
-    for (int i = 0; i < HEAD_VECTORS; i++) store(numbers + i * LANES, x.part[i], std::min(HEAD_DIM - i * LANES, LANES));
+    for (int i = 0; i < HEAD_VECTORS; i++) store(numbers + i * LANES, x.vectors[i], std::min(HEAD_DIM - i * LANES, LANES));
     return numbers;
 }
 #else
@@ -242,7 +242,7 @@ struct Task {
 // sinks: of all heads, or null.
 void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, uint32_t window,
             const float* sinks, Number* out, int64_t out_stride) {
-    Rows rows = {};
+    QueryRows rows = {};
     Tile tile;
     for (Floats& largest : rows.largest) largest -= 1e30f;  // finite, because a row may find no key of its window in a tile
     task.each_row(q_stride, [&](int row, int64_t position, int64_t place) {

@@ -14,12 +14,12 @@ constexpr int HEAD_VECTORS = (HEAD_DIM + LANES - 1) / LANES;
 
 // A head of numbers in registers, zeros behind its end.
 struct Head {
-    Floats part[HEAD_VECTORS];
+    Floats vectors[HEAD_VECTORS];
 };
 
 inline Head load_head(const Number* head) {
     Head x;
-    for (int i = 0; i < HEAD_VECTORS; i++) x.part[i] = load(head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
+    for (int i = 0; i < HEAD_VECTORS; i++) x.vectors[i] = load(head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
     return x;
 }
 
@@ -55,7 +55,7 @@ inline Head load_stored(const Stored* head) {
     for (int i = 0; i < HEAD_VECTORS; i++) {
         Bytes integers = {};
         std::memcpy(&integers, head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
-        x.part[i] = floats_of(integers) * scale;
+        x.vectors[i] = floats_of(integers) * scale;
     }
     return x;
 }
@@ -64,15 +64,15 @@ inline Head load_stored(const Stored* head) {
 inline void store(Stored* to, const Number* head) {
     const Head x = load_head(head);
     Floats largest = {}, zero = {};
-    for (const Floats& part : x.part) {
-        const Floats size = part < 0.0f ? -part : part;
+    for (const Floats& vector : x.vectors) {
+        const Floats size = vector < 0.0f ? -vector : vector;
         largest = size > largest ? size : largest;
-        zero += part * 0.0f;
+        zero += vector * 0.0f;
     }
     const float limit = *std::max_element((float*)&largest, (float*)&largest + LANES), factor = limit > 0 ? 127 / limit : 0;
     const float scale = limit / 127 + sum(zero);
     for (int i = 0; i < HEAD_VECTORS; i++) {
-        const Ints nearest = (Ints)(x.part[i] * factor + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23 rounds
+        const Ints nearest = (Ints)(x.vectors[i] * factor + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23 rounds
         const Bytes integers = __builtin_convertvector(nearest, Bytes);
         std::memcpy(to + i * LANES, &integers, std::min(HEAD_DIM - i * LANES, LANES));
     }
@@ -106,7 +106,7 @@ struct Pages {
 inline void store_head(Stored* key, Stored* value, const Number* k, const Number* v) {
     Head x = load_head(v);
     Floats zero = {};
-    for (Floats& part : x.part) zero += part * 0.0f;  // NaN in a lane that holds infinity or NaN
+    for (Floats& vector : x.vectors) zero += vector * 0.0f;  // NaN in a lane that holds infinity or NaN
     if (sum(zero) == 0.0f) {
         store(key, k);
         store(value, v);

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +31,15 @@ class Slice(ctypes.Structure):
 NOTHING = Slice(-1, 0, 0)
 
 
-class KernelCall(NamedTuple):
+class KernelCall(ctypes.Structure):
     """A kernel's function and its arguments. The caller keeps the tensors alive whose addresses the arguments hold."""
 
-    kernel: Any  # a function of a library
-    arguments: ctypes.Structure
-
-
-class _KernelCall(ctypes.Structure):
     _fields_ = fields((c_void_p, "kernel arguments"))
 
-
-_KernelCall.__name__ = "KernelCall"
+    def __init__(self, kernel: Any, arguments: ctypes.Structure) -> None:
+        """kernel: a function of a library."""
+        super().__init__(ctypes.cast(kernel, c_void_p).value, ctypes.addressof(arguments))
+        self.kept = arguments
 
 
 class Program:
@@ -54,10 +51,7 @@ class Program:
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
         self._run = _library().run
-        self._arguments = [call.arguments for call in calls]  # kept alive for the calls
-        self._calls = (_KernelCall * len(calls))(
-            *(_KernelCall(ctypes.cast(call.kernel, c_void_p).value, ctypes.addressof(call.arguments)) for call in calls)
-        )
+        self._kept, self._calls = calls, (KernelCall * len(calls))(*calls)
 
     def __call__(self, num_rows: int, arrays: Sequence[Tensor | ctypes.Structure | None]) -> None:
         """Make the calls. arrays: the arrays to whose indices the calls' arguments refer."""
@@ -86,6 +80,6 @@ def tile_definitions(dtype: torch.dtype, num_inputs: int) -> list[str]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,))
+    library = native.load(Path(__file__).with_name("program.cpp"), structures=(KernelCall,))
     library.run.argtypes, library.run.restype = [c_void_p, c_int64, c_void_p, c_int], None
     return library

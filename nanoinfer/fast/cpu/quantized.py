@@ -39,7 +39,7 @@ class QuantizedLinearCall(ctypes.Structure):
         (Slice, "x factor residual out"),
         (c_int64, "scratch"),
         (c_void_p, "weight scales zeros bias"),
-        (c_int64, "num_out num_in group bits activation"),
+        (c_int64, "num_out num_in group_size bits activation"),
         (c_void_p, "adapted"),
     )
 
@@ -57,10 +57,10 @@ class PackedQuantizedLinear:
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weight, bias = quantized([linear.weight for linear in fused.linears], bits), fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
-        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group)  # integers, and a scale and a sum per group
+        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group_size)  # integers, and a scale and a sum per group
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
-        self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
+        self._sizes = self.num_out, self.num_in, weight.group_size, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype, adapters)
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:

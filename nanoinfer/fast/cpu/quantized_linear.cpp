@@ -13,10 +13,10 @@ struct QuantizedLinearCall {
     // In 8 bits: [num_out / TILE, num_in / 4, TILE, 4]. In 4 bits: [num_out / TILE, num_in / 8, TILE, 4], the first four of eight
     // inputs in the low halves of the bytes.
     const uint8_t* weight;
-    const float* scales;   // [num_out / TILE, num_in / group, TILE]
-    const uint8_t* zeros;  // [num_out / TILE, num_in / group, TILE]: the integers that stand for 0
+    const float* scales;   // [num_out / TILE, num_in / group_size, TILE]
+    const uint8_t* zeros;  // [num_out / TILE, num_in / group_size, TILE]: the integers that stand for 0
     const Number* bias;    // [num_out] or null
-    int64_t num_out, num_in, group, bits, activation;
+    int64_t num_out, num_in, group_size, bits, activation;
     const Adapted* adapted;  // or null
 };
 
@@ -59,10 +59,10 @@ inline Ints add_products(Ints sum, Ints weights, int32_t x) {
 }
 
 // The rounded rows.
-struct Rows {
+struct RoundedRows {
     int8_t* integers;  // [num_rows, num_in]
-    float* scales;     // [num_rows, num_in / group]
-    int32_t* sums;     // [num_rows, num_in / group], of the integers
+    float* scales;     // [num_rows, num_in / group_size]
+    int32_t* sums;     // [num_rows, num_in / group_size], of the integers
 };
 
 int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
@@ -72,44 +72,44 @@ int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 
     return bits - 0x4b400000;
 }
 
-void quantize(const Number* x, int group, int8_t* integers, float* scale, int32_t* sum) {
+void quantize(const Number* x, int group_size, int8_t* integers, float* scale, int32_t* sum) {
     uint32_t largest = 0;  // as bits, so that NaN is larger than any number
-    for (int i = 0; i < group; i++) largest = std::max(largest, uint32_t(x[i] & 0x7fff));
+    for (int i = 0; i < group_size; i++) largest = std::max(largest, uint32_t(x[i] & 0x7fff));
     const float limit = widened(Number(largest)), factor = limit > 0 ? 127 / limit : 0;
     *scale = limit / 127;
     int32_t total = 0;
-    for (int i = 0; i < group; i++) {
+    for (int i = 0; i < group_size; i++) {
         integers[i] = int8_t(nearest(widened(x[i]) * factor));
         total += integers[i];
     }
     *sum = total;
 }
 
-// The scales and zeros of a group of LANES outputs.
-struct Group {
+// The scales and zeros of LANES outputs.
+struct Outputs {
     Floats scales;
     Ints zeros;
 
-    Group(const QuantizedLinearCall& layer, int64_t place)
+    Outputs(const QuantizedLinearCall& layer, int64_t place)
         : scales(vector_at<Floats>(layer.scales + place)),
           zeros(__builtin_convertvector(vector_at<Bytes>(layer.zeros + place), Ints)) {}
 
     // Add the products of a row, which has the same group at `place`.
-    void add(Floats& total, Ints products, const Rows& rows, int64_t place) const {
+    void add(Floats& total, Ints products, const RoundedRows& rows, int64_t place) const {
         total += __builtin_convertvector(products - zeros * rows.sums[place], Floats) * rows.scales[place] * scales;
     }
 };
 
 // Outputs of one tile for NUM rows.
 template <int NUM, int BITS>
-void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows, int64_t first) {
-    const int64_t num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
+void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first) {
+    const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
     const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
     const int8_t* x = rows.integers + first * num_in;
     Floats total[NUM][2] = {};
     for (int64_t g = 0; g < num_groups; g++) {
         Ints products[NUM][2] = {};
-        for (int64_t in = g * group; in < (g + 1) * group; in += 32 / BITS) {
+        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += 32 / BITS) {
             for (int half = 0; half < 2; half++, weight += 64) {
                 if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
                 const Ints packed = vector_at<Ints>(weight);
@@ -123,7 +123,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
             }
         }
         for (int half = 0; half < 2; half++) {
-            const Group outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
+            const Outputs outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < NUM; row++) {
                 outputs.add(total[row][half], products[row][half], rows, (first + row) * num_groups + g);
             }
@@ -153,10 +153,10 @@ const uint8_t* in_8_bits(const uint8_t* weight, int64_t num, uint8_t* scratch) {
 
 // Outputs of one tile for up to BLOCK rows.
 template <int BITS>
-void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows, int64_t first,
+void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first,
                       int num_rows) {
-    const int64_t num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
-    const int64_t step = std::min<int64_t>(group, TILE_BYTES);  // inputs that an instruction multiplies
+    const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
+    const int64_t step = std::min<int64_t>(group_size, TILE_BYTES);  // inputs that an instruction multiplies
     set_shapes(num_rows, step, step / WORD);
     const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
     const int8_t *x = rows.integers + first * num_in, *second = x + TILE_ROWS * num_in;
@@ -165,7 +165,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
     alignas(64) uint8_t scratch[TILE_BYTES * TILE];
     for (int64_t g = 0; g < num_groups; g++) {
         zero_sums();
-        for (int64_t in = g * group; in < (g + 1) * group; in += step, weight += step * TILE * BITS / 8) {
+        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += step, weight += step * TILE * BITS / 8) {
             const uint8_t* weights = in_8_bits<BITS>(weight, step, scratch);
             load_tile(6, weights, 2 * TILE_BYTES);
             load_tile(7, weights + TILE_BYTES, 2 * TILE_BYTES);
@@ -180,7 +180,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
         }
         store_sums(products);
         for (int half = 0; half < 2; half++) {
-            const Group outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
+            const Outputs outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < num_rows; row++) {
                 const Ints& sums = products[row / TILE_ROWS][half][row % TILE_ROWS];
                 outputs.add(total[row][half], sums, rows, (first + row) * num_groups + g);
@@ -196,7 +196,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
 #endif
 
 template <int BITS>
-void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows) {
+void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows) {
     const int64_t num_rows = batch.num_rows;
     int64_t row = 0;
 #ifdef TILES
@@ -216,16 +216,16 @@ extern "C" const int64_t sizeof_QuantizedLinearCall = sizeof(QuantizedLinearCall
 
 extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch) {
     const QuantizedLinearCall& layer = *call;
-    const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group;
+    const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group_size;
     const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
     int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
     float* scales = (float*)(integers + num_rows * layer.num_in);
-    const Rows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
+    const RoundedRows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
     multiply_by_a(layer, batch);
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < num_rows * num_groups; i++) {
-        const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group;
-        quantize(x, layer.group, rows.integers + i * layer.group, &rows.scales[i], &rows.sums[i]);
+        const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group_size;
+        quantize(x, layer.group_size, rows.integers + i * layer.group_size, &rows.scales[i], &rows.sums[i]);
     }
     batch.barrier->wait(omp_get_num_threads());
 #pragma omp for schedule(static) nowait

@@ -46,7 +46,7 @@ struct alignas(64) TileShapes {
 
 #ifdef TILES
 #ifndef PLAY_TILES
-// The compiler must know that two of them read memory, which its own forms (_tile_loadconfig, _tile_loadd) do not tell.
+// The compiler must know that two of them read memory, which its own intrinsics (_tile_loadconfig, _tile_loadd) do not tell.
 #define set_tile_shapes(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes))
 #define load_tile(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(from)), "r"((int64_t)(stride)) : "memory")

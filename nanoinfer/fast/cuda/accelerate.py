@@ -1,6 +1,6 @@
 """Compile a model for a GPU, and capture its decode steps as CUDA graphs.
 
-In: the plain parts of an engine. Out: parts with Triton kernels and CUDA graphs. Without Triton the model stays as it is.
+In: the plain runtime. Out: a runtime with Triton kernels and CUDA graphs. Without Triton the model stays as it is.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import cast
 from torch import nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.graphs import CUDACapture, DecodeGraphs
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
@@ -38,13 +38,13 @@ def compile_model(model: nn.Module) -> CompiledModel:
     return report
 
 
-def accelerate_on_cuda(parts: Parts, config: EngineConfig) -> Parts:
-    """Return parts with kernels and CUDA graphs."""
-    report = compile_model(cast(nn.Module, parts.model))
-    num_graph_rows = config.max_num_rows if parts.backend.supports_cuda_graph else 0
+def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
+    """Return a runtime with kernels and CUDA graphs."""
+    report = compile_model(cast(nn.Module, runtime.model))
+    num_graph_rows = config.max_num_rows if runtime.backend.supports_cuda_graph else 0
     make_decode_graphs = None
-    if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True):
+    if num_graph_rows and getattr(runtime.model, "supports_cuda_graph", True):
         make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
     routes = (SamplerGraphs(num_graph_rows, CUDACapture()), FewLogits()) if num_graph_rows else (FewLogits(),)
     model = cast(Model, report.model)
-    return replace(parts, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)
+    return replace(runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)

@@ -82,7 +82,8 @@ class SamplerGraphs(Route):
         for start in range(0, size, num_at_a_time):
             rows = slice(start, min(start + num_at_a_time, size))
             if not names:
-                token_ids.append(few_logits.argmax(self._logits[rows]))
+                ids, largest = few_logits.first_largest(self._logits[rows])
+                token_ids.append(torch.where(largest.isfinite(), ids, -1))
                 continue
             inputs: dict[str, Any] = {name: self._columns[name][rows] for name in names}
             u = inputs.pop("u")
@@ -93,6 +94,6 @@ class SamplerGraphs(Route):
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
     """Return () if all rows are greedy. Otherwise all inputs, but top_k and top_p only if used, because bisection is slow."""
-    if batch.groups.all_greedy:
+    if batch.row_groups.all_greedy:
         return ()
     return tuple(name for name in _INPUTS if name not in ("top_k", "top_p") or getattr(batch.columns, name) is not None)

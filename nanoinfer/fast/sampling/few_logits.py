@@ -32,16 +32,16 @@ from nanoinfer.system.transfer import on_device
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
-GROUP_SIZE = 8  # the number of ids in a group of _ids_of_largest
+SLICE_SIZE = 8  # the number of ids in a slice of _ids_of_largest
 FEW_LOGITS = 2**16  # on a CPU, up to this many logits a single operator is as fast as several over slices of them
-NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row in first_largest
+NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
 Weights = Int[Tensor, "batch vocab"]
 Ids = Int[Tensor, " batch"]
-Candidates = Float[Tensor, "batch parts columns"]  # the largest logits of each part of a row, in the order of the ids
-CandidateIds = Int[Tensor, "batch parts columns"]
+Candidates = Float[Tensor, "batch sections columns"]  # the largest logits of each section of a row, in the order of the ids
+CandidateIds = Int[Tensor, "batch sections columns"]
 Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not finite if no token can be drawn
 
 
@@ -55,7 +55,7 @@ class FewLogits(Route):
 
 def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Choose a token id per row, greedily or by the draw. A row whose largest logit is not finite gets an arbitrary id."""
-    groups = batch.groups
+    groups = batch.row_groups
     if groups.all_greedy:
         return first_largest(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -82,12 +82,6 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 def can_read(logits: Logits) -> bool:
     """Whether the next operation may depend on a value of the logits. Reading a value from a GPU waits for all queued work."""
     return not logits.is_cuda
-
-
-def argmax(logits: Logits) -> Ids:
-    """Compute draw.argmax in less time."""
-    token_ids, largest = first_largest(logits)
-    return torch.where(largest.isfinite(), token_ids, -1)
 
 
 def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
@@ -118,11 +112,11 @@ def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 
 
 def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) -> tuple[Ids, Bool[Tensor, " batch"]]:
-    """Draw from the largest logits of each part of the rows, k + margin of each.
+    """Draw from the largest logits of each section of the rows, k + margin of each.
 
     Returns:
-        The token ids, and which rows the candidates do not decide, if a part has further ids. If a candidate of a part is
-        dropped, every id of the part that ties with the k-th largest logit is a candidate.
+        The token ids, and which rows the candidates do not decide, if a section has further ids. If a candidate of a section is
+        dropped, every id of the section that ties with the k-th largest logit is a candidate.
     """
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
     kept = stages.keep_top_k(stages.keep_min_p(scaled, batch), batch)
@@ -143,11 +137,11 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 def decide_top_p(
     candidates: Candidates, ids: CandidateIds, total: Int[Tensor, " batch"], batch: SamplingBatch
 ) -> tuple[Ids, Bool[Tensor, " batch"]]:
-    """Draw from the largest logits of each part of the rows. total: the weight of all ids that min_p keeps.
+    """Draw from the largest logits of each section of the rows. total: the weight of all ids that min_p keeps.
 
     Returns:
-        The token ids, and which rows the candidates do not decide, if they are not whole parts. Which ids that tie with the
-        smallest candidate of a part are candidates is arbitrary, so the larger candidates must be enough.
+        The token ids, and which rows the candidates do not decide, if they are not whole sections. Which ids that tie with the
+        smallest candidate of a section are candidates is arbitrary, so the larger candidates must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
@@ -190,7 +184,7 @@ def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
 def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
     """Return what stages.drop_beyond drops. Bisection finds the largest logit that, with those above, weighs top_p of all.
 
-    Read as integers, the bits of floats have their order once those of negative floats are flipped. 32 halvings find the logit.
+    The bits of floats, read as integers, have the floats' order once those of negative floats are flipped. 32 halvings find it.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -210,20 +204,21 @@ def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) ->
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:
-    """Find argmax and maximum, with the lowest id of equal maxima. The part of the row that holds the maximum is found first.
+    """Find argmax and maximum, with the lowest id of equal maxima. The section of the row that holds the maximum is found
+    first.
 
     The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
     """
     if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
         largest, ids = logits.max(dim=-1)
         return ids, largest
-    width = min(max(logits.shape[-1] // NUM_PARTS, LEAST_WIDTH), logits.shape[-1])
+    width = min(max(logits.shape[-1] // NUM_SECTIONS, LEAST_WIDTH), logits.shape[-1])
     num_whole = logits.shape[-1] // width
     maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
     if rest := logits.shape[-1] - num_whole * width:
         maxima = torch.cat((maxima, logits[:, -rest:].amax(dim=-1, keepdim=True)), dim=-1)
-    largest, part = maxima.max(dim=-1)
-    ids = part.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # a part of each row
+    largest, section = maxima.max(dim=-1)
+    ids = section.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # a section of each row
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     return ids.gather(-1, logits.gather(-1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1), largest
 
@@ -239,20 +234,20 @@ def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "ba
 def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch columns"]:
     """Find the ids of the k = num_columns largest logits, in any order. It is faster than topk over the whole row.
 
-    Split the ids into strided groups. The k largest logits lie in the k groups with the largest maxima, since a logit of
-    another group has k group maxima above it, or equal to it. Those groups are found in the same way, over the maxima.
+    Split the ids into strided slices. The k largest logits lie in the k slices with the largest maxima, since a logit of
+    another slice has k of these maxima above it, or equal to it. Those slices are found in the same way, over the maxima.
     """
     vocab_size = logits.shape[-1]
-    num_groups = vocab_size // GROUP_SIZE
-    if num_groups < 2 * num_columns or logits.numel() <= FEW_LOGITS:
+    num_slices = vocab_size // SLICE_SIZE
+    if num_slices < 2 * num_columns or logits.numel() <= FEW_LOGITS:
         return logits.topk(num_columns, dim=-1, sorted=False).indices
-    num_grouped = num_groups * GROUP_SIZE
-    group_maxima = logits[:, :num_grouped].unflatten(-1, (GROUP_SIZE, num_groups)).amax(dim=1)  # [batch, num_groups]
-    groups = _ids_of_largest(group_maxima, num_columns)  # [batch, columns]
-    offsets = torch.arange(0, num_grouped, num_groups, device=logits.device)  # group g holds the ids g, g + num_groups, ...
-    candidates = (groups.unsqueeze(-1) + offsets).flatten(1)  # [batch, columns * GROUP_SIZE]
-    if num_grouped < vocab_size:
-        rest = torch.arange(num_grouped, vocab_size, device=logits.device).expand(len(logits), -1)
+    num_sliced = num_slices * SLICE_SIZE
+    maxima = logits[:, :num_sliced].unflatten(-1, (SLICE_SIZE, num_slices)).amax(dim=1)  # [batch, num_slices]
+    slices = _ids_of_largest(maxima, num_columns)  # [batch, columns]
+    offsets = torch.arange(0, num_sliced, num_slices, device=logits.device)  # slice s holds the ids s, s + num_slices, ...
+    candidates = (slices.unsqueeze(-1) + offsets).flatten(1)  # [batch, columns * SLICE_SIZE]
+    if num_sliced < vocab_size:
+        rest = torch.arange(num_sliced, vocab_size, device=logits.device).expand(len(logits), -1)
         candidates = torch.cat((candidates, rest), dim=-1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
 
@@ -266,9 +261,9 @@ def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | N
     num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
-        part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
+        some = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
         columns = logits[rows] if largest is None else torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)
-        weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, part), part))
+        weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, some), some))
         yield weights[:, :vocab_size], rows
 
 

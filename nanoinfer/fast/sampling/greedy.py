@@ -37,7 +37,7 @@ class GreedyKernel(Route):
         self._program = Program([KernelCall(library.find_largest, call)])
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
-        return self.argmax(rows.head(rows.hidden)) if rows.is_raw and batch.groups.all_greedy else None
+        return self.argmax(rows.head(rows.hidden)) if rows.is_raw and batch.row_groups.all_greedy else None
 
     def argmax(self, logits: Float[Tensor, "num_rows vocab"]) -> Int[Tensor, " num_rows"]:
         """Compute draw.argmax. A user's model may compute logits of another dtype or width than the kernel's."""

@@ -7,25 +7,21 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.roofline import cache_bytes, least_s_of_run, measure_machine
+from nanoinfer.lab.bench.roofline import cache_bytes
 from nanoinfer.lab.bench.timing import Figures, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A workload's figures. figures: those of the run with the median tokens per second. share_of_limit: least time / time."""
+    """A workload's figures, those of the run with the median tokens per second."""
 
     workload: str
     figures: Figures
-    share_of_limit: float
 
 
 def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
@@ -57,18 +53,13 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
 def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, **engine: Any) -> list[Measurement]:
     """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments."""
     llm = load(checkpoint, workloads, **engine)
-    info = llm.info
     for workload in workloads:
         run_workload(llm, workload, 0)
-    model, dtype, device = loader.on_meta(Checkpoint.open(checkpoint))[0], getattr(torch, info.dtype), torch.device(info.device)
-    machine, weight_bits = measure_machine(device, dtype), BITS.get(engine.get("quantization") or "")
     measurements = []
     for workload in workloads:
-        runs = [(timings, figures(timings)) for run in range(1, repeats + 1) for timings in [run_workload(llm, workload, run)]]
-        runs.sort(key=lambda run: run[1].output_tokens_per_s)
-        timings, median = runs[repeats // 2]
-        share = least_s_of_run(timings, machine, model, dtype, weight_bits) / median.duration_s
-        measurements.append(Measurement(workload.name, median, share))
+        runs = [figures(run_workload(llm, workload, run)) for run in range(1, repeats + 1)]
+        runs.sort(key=lambda found: found.output_tokens_per_s)
+        measurements.append(Measurement(workload.name, runs[repeats // 2]))
     return measurements
 
 

@@ -139,7 +139,7 @@ def count(
         window = group.window or context
         num_read += num_seqs * min(context, window + num_new - 1) * len(group.layers)
         num_seen += num_seqs * sum(min(context - i, window) for i in range(num_new)) * len(group.layers)
-    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_slot  # a state is read and written
+    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_state  # a state is read and written
     return (
         Part("embedding", num_tokens * hidden * size, 0),
         *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
@@ -155,7 +155,7 @@ def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]
     num_blocks = len(sizes.groups) * sum(-(-tokens // block) for tokens in largest)
     blocks = num_blocks * sizes.bytes_per_block(block, dtype)
-    states = 2 * len(largest) * sizes.bytes_per_slot  # each has a checkpoint
+    states = 2 * len(largest) * sizes.bytes_per_state  # each has a checkpoint
     return states + max(blocks, states)  # states get at most half
 
 

@@ -98,12 +98,12 @@ async def _record_all(
     target: Target, path: str, bodies: list[dict[str, object]], arrivals: Sequence[float]
 ) -> "list[tuple[float, TimedResponse]]":
     """Send every request at its arrival time, or when another may be in flight. Returns (when it was sent, its answer)."""
-    slots = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
+    limit = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
     start = time.perf_counter()
 
     async def record(body: dict[str, object], arrival: float) -> "tuple[float, TimedResponse]":
         await asyncio.sleep(start + arrival - time.perf_counter())
-        async with slots:
+        async with limit:
             return time.perf_counter(), await TimedResponse.of(target.client, path, body)
 
     return await asyncio.gather(*map(record, bodies, arrivals))

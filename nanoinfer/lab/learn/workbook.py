@@ -22,7 +22,7 @@ from typing import Any
 from nanoinfer.errors import InvalidValueError
 
 EMPTY = "raise NotImplementedError  # your code"
-STATE = ".progress.json"
+PROGRESS = ".progress.json"
 
 AGENTS = """\
 # For an assistant in this folder
@@ -122,7 +122,7 @@ class Workbook:
     def here(cls, names: list[str]) -> "Workbook":
         """Return the workbook in the current folder. Raises: InvalidValueError if there is none."""
         workbook = cls(Path.cwd(), names)
-        if not (workbook.folder / STATE).exists():
+        if not (workbook.folder / PROGRESS).exists():
             raise InvalidValueError(
                 "this folder is no workbook; write one by: nanoinfer learn start FOLDER, and go into FOLDER"
             )
@@ -141,27 +141,27 @@ class Workbook:
     def file(self, name: str) -> Path:
         return self._files[name]
 
-    def state(self, name: str) -> str:
+    def status(self, name: str) -> str:
         """ "missing", "empty", "written", or "passed": as it stands, the file has passed its check."""
         if not self.file(name).exists():
             return "missing"
-        if self._state["passed"].get(name) == self._digest(name):
+        if self._progress["passed"].get(name) == self._digest(name):
             return "passed"
         return "empty" if EMPTY.split("  #")[0] in self.file(name).read_text(encoding="utf-8") else "written"
 
     def mark(self, name: str, *, passed: bool) -> None:
-        state = self._state
-        state["passed"].pop(name, None)
+        progress = self._progress
+        progress["passed"].pop(name, None)
         if passed:
-            state["passed"][name] = self._digest(name)
-        self._save(state)
+            progress["passed"][name] = self._digest(name)
+        self._save(progress)
 
     def next_hint(self, name: str, most: int) -> int:
         """Return how many hints to show now: one more than last time, up to `most`."""
-        state = self._state
-        state["hints"][name] = min(state["hints"].get(name, 0) + 1, most)
-        self._save(state)
-        return int(state["hints"][name])
+        progress = self._progress
+        progress["hints"][name] = min(progress["hints"].get(name, 0) + 1, most)
+        self._save(progress)
+        return int(progress["hints"][name])
 
     def replace_body(self, name: str, source: str) -> None:
         """Put a whole function in place of the last function in the task's file."""
@@ -180,12 +180,12 @@ class Workbook:
         return version
 
     @property
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
-        return state
+    def _progress(self) -> dict[str, Any]:
+        progress: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+        return progress
 
-    def _save(self, state: dict[str, Any]) -> None:
-        (self.folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    def _save(self, progress: dict[str, Any]) -> None:
+        (self.folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
 
     def _digest(self, name: str) -> str:
         return hashlib.sha256(self.file(name).read_bytes()).hexdigest()

@@ -47,9 +47,9 @@ def unpack_fp4(numbers: Tensor, scales: Tensor) -> Tensor:
 class ExpertWeights(Weights):
     """The tensors of `base`, with those of all experts divided. A tensor of an unexpected shape keeps its name."""
 
-    def __init__(self, base: Weights, form: Literal["interleaved", "halves"]) -> None:
+    def __init__(self, base: Weights, layout: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
-        self._base, self._form = base, form
+        self._base, self._layout = base, layout
         self.has_empty_biases, self.has_integers = base.has_empty_biases, base.has_integers
         self._sources: dict[str, tuple[str, int, slice]] = {}  # name -> a tensor of `base`, the expert, its outputs
         for name, info in base.items():
@@ -68,16 +68,16 @@ class ExpertWeights(Weights):
         num_experts, num_outputs, *inputs = info.shape
         if match["kind"] == "_blocks":
             inputs = [32 * info.shape[2]]
-        elif not match["kind"] and self._form == "interleaved":
+        elif not match["kind"] and self._layout == "interleaved":
             inputs, num_outputs = [info.shape[1]], info.shape[2]
         leaf, dtype = ("weight" if inputs else "bias"), ("BF16" if match["kind"] == "_blocks" else info.dtype)
         half = num_outputs // 2
-        parts = {"down_proj": slice(None)}  # the outputs of each projection
-        if match["projection"] == "gate_up_proj" and self._form == "interleaved":
-            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        slices = {"down_proj": slice(None)}  # the outputs of each projection
+        if match["projection"] == "gate_up_proj" and self._layout == "interleaved":
+            slices = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
         elif match["projection"] == "gate_up_proj":
-            parts = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
-        for projection, outputs in parts.items():
+            slices = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        for projection, outputs in slices.items():
             own = TensorInfo((len(range(num_outputs)[outputs]), *inputs), dtype)
             for expert in range(num_experts):
                 self[f"{match['layer']}{expert}.{projection}.{leaf}"] = own
@@ -92,7 +92,7 @@ class ExpertWeights(Weights):
             blocks = tensor[outputs][rows]  # [rows, groups, 16]
             [scales] = self._base.read(_scales_of(source), slice(expert, expert + 1))
             return unpack_fp4(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2), scales[outputs][rows]).flatten(1)
-        is_transposed = self._form == "interleaved" and not source.endswith("_bias")
+        is_transposed = self._layout == "interleaved" and not source.endswith("_bias")
         return (tensor.T if is_transposed else tensor)[outputs][rows]
 
     def integers(self, name: str) -> QuantizedWeight | None:

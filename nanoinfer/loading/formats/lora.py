@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # Other values change the base's weights before training. peft can save such an adapter in a form that fits the base.
+    # Other values change the base's weights before training. peft can convert such an adapter to one that fits the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
@@ -119,14 +119,14 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
             )
     check_file(weights_path)
     files = WeightFiles([weights_path])
-    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    by_module: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for tensor_name in files:
         match = _TENSOR.fullmatch(tensor_name)
         if match is None or len(files[tensor_name].shape) != 2:
             raise UnsupportedError(f"{weights_path} has {first_ten([tensor_name])}, which is neither A nor B of a linear layer")
-        module, part = match.groups()
-        parts[module][part] = files.read(tensor_name)
-    return {module: _update(config, config_path, module, **matrices) for module, matrices in parts.items()}
+        module, letter = match.groups()
+        by_module[module][letter] = files.read(tensor_name)
+    return {module: _update(config, config_path, module, **matrices) for module, matrices in by_module.items()}
 
 
 def _update(

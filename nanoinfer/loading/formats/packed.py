@@ -22,16 +22,16 @@ _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 class PackedWeights(Weights):
     """The tensors of a quantised checkpoint, with a `weight` for each quantised layer. settings: its quantization_config."""
 
-    parts: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
+    suffixes: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
     def __init__(self, files: Weights, settings: dict[str, Any], config_path: Path) -> None:
         self.files = files
         self._settings = settings
         self._config_path = config_path
         self.read_settings()
-        layers = [name.removesuffix(self.parts[0]) for name in files if name.endswith(f".{self.parts[0]}")]
+        layers = [name.removesuffix(self.suffixes[0]) for name in files if name.endswith(f".{self.suffixes[0]}")]
         self._shapes = {layer: self.shape_of(layer) for layer in layers}  # "model.layers.0.mlp.up_proj." -> [out, in]
-        hidden = {layer + part for layer in layers for part in self.parts}
+        hidden = {layer + suffix for layer in layers for suffix in self.suffixes}
         super().__init__((name, info) for name, info in files.items() if name not in hidden)
         self.update((f"{layer}weight", TensorInfo(shape, "F32")) for layer, shape in self._shapes.items())
 
@@ -69,7 +69,7 @@ class PackedWeights(Weights):
             )
         return value
 
-    def part(self, layer: str, name: str, dtypes: tuple[str, ...], *shape: int | None) -> TensorInfo:
+    def header(self, layer: str, name: str, dtypes: tuple[str, ...], *shape: int | None) -> TensorInfo:
         """Return the header of one of a layer's tensors. shape: the expected sizes. None: an axis may have any size."""
         info = self.files.get(layer + name)
         if info is None:
@@ -96,7 +96,7 @@ class FP8Weights(PackedWeights):
     integrations/finegrained_fp8.py.
     """
 
-    parts = ("weight_scale_inv", "weight")
+    suffixes = ("weight_scale_inv", "weight")
 
     def read_settings(self) -> None:
         self.setting("fmt", ("e4m3",), "e4m3")
@@ -111,9 +111,9 @@ class FP8Weights(PackedWeights):
         self._block: tuple[int, int] = (block[0], block[1])
 
     def shape_of(self, layer: str) -> tuple[int, int]:
-        num_outputs, num_inputs = self.part(layer, "weight", ("F8_E4M3",), None, None).shape
+        num_outputs, num_inputs = self.header(layer, "weight", ("F8_E4M3",), None, None).shape
         num_blocks = -(-num_outputs // self._block[0]), -(-num_inputs // self._block[1])
-        self.part(layer, "weight_scale_inv", _FLOATS, *num_blocks)
+        self.header(layer, "weight_scale_inv", _FLOATS, *num_blocks)
         return num_outputs, num_inputs
 
     def unpack(self, layer: str, rows: slice) -> Tensor:
@@ -187,7 +187,7 @@ class GPTQWeights(IntegerWeights):
     https://github.com/AutoGPTQ/AutoGPTQ).
     """
 
-    parts = ("qweight", "qzeros", "scales", "g_idx")
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
     has_empty_biases = True  # AutoGPTQ writes a bias of zeros for a layer without a bias
 
     def read_settings(self) -> None:
@@ -200,12 +200,12 @@ class GPTQWeights(IntegerWeights):
 
     def shape_of(self, layer: str) -> tuple[int, int]:
         per_word = 32 // self.bits
-        num_words, num_outputs = self.part(layer, "qweight", ("I32",), None, None).shape
+        num_words, num_outputs = self.header(layer, "qweight", ("I32",), None, None).shape
         num_inputs = num_words * per_word
-        self.part(layer, "qzeros", ("I32",), self.num_groups(num_inputs), num_outputs // per_word)
-        self.part(layer, "scales", _FLOATS, self.num_groups(num_inputs), num_outputs)
+        self.header(layer, "qzeros", ("I32",), self.num_groups(num_inputs), num_outputs // per_word)
+        self.header(layer, "scales", _FLOATS, self.num_groups(num_inputs), num_outputs)
         if layer + "g_idx" in self.files:
-            self.part(layer, "g_idx", ("I32",), num_inputs)
+            self.header(layer, "g_idx", ("I32",), num_inputs)
         return num_outputs, num_inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
@@ -232,7 +232,7 @@ class AWQWeights(IntegerWeights):
     """
 
     bits = 4
-    parts = ("qweight", "qzeros", "scales")
+    suffixes = ("qweight", "qzeros", "scales")
     field_of_output = (0, 4, 1, 5, 2, 6, 3, 7)
 
     def read_settings(self) -> None:
@@ -243,9 +243,9 @@ class AWQWeights(IntegerWeights):
         self.setting(name, ("gemm",), settings={name: str(self._settings.get(name, "gemm")).lower()})  # GEMM is the same
 
     def shape_of(self, layer: str) -> tuple[int, int]:
-        num_inputs, num_words = self.part(layer, "qweight", ("I32",), None, None).shape
-        self.part(layer, "qzeros", ("I32",), self.num_groups(num_inputs), num_words)
-        self.part(layer, "scales", _FLOATS, self.num_groups(num_inputs), num_words * 8)
+        num_inputs, num_words = self.header(layer, "qweight", ("I32",), None, None).shape
+        self.header(layer, "qzeros", ("I32",), self.num_groups(num_inputs), num_words)
+        self.header(layer, "scales", _FLOATS, self.num_groups(num_inputs), num_words * 8)
         return num_words * 8, num_inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
@@ -277,7 +277,7 @@ class CompressedWeights(IntegerWeights):
     Source: compressors/pack_quantized of https://github.com/neuralmagic/compressed-tensors.
     """
 
-    parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+    suffixes = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
     def read_settings(self) -> None:
         self.setting("format", ("pack-quantized",))
@@ -309,17 +309,17 @@ class CompressedWeights(IntegerWeights):
 
     def shape_of(self, layer: str) -> tuple[int, int]:
         per_word = 32 // self.bits
-        num_outputs, num_words = self.part(layer, "weight_packed", ("I32",), None, None).shape
+        num_outputs, num_words = self.header(layer, "weight_packed", ("I32",), None, None).shape
         shape = num_outputs, num_words * per_word
-        self.part(layer, "weight_shape", ("I64", "I32"), 2)
+        self.header(layer, "weight_shape", ("I64", "I32"), 2)
         if (stored := tuple(self.files.read(layer + "weight_shape").tolist())) != shape:
             raise WeightsError(f"{layer}weight_shape is {list(stored)}, but weight_packed holds {list(shape)}")
         num_groups = self.num_groups(shape[1])
-        self.part(layer, "weight_scale", _FLOATS, num_outputs, num_groups)
+        self.header(layer, "weight_scale", _FLOATS, num_outputs, num_groups)
         if layer + "weight_zero_point" in self.files:
-            self.part(layer, "weight_zero_point", ("I32",), -(-num_outputs // per_word), num_groups)
+            self.header(layer, "weight_zero_point", ("I32",), -(-num_outputs // per_word), num_groups)
         if layer + "weight_g_idx" in self.files:
-            self.part(layer, "weight_g_idx", ("I32", "I64"), shape[1])
+            self.header(layer, "weight_g_idx", ("I32", "I64"), shape[1])
         return shape
 
     def fields(self, layer: str, rows: slice) -> Fields:

@@ -1,7 +1,7 @@
 // Part 5: what is selected, moving through the steps, links, keys. It starts the page.
 
 // ---- moving through the steps
-const now = { step: run.steps[0], sequence: null, token: null, block: null, pool: null, timer: null, dragged: null };
+const now = { step: run.steps[0], sequence: null, token: null, block: null, pool: null, timer: null };
 
 /** Go to a step. The token panel shows the selected sequence's token. Without a selection it shows the first one drawn. */
 function goTo(index, sequence = now.sequence, token = null) {
@@ -138,7 +138,7 @@ byId("next").addEventListener("click", () => moveToken(1));
 addEventListener("hashchange", followLink);
 if (DIFFERENCES) addEventListener("message", event => event.source === parent && answer(event.data));
 document.addEventListener("keydown", onKey);
-addEventListener("resize", () => { showTimeline(); labelIntervals(); });
+addEventListener("resize", showTimeline);
 isAnswering = true;
 if (!followLink()) {
   const token = leastCertain();

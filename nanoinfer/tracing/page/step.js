@@ -17,21 +17,7 @@ function showStep() {
                          "packed tokens": batch ? batch.input_ids.length : sum(event.num_new_tokens),
                          ...draftCounts([now.step]) });
   const table = batch ? batchTable(batch, isOpen) : [];
-  byId("step").replaceChildren(counts, el("div.runs", {}, ...runs), ...draftLines(now.step), ...timesOf(times), ...table);
-}
-
-/** A line for each sequence with drafts: the guesses, and the token that was drawn behind the accepted ones. */
-function draftLines(step) {
-  return [...step.drafts.keys()].map(id => {
-    const sequence = run.sequences.get(id), { ids, drawn, numAccepted } = draftOf(sequence, step), last = newest(drawn);
-    const chips = ids.map((one, i) => {
-      const fate = i < numAccepted ? "accepted" : "rejected";
-      return el(`span.draft.${fate}`, { title: `draft ${i + 1}: ${fate}` }, ...visible(textOf(one), one));
-    });
-    const behind = last ? ["then drawn: ", el("span.draft", {}, ...visible(last.token, last.token_id))] : [];
-    const words = ` ${numAccepted} of ${plural(ids.length, "draft")} accepted: `;
-    return el("p.small", {}, owner(sequence), words, ...chips.flatMap(chip => [chip, " "]), ...behind);
-  });
+  byId("step").replaceChildren(counts, el("div.runs", {}, ...runs), ...timesOf(times), ...table);
 }
 
 function timesOf(times) {

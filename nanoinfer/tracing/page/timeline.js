@@ -20,36 +20,17 @@ const TRACK = run.steps.length * WIDTH + 80;
 function drawTimeline() {
   const inside = el("div.inside", { style: `--w:${WIDTH}px` });
   inside.append(axisRow(), ...run.rows.map(sequenceRow), timesRow(), el("div", { id: "band" }));
-  const go = event => goTo(stepUnder(event, now.dragged).index, run.sequences.get(now.dragged.dataset.sequence));
-  inside.addEventListener("pointerdown", event => {
-    now.dragged = event.button === 0 ? event.target.closest(".track") : null;
-    if (!now.dragged) return;
-    inside.setPointerCapture(event.pointerId);
-    go(event);
-  });
-  inside.addEventListener("pointermove", event => { // a tooltip for every cell, without an element for every cell
+  inside.addEventListener("click", event => {
     const track = event.target.closest(".track");
-    if (now.dragged) go(event);
-    else if (track) track.title = cellWords(run.sequences.get(track.dataset.sequence), stepUnder(event, track));
+    if (!track) return;
+    const index = Math.floor((event.clientX - track.getBoundingClientRect().left) / WIDTH);
+    goTo(index, run.sequences.get(track.dataset.sequence));
   });
-  inside.addEventListener("lostpointercapture", () => { now.dragged = null; });
-  inside.addEventListener("mousedown", event => now.dragged && event.preventDefault()); // dragging selects no text
   byId("timeline").append(inside);
   const seen = new Set(run.rows.flatMap(sequence => run.steps.map(step => kindAt(sequence, step))));
   byId("timeline-legend").append(
     ...Object.keys(KINDS).filter(kind => seen.has(kind)).map(kind => legend(kind, KINDS[kind])),
     ...PHASES.map(phase => legend("", phase, `background:var(--${phase})`)));
-}
-
-const stepUnder = (event, track) =>
-  run.steps[clamp(Math.floor((event.clientX - track.getBoundingClientRect().left) / WIDTH), 0, run.steps.length - 1)];
-
-function cellWords(sequence, step) {
-  if (!sequence) return `step ${step.event.step}: ${duration(total(step.times))}`;
-  const part = sequence.runs.get(step.index);
-  const draft = draftOf(sequence, step), drafts = draft ? `, ${draft.numAccepted} of ${draft.ids.length} accepted` : "";
-  const num = part ? plural(part.num, "token") : "";
-  return `step ${step.event.step}, sequence ${sequence.id}: ${kindAt(sequence, step)} ${num}${drafts}`;
 }
 
 const newTrack = (...children) => el("div.track", { style: `width:${TRACK}px` }, ...children);
@@ -117,6 +98,5 @@ function showTimeline() {
   const from = timeline.scrollLeft, width = timeline.clientWidth - name;
   byId("band").style.left = `${name + x}px`;
   if (x >= from && x + WIDTH <= from + width) return; // in sight
-  if (!now.dragged) timeline.scrollLeft = x - width / 3;
-  else timeline.scrollLeft = x < from ? x : x + WIDTH - width; // no further than it must, or the steps run away
+  timeline.scrollLeft = x - width / 3;
 }

@@ -110,7 +110,6 @@ function showToken() {
     el("p", { id: "explanation" }, explanationOf(token, sequence)),
     run.stages.has(key) ? stagesOf(run.stages.get(key), token, sequence.request.params) : el("p.muted", {}, NO_STAGES),
     ...(run.draws.has(key) ? drawOf(run.draws.get(key)) : []));
-  labelIntervals();
 }
 
 /** Why the token is there: what the step computed, what the stages removed, how it was chosen. */
@@ -201,37 +200,18 @@ function candidateRow({ token_id: id, token, before, after }, widest, isDrawn) {
 }
 
 /** The draw: [0, 1) divided into the tokens' intervals in order of ids, and u. */
-function drawOf({ token, token_id, u, low, high, intervals: parts }) {
+function drawOf({ token_id, u, intervals: parts }) {
   const left = x => `left:${x * 100}%`, under = x => `${left(x)};transform:translateX(${-x * 100}%)`;
   const box = el("div", { id: "intervals" }, el("div.part.cached", {}));
   for (const part of parts) {
     const label = visibleText(part.token, part.token_id), className = `part ${part.token_id === token_id ? "drawn" : ""}`;
     const title = `“${label}”, id ${part.token_id}: ${part.low} to ${part.high}`;
     const style = `${left(part.low)};width:${(part.high - part.low) * 100}%`;
-    box.append(el("div", { className, title, style, "data-label": label }));
+    box.append(el("div", { className, title, style }, el("span", {}, label)));
   }
   for (const tick of [0, 0.25, 0.5, 0.75, 1]) box.append(el("span.tick", { style: under(tick) }, `${tick}`));
   const isWhole = sum(parts.map(part => part.high - part.low)) > 0.999;
-  const interval = `[${low.toFixed(4)}, ${high.toFixed(4)}), the interval of “${visibleText(token, token_id)}”`;
-  let words = `greedy: takes the most probable token. Its interval is ${interval}`;
-  if (u !== null) {
-    box.append(el("i.mark", { style: left(u) }));
-    box.append(el("span.u", { style: under(u) }, `u = ${u.toFixed(4)}`));
-    words = `u = ${u.toFixed(4)} is in ${interval}`;
-  }
-  return [el("h3", { style: "margin-top:14px" }, "The draw"), box, el("p", { id: "draw-words", className: "small" }, words),
+  if (u !== null) box.append(el("i.mark", { style: left(u) }), el("span.u", { style: under(u) }, `u = ${u.toFixed(4)}`));
+  return [el("h3", { style: "margin-top:14px" }, "The draw"), box,
     el("p.small.muted", {}, `In order of token ids.${isWhole ? "" : " Hatched: all other tokens, too narrow to show."}`)];
-}
-
-/** Show the labels that fit, which is known after layout only. One layout for all: all are written, then all are read. */
-function labelIntervals() {
-  const parts = [...document.querySelectorAll("#intervals [data-label]")];
-  for (const part of parts) {
-    part.textContent = part.dataset.label;
-    part.classList.add("labelled");
-  }
-  for (const part of parts.filter(part => part.scrollWidth > part.clientWidth)) {
-    part.textContent = "";
-    part.classList.remove("labelled");
-  }
 }

@@ -1,4 +1,4 @@
-"""vLLM's example of a logits processor of the V1 form: each request may name the one token that it wants."""
+"""vLLM's example of a logits processor of the V1 interface: each request may name the one token that it wants."""
 
 from typing import Any
 

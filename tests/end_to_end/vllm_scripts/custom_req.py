@@ -1,4 +1,4 @@
-"""A function for each request that wants one, wrapped as a logits processor of the V1 form."""
+"""A function for each request that wants one, wrapped as a logits processor of the V1 interface."""
 
 import torch
 from vllm import LLM, SamplingParams

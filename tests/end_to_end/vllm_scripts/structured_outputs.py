@@ -1,4 +1,4 @@
-"""Answers with a form: one of a list, a regular expression, a JSON schema, a grammar."""
+"""Answers with a format: one of a list, a regular expression, a JSON schema, a grammar."""
 
 from enum import StrEnum
 
@@ -25,8 +25,8 @@ mood ::= "kind" | "lively"
 """
 
 
-def generate_output(prompt, llm, **form):
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**form), max_tokens=60)
+def generate_output(prompt, llm, **answer_format):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**answer_format), max_tokens=60)
     return llm.generate(prompts=prompt, sampling_params=params)[0].outputs[0].text
 
 

@@ -331,6 +331,7 @@ def kernels():
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", LAYER_CLASSES)
 def test_any_model_file_gives_the_numbers_of_its_own_forward(layer_class, kernels):
     """With an attention that Python calls, and with one that is a part of the program."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoinfer.attention.base import AttentionMetadata, StateRows
+from nanoinfer.attention.base import AttentionMetadata, StateUpdate
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.states import AttendWithStates, StateCache
 from nanoinfer.fast.cpu.delta import KernelRecurrence
@@ -52,10 +52,11 @@ def attend_to(states, rows, *, is_single=False):
     return AttendWithStates(lambda *given: None, states, metadata)
 
 
-def cache(plain, num_slots=4):
-    return StateCache(num_layers=1, num_slots=num_slots, shapes=shapes_of(plain))
+def cache(plain, num_state_slots=4):
+    return StateCache(num_layers=1, num_state_slots=num_state_slots, shapes=shapes_of(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
@@ -63,9 +64,9 @@ def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
     plain, dtype = make(sizes, dtype)
     rows, weights = inputs(plain, 9, dtype)
     states = cache(plain)
-    out = KernelRecurrence(plain, dtype).forward(attend_to(states, [StateRows(0, 9, -1, {9: 2})]), *rows, weights)
+    out = KernelRecurrence(plain, dtype).forward(attend_to(states, [StateUpdate(0, 9, -1, {9: 2})]), *rows, weights)
     expected_states = cache(plain)
-    expected = plain(attend_to(expected_states, [StateRows(0, 9, -1, {9: 2})]), *rows, weights)
+    expected = plain(attend_to(expected_states, [StateUpdate(0, 9, -1, {9: 2})]), *rows, weights)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     for part, same in zip(states.layer(0), expected_states.layer(0), strict=True):
@@ -85,15 +86,15 @@ def test_a_token_has_the_same_bits_alone_beside_others_in_chunks_and_as_a_draft(
         return kernel.forward(attend_to(states, rows_of_states, **more), *given, weights)
 
     alone = cache(plain)
-    expected = run(alone, [StateRows(0, 7, -1, {7: 0})], 0, 7)
+    expected = run(alone, [StateUpdate(0, 7, -1, {7: 0})], 0, 7)
     beside = cache(plain)
-    together = run(beside, [StateRows(0, 7, -1, {4: 1, 7: 0}), StateRows(7, 11, -1, {4: 2})], 0, 11)
+    together = run(beside, [StateUpdate(0, 7, -1, {4: 1, 7: 0}), StateUpdate(7, 11, -1, {4: 2})], 0, 11)
     assert torch.equal(together[:7], expected)
     cut = cache(plain)
-    parts = [run(cut, [StateRows(0, 3, -1, {3: 0})], 0, 3), run(cut, [StateRows(0, 4, 0, {1: 1, 2: 2, 3: 3, 4: 0})], 3, 7)]
+    parts = [run(cut, [StateUpdate(0, 3, -1, {3: 0})], 0, 3), run(cut, [StateUpdate(0, 4, 0, {1: 1, 2: 2, 3: 3, 4: 0})], 3, 7)]
     assert torch.equal(torch.cat(parts), expected)
     single = cache(plain)
-    assert torch.equal(run(single, [StateRows(0, 7, -1, {7: 0})], 0, 7, is_single=True), expected)
+    assert torch.equal(run(single, [StateUpdate(0, 7, -1, {7: 0})], 0, 7, is_single=True), expected)
     for states in (beside, cut, single):
         assert all(torch.equal(part[0], same[0]) for part, same in zip(states.layer(0), alone.layer(0), strict=True))
     assert torch.equal(beside.layer(0)[1][1], run_until(plain, kernel, rows, weights, 4))
@@ -101,5 +102,7 @@ def test_a_token_has_the_same_bits_alone_beside_others_in_chunks_and_as_a_draft(
 
 def run_until(plain, kernel, rows, weights, num_tokens):
     states = cache(plain)
-    kernel.forward(attend_to(states, [StateRows(0, num_tokens, -1, {num_tokens: 0})]), *(x[:num_tokens] for x in rows), weights)
+    kernel.forward(
+        attend_to(states, [StateUpdate(0, num_tokens, -1, {num_tokens: 0})]), *(x[:num_tokens] for x in rows), weights
+    )
     return states.layer(0)[1][0]

@@ -8,33 +8,33 @@ from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.lora.layers import AdaptedLinear, AdapterRows
+from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
 
 
 def layers(dtype, sizes, num_in, ranks):
-    """Linear layers with an adapter for each of `ranks`, in slots. The last layer is not changed by the first adapter."""
+    """Linear layers with an adapter for each of `ranks`, all active. The last layer is not changed by the first adapter."""
     torch.manual_seed(0)
-    rows = AdapterRows(len(ranks), max(ranks))
+    mapping = AdapterMapping(len(ranks), max(ranks))
     linears = [nn.Linear(num_in, size).to(dtype) for size in sizes]
     of_layer = {}
     for linear in linears:
-        adapted = of_layer[linear] = AdaptedLinear(linear, rows)
-        for slot, rank in enumerate(ranks):
+        adapted = of_layer[linear] = AdaptedLinear(linear, mapping)
+        for index, rank in enumerate(ranks):
             update = LowRankUpdate(
                 torch.randn(rank, num_in).to(dtype), torch.randn(linear.out_features, rank).to(dtype) / 8, 0.5
             )
-            adapted.put(slot, None if (slot, linear) == (0, linears[-1]) and len(linears) > 1 else update)
-    return linears, rows, of_layer
+            adapted.put(index, None if (index, linear) == (0, linears[-1]) and len(linears) > 1 else update)
+    return linears, mapping, of_layer
 
 
 def put_again(adapters, ranks):
     """Put the adapters into kernels that were made after them."""
     for adapted in adapters.values():
-        for slot in range(len(ranks)):
-            adapted.put(slot, adapted._updates.get(slot))
+        for index in range(len(ranks)):
+            adapted.put(index, adapted._updates.get(index))
 
 
 @torch.inference_mode()
@@ -42,23 +42,23 @@ def put_again(adapters, ranks):
 @pytest.mark.parametrize(("sizes", "activation"), [([20, 36, 9], None), ([64], "silu"), ([40], "gelu_tanh")])
 def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
     ranks = [3, 8]
-    linears, rows, adapters = layers(dtype, sizes, 50 if dtype is torch.float32 else 64, ranks)
+    linears, mapping, adapters = layers(dtype, sizes, 50 if dtype is torch.float32 else 64, ranks)
     fused = FusedLinear(*linears, activation=activation)
     kernel = KernelLinear(PackedLinear(fused, adapters), ["residual"])
     put_again(adapters, ranks)
-    for slots in ([1], [0, 1, -1, 1, 0], [i % 3 - 1 for i in range(70)]):
-        x = torch.randn(len(slots), fused.in_features).to(dtype)
-        residual = torch.randn(len(slots), fused.out_features).to(dtype)
-        rows.set([-1] * len(slots), torch.device("cpu"))
+    for indices in ([1], [0, 1, -1, 1, 0], [i % 3 - 1 for i in range(70)]):
+        x = torch.randn(len(indices), fused.in_features).to(dtype)
+        residual = torch.randn(len(indices), fused.out_features).to(dtype)
+        mapping.set([-1] * len(indices), torch.device("cpu"))
         plain = kernel(x, residual=residual)
-        rows.set(slots, torch.device("cpu"))
+        mapping.set(indices, torch.device("cpu"))
         out, tolerance = kernel(x, residual=residual), TOLERANCES[dtype]
         torch.testing.assert_close(out, fused(x, residual=residual), atol=tolerance, rtol=tolerance)
         changed = (out != plain).any(1).tolist()
-        assert changed == [slot >= 0 for slot in slots]
+        assert changed == [index >= 0 for index in indices]
         alone = []
-        for row, slot in enumerate(slots):
-            rows.set([slot], torch.device("cpu"))
+        for row, index in enumerate(indices):
+            mapping.set([index], torch.device("cpu"))
             alone.append(kernel(x[row : row + 1], residual=residual[row : row + 1]))
         assert torch.equal(torch.cat(alone), out)
 
@@ -66,20 +66,20 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", [8, 4])
 def test_layers_in_8_and_4_bits_add_adapters_too(bits):
-    linears, rows, adapters = layers(torch.bfloat16, [48], 64, [4])
+    linears, mapping, adapters = layers(torch.bfloat16, [48], 64, [4])
     fused = FusedLinear(*linears)
     kernel = KernelLinear(PackedQuantizedLinear(fused, bits, adapters))
     put_again(adapters, [4])
     x = torch.randn(20, 64).to(torch.bfloat16)
-    rows.set([-1] * 20, torch.device("cpu"))
+    mapping.set([-1] * 20, torch.device("cpu"))
     plain, plain_torch = kernel(x), fused(x)
-    rows.set([0, -1] * 10, torch.device("cpu"))
+    mapping.set([0, -1] * 10, torch.device("cpu"))
     torch.testing.assert_close(kernel(x) - plain, fused(x) - plain_torch, atol=0.06, rtol=0.02)
     assert (kernel(x) != plain).any(1).tolist() == [True, False] * 10
 
 
 def test_another_number_of_rows_than_the_steps_is_refused_by_the_plain_layer():
-    linears, rows, _ = layers(torch.float32, [8], 16, [4])
-    rows.set([0, 0], torch.device("cpu"))
+    linears, mapping, _ = layers(torch.float32, [8], 16, [4])
+    mapping.set([0, 0], torch.device("cpu"))
     with pytest.raises(Exception, match="a linear layer has 3 rows in a step of 2; adapters of requests need models whose"):
         linears[0](torch.ones(3, 16))

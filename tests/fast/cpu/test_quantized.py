@@ -45,7 +45,7 @@ def rounded(x, group):
 
 def by_definition(layer, x, residual, kind, bits):
     weight = quantize(layer.weight, bits)
-    out = rounded(x, weight.group) @ weight.widened().double().T
+    out = rounded(x, weight.group_size) @ weight.widened().double().T
     if layer.bias is not None:
         out = out + layer.bias.double()
     return KINDS[kind][1](out, residual.double())
@@ -146,7 +146,7 @@ def test_the_bytes_per_weight(bits, limit):
 
 @torch.inference_mode()
 @BITS
-def test_the_plain_form_widens_the_weights_to_the_same_numbers(bits):
+def test_the_plain_layer_widens_the_weights_to_the_same_numbers(bits):
     layer, x, _ = example((256, 50))
     layer = layer.bfloat16()
     expected = x.double() @ quantize(layer.weight, bits).widened().double().T + layer.bias.double()
@@ -155,7 +155,7 @@ def test_the_plain_form_widens_the_weights_to_the_same_numbers(bits):
 
 @torch.inference_mode()
 @BITS
-def test_without_a_compiler_a_quantised_model_runs_in_its_plain_form_and_one_warning_says_so(bits, monkeypatch, caplog):
+def test_without_a_compiler_a_quantised_model_runs_in_its_plain_layers_and_one_warning_says_so(bits, monkeypatch, caplog):
     def fail(*source, structures=()):
         raise UnsupportedError("there is no C++ compiler 'g++'; install g++, or name one in CXX")
 

@@ -83,7 +83,7 @@ def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows,
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 128), (50_257, 4)])
 def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
-    rows = {name: len(getattr(batch.groups, f"{name}_rows")) for name in PARAMS}
+    rows = {name: len(getattr(batch.row_groups, f"{name}_rows")) for name in PARAMS}
     assert rows == dict.fromkeys(PARAMS, 0) | {group: num_rows}
     for kind in ("random", "rounded to bf16", "few values"):
         assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
@@ -91,7 +91,7 @@ def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, nu
 
 def test_every_row_is_in_one_group():
     batch = random_batch(random.Random(0), 500, 100)
-    groups = [getattr(batch.groups, f"{name}_rows") for name in PARAMS]
+    groups = [getattr(batch.row_groups, f"{name}_rows") for name in PARAMS]
     assert sorted(row for group in groups for row in group) == list(range(500))
     assert min(map(len, groups)) > 20
 

@@ -196,7 +196,7 @@ def test_throughput_as_json():
 def test_throughput_is_a_table():
     result = run("throughput", *OWN)
     assert result.exit_code == 0, result.stderr
-    for word in ("yours", "output tok/s", "TTFT ms", "share of the limit", "%"):
+    for word in ("yours", "output tok/s", "TTFT ms"):
         assert word in result.stdout
 
 

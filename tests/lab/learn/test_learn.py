@@ -249,7 +249,7 @@ def test_one_task_from_mistake_to_comparison(run):
     assert run("compare", "argmax").exit_code != 0
     text = book.file("argmax").read_text()
     book.file("argmax").write_text(text.replace("raise NotImplementedError  # your code", "return logits.argmax(-1)"))
-    assert book.state("argmax") == "written"
+    assert book.status("argmax") == "written"
     result = run("check", "argmax")
     assert (result.exit_code, "given     logits [[" in result.output) == (1, True)
     book.file("argmax").write_text(text.replace("raise NotImplementedError  # your code", "return oops"))
@@ -266,7 +266,7 @@ def test_one_task_from_mistake_to_comparison(run):
     assert run("check", "argmax").output == "argmax: passed\n"
     assert "largest.isfinite()" in run("compare", "argmax").output
     book.file("argmax").write_text(book.file("argmax").read_text() + "\n# changed\n")
-    assert book.state("argmax") == "written"
+    assert book.status("argmax") == "written"
 
 
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):

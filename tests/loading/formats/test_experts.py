@@ -135,7 +135,7 @@ def test_an_update_from_a_folder_in_mxfp4_gives_the_tokens_of_a_fresh_engine(sav
         ({"down_proj_bias": torch.zeros(9, 64)}, "unexpected: .*experts.8.down_proj.bias"),
     ],
 )
-def test_tensors_of_another_form_are_reported_by_name(changes, sentence, saved, tmp_path):
+def test_tensors_of_another_shape_are_reported_by_name(changes, sentence, saved, tmp_path):
     tensors = load_file(saved[0] / "model.safetensors") | {LAYER + name: one for name, one in changes.items()}
     save_file({name: one for name, one in tensors.items() if one is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((saved[0] / "config.json").read_text())

@@ -162,6 +162,7 @@ def test_integers_of_an_expert_are_its_part_of_the_tensor_of_all(tmp_path):
 KINDS = ("F16", *gguf_files.UNPACK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp_path):
@@ -183,11 +184,11 @@ def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp
             if kind in ("Q4_0", "Q8_0")[: bits // 4]:  # these keep their integers
                 torch.testing.assert_close(found, exact, atol=0, rtol=1e-6)
             else:
-                groups = exact.unflatten(1, (-1, joined.group))
+                groups = exact.unflatten(1, (-1, joined.group_size))
                 low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
                 step = (high - low) / 15 if bits == 4 else groups.abs().amax(2) / 127
                 allowed = 1.1 * step.unsqueeze(2) + 2**-8 * groups.abs()  # 0.5 to the next integer, and bfloat16's
-                assert ((found - exact).abs().unflatten(1, (-1, joined.group)) <= allowed).all(), (kind, joined.group)
+                assert ((found - exact).abs().unflatten(1, (-1, joined.group_size)) <= allowed).all(), (kind, joined.group_size)
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
         kernel = KernelLinear(PackedQuantizedLinear(FusedLinear(*linears), bits))
         exact = x.float() @ joined.widened().T

@@ -57,33 +57,33 @@ def gptq(weight, generator, *, bits=4, group_size=32, sym=True, desc_act=False, 
     groups = torch.arange(num_inputs) // (num_inputs if group_size == -1 else group_size)
     if desc_act:
         groups = groups[torch.randperm(num_inputs, generator=generator)]
-    parts = {
+    packed = {
         "qweight": words(integers.T, bits).T,
         "qzeros": words(zeros - int(checkpoint_format == "gptq"), bits),
         "scales": scales,
         "g_idx": groups.to(torch.int32),
     }
-    return parts, dequantised(integers, zeros, scales, groups)
+    return packed, dequantised(integers, zeros, scales, groups)
 
 
 def awq(weight, generator, *, group_size=32):
     num_outputs, num_inputs = weight.shape
     integers, zeros, scales = draw(num_inputs, num_outputs, 4, group_size, False, generator)
-    parts = {"qweight": words(integers, 4, AWQ_ORDER), "qzeros": words(zeros, 4, AWQ_ORDER), "scales": scales}
-    return parts, dequantised(integers, zeros, scales, [i // group_size for i in range(num_inputs)])
+    packed = {"qweight": words(integers, 4, AWQ_ORDER), "qzeros": words(zeros, 4, AWQ_ORDER), "scales": scales}
+    return packed, dequantised(integers, zeros, scales, [i // group_size for i in range(num_inputs)])
 
 
 def compressed(weight, generator, *, bits=4, group_size=32, sym=True, actorder=False):
     num_outputs, num_inputs = weight.shape
     integers, zeros, scales = draw(num_inputs, num_outputs, bits, group_size, sym, generator)
     groups = torch.arange(num_inputs) // (num_inputs if group_size == -1 else group_size)
-    parts = {"weight_packed": words(integers.T, bits), "weight_scale": scales.T, "weight_shape": torch.tensor(weight.shape)}
+    packed = {"weight_packed": words(integers.T, bits), "weight_scale": scales.T, "weight_shape": torch.tensor(weight.shape)}
     if actorder:
         groups = groups[torch.randperm(num_inputs, generator=generator)]
-        parts["weight_g_idx"] = groups.to(torch.int32)
+        packed["weight_g_idx"] = groups.to(torch.int32)
     if not sym:
-        parts["weight_zero_point"] = words(zeros, bits).T
-    return parts, dequantised(integers, zeros, scales, groups)
+        packed["weight_zero_point"] = words(zeros, bits).T
+    return packed, dequantised(integers, zeros, scales, groups)
 
 
 def fp8(weight, generator, *, block=(16, 48)):
@@ -135,8 +135,8 @@ def save(path, method, settings, pack, options, family="qwen3"):
         for name, weight in model.state_dict().items():
             if ".layers." in name and weight.ndim == 2 and "layers.1.self_attn.o_proj" not in name:  # one stays as it is
                 del tensors[name]
-                parts, meant = pack(weight, generator, **options)
-                tensors |= {name.removesuffix("weight") + part: one.contiguous() for part, one in parts.items()}
+                packed, meant = pack(weight, generator, **options)
+                tensors |= {name.removesuffix("weight") + suffix: one.contiguous() for suffix, one in packed.items()}
                 weight.copy_(meant)
     save_file(tensors, path / "model.safetensors")
     edit(path, quantization_config={"quant_method": method} | settings)
@@ -207,7 +207,7 @@ def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
     checkpoint = Checkpoint.open(str(saved(name)[0]))
     weights, model = loader.open_weights(checkpoint), loader.load_model(checkpoint, "bfloat16")
     attention = model.layers[0].self_attn
-    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    names = [f"model.layers.0.self_attn.{suffix}_proj.weight" for suffix in "qkv"]
     exact = torch.cat([weights.read(name) for name in names])
     for bits in (4, 8):
         kept = quantized([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], bits).widened()

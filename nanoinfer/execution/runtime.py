@@ -1,6 +1,6 @@
-"""The parts that run a model: the textbook's, which `fast/` may replace by faster ones with the same result.
+"""The runtime of a model: the textbook's, which `fast/` may replace by a faster one with the same result.
 
-In: a model with its weights. Out: Parts, from which engine/build.py makes an executor.
+In: a model with its weights. Out: a Runtime, from which engine/build.py makes an executor.
 """
 
 from collections.abc import Callable
@@ -30,23 +30,23 @@ class CompileReport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts from which an executor is built.
+class Runtime:
+    """All from which an executor is built.
 
     Attributes:
         model: the model on its device.
         backend: the model's attention. It serves this model only.
         backend_name: the backend's name in attention.base.BACKENDS.
-        sizes: the bytes that the model's layers keep in the KV cache, per block and slot.
+        sizes: the bytes that the model's layers keep in the KV cache, per block and state.
         block_size: the number of tokens in a cache block.
         cache_dtype: the dtype of keys and values: the model's, or torch.int8.
         routes: the sampler's fast routes, in the order in which they are tried.
         make_decode_graphs: makes what replays decode steps, given the sizes of the cache. None: every step runs eagerly.
-        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. Plain parts
-            promise nothing, because torch's products depend on the number of rows.
+        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
+            runtime promises nothing, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
         reserved_bytes: the bytes on the device that the runner allocates later.
-        weights: the model's weights, in all forms in which they are held.
+        weights: the model's weights, as parameters and as kernels read them.
         wrappers: add to the runner's steps, the innermost first: the other ranks, adapters, a drafter.
         kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
     """
@@ -72,7 +72,7 @@ class Parts:
         return self.sizes.bytes_per_block(self.block_size, self.cache_dtype) + self.block_size * self.kept_bytes_per_token
 
     def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
-        """Make a cache, with slots if the model's layers keep states."""
+        """Make a cache, with state slots if the model's layers keep states."""
         return KVCache.for_model(
             self.sizes,
             num_blocks=num_blocks,
@@ -92,7 +92,7 @@ class Parts:
         return next(self.model.parameters()).dtype
 
 
-def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Parts:
+def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Runtime:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
     sizes = CacheSizes.of(model.config)
@@ -112,24 +112,24 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
         )
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
-    return Parts(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
+    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
 
 
-def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
+def make_runner(runtime: Runtime, info: ExecutorInfo) -> ModelRunner:
     """Allocate the KV cache, and make the runner of the model with it."""
-    graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
-    cache = parts.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
-    runner: ModelRunner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
-    for wrap in parts.wrappers:
+    graphs = None if runtime.make_decode_graphs is None else runtime.make_decode_graphs(info)
+    cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
+    runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.backend, graphs, runtime.weights)
+    for wrap in runtime.wrappers:
         runner = wrap(runner)
     return runner
 
 
-def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Sampler:
+def make_sampler(runtime: Runtime, info: ExecutorInfo, config: EngineConfig) -> Sampler:
     stages = STAGES if config.stages is None else config.stages
     if config.logits_processors:
         from nanoinfer.sampling.logits_processors import with_processors
 
         sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
-        stages = with_processors(stages, config, parts.device, **sizes)
-    return Sampler(stages, routes=parts.routes, logprobs_mode=config.logprobs_mode)
+        stages = with_processors(stages, config, runtime.device, **sizes)
+    return Sampler(stages, routes=runtime.routes, logprobs_mode=config.logprobs_mode)
