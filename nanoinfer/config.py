@@ -194,7 +194,7 @@ def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What engine/build.load_engine needs: the model, the device, and the settings of the parts. EngineArgs explains them."""
+    """What engine/load.load_engine needs: the model, the device, and the settings of the parts. EngineArgs explains them."""
 
     model: str | None = None
     tokenizer: str | None = None

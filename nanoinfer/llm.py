@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from nanoinfer.arguments import arguments_of, check_argument_names
 from nanoinfer.config import NEUTRAL, EngineArgs
-from nanoinfer.engine.build import load_engine
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown

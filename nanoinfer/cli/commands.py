@@ -77,7 +77,7 @@ def complete_from(*values: str) -> Callable[[str], list[str]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """Complete a model's name: bundled, or in the hub's cache. The shell completes paths."""
-    from nanoinfer.loading.checkpoint import bundled_models
+    from nanoinfer.loading.folders import bundled_models
 
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))

@@ -16,7 +16,8 @@ from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
-from nanoinfer.loading.checkpoint import BUNDLED, DEFAULT_MODEL, Checkpoint, bundled_models, locate, read_json
+from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
+from nanoinfer.loading.folders import BUNDLED, bundled_models
 from nanoinfer.loading.weights import match_tensors
 
 _SIZES = (

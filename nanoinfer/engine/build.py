@@ -1,23 +1,19 @@
-"""Make an LLMEngine: load_engine from an EngineConfig, make_engine from a model with its weights, and a function per part.
+"""Build an LLMEngine from a model with its weights: make_engine, and a function for each of its parts.
 
 Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
-import os
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.distributed.runner import LeadingShards
     from nanoinfer.distributed.sharding import Shards
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
@@ -25,52 +21,6 @@ if TYPE_CHECKING:
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
     from nanoinfer.speculative.speculator import Proposer
-
-
-def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
-    """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
-    from nanoinfer.loading.loader import load, load_draft
-    from nanoinfer.system.process import limit_threads
-
-    limit_threads()
-    scheduling_classes(config)  # raises for wrong classes before the model is loaded
-    shards: LeadingShards | None = None
-    if config.tensor_parallel_size > 1:
-        from nanoinfer.distributed.launch import start
-
-        config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
-    with nullcontext() if shards is None else shards.workers.watched():
-        loaded, draft_model = load(config, shards), None
-        if config.speculative is not None and config.speculative.method != "ngram":
-            draft_model = load_draft(config.speculative, config, loaded)
-        engine = make_engine(
-            loaded.model,
-            config,
-            weights=loaded.weights,
-            draft_model=draft_model,
-            tokenizer=loaded.tokenizer,
-            eos_token_ids=loaded.eos_token_ids,
-            shards=shards,
-        )
-    if engine.tracer is not None:
-        model, info = config.model or DEFAULT_MODEL, engine.executor.info
-        engine.tracer.emit(
-            tracing.EngineStarted(
-                model=os.path.basename(os.path.normpath(model)) if os.path.exists(model) else model,
-                num_parameters=loaded.num_parameters,
-                device=info.device,
-                dtype=info.dtype,
-                attention_backend=info.attention_backend,
-                vocab_size=info.vocab_size,
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-                max_model_len=info.max_model_len,
-            )
-        )
-        engine.flush_trace()
-    return engine, loaded.checkpoint
 
 
 def make_engine(

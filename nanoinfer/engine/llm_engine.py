@@ -48,7 +48,7 @@ def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[Bloc
 
 
 class LLMEngine:
-    """Runs requests, a step at a time. build.load_engine makes it from an EngineConfig. guards.py says who may call it when.
+    """Runs requests, a step at a time. load.load_engine makes it from an EngineConfig. guards.py says who may call it when.
 
     Generating is a loop over step():
 

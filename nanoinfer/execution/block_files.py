@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,15 +42,13 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedErro
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.loading.held_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
-
-if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +297,7 @@ def write_block(runner: ModelRunner, group: int, block: int, content: Tensor) ->
 # ---- the fingerprint: all that decides the bits of a block
 
 
-def store_of(model: Any, config: EngineConfig, shards: "Shards | None" = None) -> Callable[[LocalExecutor], BlockFiles]:
+def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> Callable[[LocalExecutor], BlockFiles]:
     """Return a function that makes a store, given the engine's executor. All ranks call it, and rank 0 has the store.
 
     Call it before the model's modules are replaced, because it reads their weights.

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from nanoinfer.lora.layers import AdaptedLinear
+from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, Untraced, ZeroCentredRMSNorm
 
 # The forward passes of modules that stay a single call. A subclass counts as such unless it overrides forward.
@@ -87,7 +87,7 @@ def copied(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) 
 def has_hooks(module: nn.Module) -> bool:
     """Whether the module has forward hooks that a compiled module would not call."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(isinstance(hook, AdaptedLinear) for hook in hooks)
+    return not all(isinstance(hook, HookInKernels) for hook in hooks)
 
 
 # torch.fx replaces nn.Module.__call__ and __getattr__ of the process while it traces. Calls of other threads pass through.

@@ -6,18 +6,17 @@ weights.py and formats/ read the tensors.
 
 import hashlib
 import json
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
+from nanoinfer.loading.folders import BUNDLED, bundled_models, list_bundled, list_folder
 
 if TYPE_CHECKING:
     from nanoinfer.loading.formats.gguf import GGUFFile
 
-BUNDLED = Path(__file__).parent.parent / "bundled"  # the folder of the package's own models
 DEFAULT_MODEL = "tiny-qwen3"
 
 # All files that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
@@ -116,21 +115,6 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     from nanoinfer.loading.hub import download
 
     return download(model, revision, TEXT_FILES + WEIGHT_FILES if with_weights else TEXT_FILES)
-
-
-def bundled_models() -> list[str]:
-    return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
-
-
-def list_bundled() -> str:
-    return f"bundled are {', '.join(bundled_models())}"
-
-
-def list_folder(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except (OSError, ValueError):
-        return []
 
 
 def file_digests(path: Path) -> dict[str, str]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.loading.weights import Places
+from nanoinfer.loading.weights import Places, Weights
 from nanoinfer.models.registry import ModelConfig, WeightRules
 
 if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.loading.formats.lora import LowRankUpdate
 
 
 @runtime_checkable
@@ -33,6 +33,27 @@ class KernelWeight(Protocol):
         ...
 
 
+class HookInKernels:
+    """A forward hook of a linear layer that the layer's kernel computes too: the adapters of requests (lora/layers.py)."""
+
+
+@runtime_checkable
+class Shards(Protocol):
+    """The part of a model that one of several ranks has (distributed/sharding.py)."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor: ...  # returns the tensors of all ranks
+    def minimum(self, number: int) -> int: ...  # returns the minimum of the ranks' numbers
+    def split(self, model: nn.Module, weights: Weights) -> tuple[nn.Module, Weights]: ...
+    def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
+    def join(self, model: nn.Module, vocab_size: int) -> None: ...
+    def shard_of_update(self, layer: str, update: "LowRankUpdate") -> "LowRankUpdate": ...
+    @property
+    def whole(self) -> nn.Module: ...  # returns the model before it was split, on the meta device
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """How a model was loaded, for later updates of its weights (update.py). sizes: the whole model's config."""
@@ -41,7 +62,7 @@ class Origin:
     model_class: type[nn.Module]
     rules: WeightRules
     sizes: ModelConfig
-    shards: "Shards | None"
+    shards: Shards | None
 
 
 class HeldWeights:
@@ -58,7 +79,7 @@ class HeldWeights:
         self._renewals: list[Callable[[], object]] = []
 
     @property
-    def shards(self) -> "Shards | None":
+    def shards(self) -> Shards | None:
         """This rank's view of the ranks that share the model. None: this process has the whole model."""
         return None if self.origin is None else self.origin.shards
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from nanoinfer.errors import CheckpointNotFoundError, shown
-from nanoinfer.loading.checkpoint import bundled_models, list_bundled, list_folder
+from nanoinfer.loading.folders import bundled_models, list_bundled, list_folder
 
 _NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # folders of other formats, and Mistral's own second copy of the weights
 

@@ -24,14 +24,13 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
-from nanoinfer.loading.held_weights import HeldWeights, Origin
+from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
 from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
     from nanoinfer.loading.formats.gguf import GGUFFile
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Loaded:
     eos_token_ids: frozenset[int]
 
 
-def load(config: EngineConfig, shards: "Shards | None" = None) -> Loaded:
+def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
     model, weights, num_parameters = load_configured(checkpoint, config, shards)
@@ -123,9 +122,7 @@ def _load_drafter(target: Loaded) -> Model:
     return loaded
 
 
-def load_configured(
-    checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None
-) -> tuple[Any, HeldWeights, int]:
+def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
     """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":

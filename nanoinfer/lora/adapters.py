@@ -15,7 +15,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,13 +27,11 @@ from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
+from nanoinfer.loading.held_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.sequence import RequestAdapter
-
-if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +62,7 @@ class Adapters:
         InvalidValueError: max_loras active adapters take more memory than is free.
     """
 
-    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: "Shards | None" = None) -> None:
+    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
         self._mapping = AdapterMapping(max_loras, max_rank)
         weight = next(model.parameters())

@@ -57,7 +57,7 @@ ALLOWED = {
 }
 
 # The import that the table does not allow: rank 0 starts the other ranks while it loads, and each of them builds its runner.
-DOORS = {"engine/build.py": {"nanoinfer.distributed.launch"}}
+DOORS = {"engine/load.py": {"nanoinfer.distributed.launch"}}
 
 
 def folder_of(module: str) -> str | None:

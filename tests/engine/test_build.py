@@ -1,18 +1,16 @@
-"""From a config or parts to an engine: which parts it asks for, what is refused early, and what a tracer hears first."""
+"""From a runtime to an engine: which runtime, adapters and drafts a config asks for."""
 
 import copy
-import dataclasses
 
 import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from nanoinfer.engine.build import load_engine, make_adapters, make_engine, make_proposer, make_runtime
-from nanoinfer.errors import CheckpointNotFoundError, NanoinferError, UnsupportedError
+from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
+from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.speculative.ngram import NGramProposer
-from nanoinfer.tracing import EngineStarted, Recorder
 
 CACHE = CacheConfig(kv_cache_memory=2**22, block_size=4)
 
@@ -56,30 +54,3 @@ def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
     drafting = EngineConfig(cache=CACHE, speculative=SpeculativeConfig(method="ngram"))
     assert isinstance(make_proposer(None, drafting, engine.executor.info), NGramProposer)
     assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True)).layers
-
-
-def test_the_engine_has_the_checkpoints_model_its_end_ids_and_its_tokenizer():
-    engine, checkpoint = load_engine(EngineConfig(model="tiny-gpt2", enforce_eager=True, cache=CACHE))
-    assert checkpoint.path.name == "tiny-gpt2"
-    assert engine.executor.info.vocab_size == checkpoint.config["vocab_size"]
-    assert engine.eos_token_ids == checkpoint.eos_token_ids
-    assert engine.inputs.tokenizer.decode(engine.inputs.tokenizer.encode("Once")) == "Once"
-
-
-def test_a_wrong_scheduler_is_refused_before_the_model_is_looked_for():
-    config = EngineConfig(model="no-such-model", cache=CACHE)
-    with pytest.raises(CheckpointNotFoundError, match="no-such-model"):
-        load_engine(config)
-    with pytest.raises(NanoinferError, match="scheduler_cls"):
-        load_engine(dataclasses.replace(config, scheduler=SchedulerConfig(scheduler_cls=int)))
-
-
-def test_the_first_event_describes_the_engine():
-    recorder = Recorder()
-    engine, checkpoint = load_engine(EngineConfig(model="tiny-gpt2", enforce_eager=True, cache=CACHE, tracer=recorder))
-    [event] = recorder.events
-    assert isinstance(event, EngineStarted)
-    info = engine.executor.info
-    assert (event.model, event.num_blocks, event.block_size) == ("tiny-gpt2", info.num_blocks, info.block_size)
-    assert (event.dtype, event.device, event.attention_backend) == (info.dtype, info.device, info.attention_backend)
-    assert 10_000 < event.num_parameters < checkpoint.path.joinpath("model.safetensors").stat().st_size

@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, WeightsError
 from nanoinfer.loading import hub
-from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint, bundled_models, list_bundled, list_folder, locate
+from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint, bundled_models, locate
 from nanoinfer.loading.weights import WeightFiles
 
 
@@ -306,16 +306,3 @@ def test_a_file_instead_of_its_folder_and_a_folder_instead_of_config_json_are_re
     (folder / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         Checkpoint.open(str(folder))
-
-
-def test_the_bundled_models_are_the_folders_with_a_config():
-    assert {"tiny-gpt2", "tiny-qwen3"} <= set(bundled_models()) == {path.parent.name for path in BUNDLED.glob("*/config.json")}
-    assert bundled_models() == sorted(bundled_models())
-    assert list_bundled() == f"bundled are {', '.join(bundled_models())}"
-
-
-def test_a_folder_that_is_none_has_no_files(tmp_path):
-    (tmp_path / "a").touch()
-    assert list_folder(tmp_path) == ["a"]
-    assert list_folder(tmp_path / "a") == list_folder(tmp_path / "b") == []
-    assert list_folder(type(tmp_path)("a\0b")) == []
