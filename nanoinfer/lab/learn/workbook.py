@@ -93,7 +93,8 @@ class Function:
                 modules.append(f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}"))
             else:
                 is_named = getattr(value, "__name__", None) == name  # otherwise a constant, or imported under another name
-                origins.setdefault(value.__module__ if is_named else self.module, []).append(name)
+                module = inspect.getmodule(value) if is_named else None
+                origins.setdefault(self.module if module is None else module.__name__, []).append(name)
         return "\n".join([*modules, *(f"from {origin} import {', '.join(origins[origin])}" for origin in sorted(origins))])
 
 
