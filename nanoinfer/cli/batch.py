@@ -22,8 +22,8 @@ from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.server.app import ServerSettings
     from nanoinfer.server.batch import Manifest, ResultFile
+    from nanoinfer.server.limits import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions
 
 def _answer_all(input_file: Path, results: "ResultFile", engine: options.EngineOptions, job: JobOptions) -> None:
     """Answer the unfinished requests by an engine in this process, or by the replicas of a Ray cluster."""
-    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.limits import ServerSettings
 
     settings = ServerSettings(served_model_names=served_names(job.served_model_name, str(engine.model)))
     load = partial(

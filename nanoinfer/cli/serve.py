@@ -18,7 +18,7 @@ from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.limits import ServerSettings
     from nanoinfer.tracing.recent import RecentRecorder
 
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
@@ -149,7 +149,7 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "Re
 
 def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "ServerSettings":
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
-    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.limits import ServerSettings
 
     same = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(ServerSettings)}
     return ServerSettings(

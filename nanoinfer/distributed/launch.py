@@ -24,7 +24,6 @@ from nanoinfer.distributed import worker
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, create_shared_memory
 from nanoinfer.distributed.runner import LeadingShards, Workers
 from nanoinfer.distributed.sharding import check_shards
-from nanoinfer.distributed.worker import Settings
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype
@@ -47,10 +46,10 @@ def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     is_under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) if is_under_torchrun else 0
     devices = _devices(config, local_rank, 1 if is_under_torchrun else config.tensor_parallel_size)
-    workers, store, settings, memory = _join(config, devices[0]) if is_under_torchrun else _spawn(config, devices)
+    workers, store, of_workers, memory = _join(config, devices[0]) if is_under_torchrun else _spawn(config, devices)
     size, device = config.tensor_parallel_size, torch.device(devices[0])
     with workers.watched():
-        workers.send(settings)
+        workers.send((of_workers, torch.get_num_threads(), torch.get_float32_matmul_precision()))
         workers.wait_until_ready()
         communicator = ProcessGroupCommunicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
         if memory is not None:
@@ -76,19 +75,20 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
     return [f"cuda:{index}" for index in range(first, first + num)]
 
 
-def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Store, Settings, int | None]:
+def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Store, EngineConfig, int | None]:
     """Start ranks 1, 2 and so on as child processes. The last result is the memory that they share, if there is any."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = _settings(config, devices[0], store.port)
+    of_workers = _config_of_workers(config, devices[0])
     memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
     inherited = [] if memory is None else [memory]
     connections, processes = [], []
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # so that the ranks find the same modules
     for rank, device in enumerate(devices[1:], start=1):
         ours, theirs = Pipe()
+        arguments = (rank, device, store.port, theirs.fileno(), *inherited)
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__, *map(str, (rank, device, theirs.fileno(), *inherited))],
+                [sys.executable, "-P", "-m", worker.__name__, *map(str, arguments)],
                 stdin=subprocess.PIPE,  # a pipe that closes when this process ends
                 pass_fds=[theirs.fileno(), *inherited],
                 env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
@@ -97,10 +97,10 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Stor
         )
         theirs.close()
         connections.append(ours)
-    return Workers(connections, processes), store, settings, memory
+    return Workers(connections, processes), store, of_workers, memory
 
 
-def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Settings, None]:
+def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, EngineConfig, None]:
     """Join torchrun's ranks. Rank 0 listens at an address that it writes to the store. Other ranks exit with status 0."""
     global _has_joined
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -121,9 +121,9 @@ def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Setti
         address = json.loads(store.get(_ADDRESS_KEY))
         connection = Client((address["host"], address["port"]), authkey=bytes.fromhex(address["key"]))
         connection.send(rank)
-        worker.run(connection, rank, device, lambda _: store)
+        worker.run(connection, rank, device, store, is_one_machine=False)
         sys.exit(0)
-    settings = _settings(config, device)
+    of_workers = _config_of_workers(config, device)
     host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)
     connections: dict[int, Connection] = {}
     with Listener((host, 0), backlog=size, authkey=key) as listener:
@@ -134,11 +134,11 @@ def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Setti
             with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:  # TCP sends small messages at once
                 duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connections[connection.recv()] = connection
-    return Workers([connections[rank] for rank in range(1, size)], []), store, settings, None
+    return Workers([connections[rank] for rank in range(1, size)], []), store, of_workers, None
 
 
-def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Settings:
-    """Return the workers' settings, after checks that need no weights. The model's files are found, and downloaded if needed.
+def _config_of_workers(config: EngineConfig, device: str) -> EngineConfig:
+    """Return the workers' config, after checks that need no weights. The model's files are found, and downloaded if needed.
 
     torch's threads are divided among the ranks, unless OMP_NUM_THREADS says how many a rank has.
     """
@@ -149,7 +149,7 @@ def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Setting
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
         log_once(f"torch computes in {torch.get_num_threads()} threads, as does each of {size} ranks")
-    of_workers = replace(
+    return replace(
         config,
         model=str(checkpoint.path),
         revision=None,
@@ -162,4 +162,3 @@ def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Setting
         scheduler=replace(config.scheduler, scheduler_cls=None),
         cache=replace(config.cache, block_manager_cls=None),
     )
-    return Settings(of_workers, store_port, torch.get_num_threads(), torch.get_float32_matmul_precision())

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.distributed import split_sampling
-from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
-from nanoinfer.distributed.sharding import Shards, VocabularyHead
+from nanoinfer.distributed.communicator import RankLostError
+from nanoinfer.distributed.sharding import Communicator, Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
@@ -159,9 +159,8 @@ def _end(owner: int, connections: list[Connection], processes: list["subprocess.
 class LeadingShards(Shards):
     """The Shards of rank 0, whose engine's calls run on the workers as well."""
 
-    def __init__(self, communicator: ProcessGroupCommunicator, workers: Workers) -> None:
+    def __init__(self, communicator: Communicator, workers: Workers) -> None:
         super().__init__(communicator)
-        self.communicator: ProcessGroupCommunicator = communicator
         self.workers = workers
 
     def connect(self, runtime: Runtime) -> Runtime:

@@ -1,6 +1,6 @@
 """A rank above 0: it loads its part of the model, and carries out rank 0's commands until rank 0 closes the connection.
 
-In: Settings, then commands. Out: its part of the collectives, and a report if it fails. It has a model runner with
+In: a config, then commands. Out: its part of the collectives, and a report if it fails. It has a model runner with
 a KV cache, but no scheduler or tokenizer. LLM starts it as `python -m nanoinfer.distributed.worker`. Under torchrun it
 runs inside LLM() (launch.py).
 """
@@ -9,9 +9,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -30,33 +29,25 @@ from nanoinfer.loading.loader import load_configured
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The first message from rank 0 to its workers."""
-
-    config: EngineConfig  # the engine's
-    store_port: int  # the port of this machine's store, by which the ranks find each other. 0: torchrun has a store
-    num_threads: int
-    matmul_precision: str  # torch's, which must be the same on all ranks
-
-
 def run(
-    connection: Connection,
-    rank: int,
-    device: str,
-    open_store: Callable[[Settings], dist.Store],
-    shared_memory: int | None = None,
+    connection: Connection, rank: int, device: str, store: dist.Store, *, is_one_machine: bool, shared_memory: int | None = None
 ) -> None:
-    """Work until rank 0 closes the connection. shared_memory: an inherited file descriptor. None: there is none."""
+    """Work until rank 0 closes the connection.
+
+    Args:
+        store: The store by which the ranks find each other.
+        is_one_machine: Whether all ranks are on this machine.
+        shared_memory: An inherited file descriptor. None: there is none.
+    """
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
-            settings: Settings = connection.recv()
-            torch.set_num_threads(settings.num_threads)
-            torch.set_float32_matmul_precision(settings.matmul_precision)
+            of_rank_0, num_threads, matmul_precision = connection.recv()
+            torch.set_num_threads(num_threads)
+            torch.set_float32_matmul_precision(matmul_precision)
             logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
-            config = replace(settings.config, device=device)
+            config: EngineConfig = replace(of_rank_0, device=device)
             connection.send((READY, ""))
-            store, size, is_one_machine = open_store(settings), config.tensor_parallel_size, settings.store_port > 0
+            size = config.tensor_parallel_size
             communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
             if shared_memory is not None:
                 communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
@@ -86,9 +77,9 @@ def _end_with_rank_0() -> None:
 
 def main() -> None:
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    rank, device, descriptor, *shared_memory = sys.argv[1:]
-    open_store = lambda settings: dist.TCPStore("127.0.0.1", settings.store_port, is_master=False)  # noqa: E731
-    run(Connection(int(descriptor)), int(rank), device, open_store, *map(int, shared_memory))
+    rank, device, store_port, descriptor, *inherited = sys.argv[1:]
+    store, memory = dist.TCPStore("127.0.0.1", int(store_port), is_master=False), int(inherited[0]) if inherited else None
+    run(Connection(int(descriptor)), int(rank), device, store, is_one_machine=True, shared_memory=memory)
 
 
 if __name__ == "__main__":

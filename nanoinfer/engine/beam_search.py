@@ -138,8 +138,7 @@ class _PromptSearch:
         self.beams: list[Sequence] = []
         self._name, self._num_beams = name, 0  # the trace names the beams beam0, beam0.1, beam0.2 and so on
         self.scores: Floats = np.zeros(1, np.float32)  # [num_beams], sums of log-probabilities in falling order
-        self.finished: list[tuple[list[int], float]] = []  # (generated ids, sum of log-probabilities)
-        self.finished_scores: Floats = np.zeros(0, np.float32)  # [len(finished)], falling
+        self.finished: list[tuple[float, list[int], float]] = []  # (falling score, generated ids, sum of log-probabilities)
 
     def start(self, engine: LLMEngine) -> None:
         """Begin with a single beam, which is the prompt."""
@@ -156,7 +155,7 @@ class _PromptSearch:
             self.error = errors[0]
             for beam in self.beams:
                 engine.block_manager.forget_cached(beam)
-            self.is_done, self.finished, self.finished_scores = True, [], np.zeros(0, np.float32)
+            self.is_done, self.finished = True, []
             return
         num_generated = self.beams[0].num_output_tokens + 1
         top = [output.logprobs[0] for output in outputs]  # for each beam, at least the best num_candidates
@@ -169,7 +168,9 @@ class _PromptSearch:
 
         ended = [i for i in range(min(self.width, len(ends))) if ends[i]]  # an ending counts only among the best `width`
         generated = [[*self.beams[candidates[i][0]].output_token_ids, candidates[i][1]] for i in ended]
-        self._put_aside(generated, totals[ended], num_generated)
+        scores = totals[ended] / np.float32(num_generated**self.params.length_penalty)
+        together = [*self.finished, *zip(scores.tolist(), generated, totals[ended].tolist(), strict=True)]
+        self.finished = sorted(together, key=lambda answer: -answer[0])[: self.width]  # stable: the earlier of equal scores
         continuing = [i for i, it_ends in enumerate(ends) if not it_ends][: self.width]
         self.is_done = not continuing or self._may_stop(totals[continuing], num_generated)
         if not self.is_done:
@@ -183,7 +184,7 @@ class _PromptSearch:
 
     def output(self, engine: LLMEngine) -> BeamSearchOutput:
         sequences = []
-        for (token_ids, total), score in zip(self.finished, self.finished_scores.tolist(), strict=True):
+        for score, token_ids, total in self.finished:
             text = "" if engine.tokenizer is None else without_incomplete_end(engine.tokenizer.decode(token_ids))
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
             tokens = self._prepared.prompt_token_ids + token_ids
@@ -195,13 +196,6 @@ class _PromptSearch:
         salt, index = self._prepared.cache_salt, self._num_beams - 1
         return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=index, cache_salt=salt)
 
-    def _put_aside(self, ended: list[list[int]], totals: Floats, num_generated: int) -> None:
-        """Keep the best `width` of all finished answers. A score is the sum of log-probabilities / length ** length_penalty."""
-        scores: Floats = np.concatenate((self.finished_scores, totals / np.float32(num_generated**self.params.length_penalty)))
-        together = self.finished + list(zip(ended, totals.tolist(), strict=True))
-        order = np.argsort(-scores, kind="stable")[: self.width]
-        self.finished, self.finished_scores = [together[i] for i in order], scores[order]
-
     def _may_stop(self, scores: Floats, num_generated: int) -> bool:
         """Whether no running beam can still become one of the best `width` answers."""
         if len(self.finished) < self.width:
@@ -212,7 +206,7 @@ class _PromptSearch:
         length_penalty = self.params.length_penalty
         never = self.params.early_stopping == "never" and length_penalty > 0
         best_possible = scores[0] / np.float32((self.max_tokens if never else num_generated) ** length_penalty)
-        return bool(best_possible <= self.finished_scores[-1])
+        return bool(best_possible <= self.finished[-1][0])
 
     def _fork(self, continuations: list[tuple[int, int]], engine: LLMEngine) -> None:
         """Make the next beams. continuations: pairs of a beam's index and its next token."""

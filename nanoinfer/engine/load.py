@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
-    from nanoinfer.loading.loader import load
+    from nanoinfer.loading.loader import load, load_draft
     from nanoinfer.system.process import limit_threads
 
     limit_threads()
@@ -32,8 +32,6 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
         if config.speculative is not None and config.speculative.method != "ngram":
-            from nanoinfer.loading.drafter import load_draft
-
             draft_model = load_draft(config.speculative, config, loaded)
         engine = make_engine(
             loaded.model,

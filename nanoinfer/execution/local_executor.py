@@ -86,7 +86,13 @@ class LocalExecutor:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._on_device():
             start = time.perf_counter()
-            batch = self._build_batch(plan, previous)
+            before = None
+            if previous is not None and previous.tokens is not None:
+                its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
+                before = PreviousTokens(previous.tokens.token_ids, its_rows)
+            batch = ForwardBatch.build(
+                plan, self.info.block_size, self.device, before, self._tracer, has_single_queries=self._batch_invariant
+            )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
@@ -145,15 +151,6 @@ class LocalExecutor:
         return logprobs
 
     # ---- internals
-
-    def _build_batch(self, plan: StepPlan, previous: LaunchedStep | None) -> ForwardBatch:
-        tokens = None
-        if previous is not None and previous.tokens is not None:
-            rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
-            tokens = PreviousTokens(previous.tokens.token_ids, rows)
-        return ForwardBatch.build(
-            plan, self.info.block_size, self.device, tokens, self._tracer, has_single_queries=self._batch_invariant
-        )
 
     def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
         """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. Returns the seconds as well."""

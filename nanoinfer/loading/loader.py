@@ -5,15 +5,15 @@ In: an EngineConfig. Out: the model as its file in models/ defines it, the token
 
 import dataclasses
 import logging
+import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.config import DTYPES, EngineConfig, SpeculativeConfig
 from nanoinfer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -79,6 +79,49 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     return Loaded(checkpoint, model, weights, num_parameters, tokenizer, eos_token_ids)
 
 
+def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
+    """Load the model, or the module of the model itself, that drafts for `target`.
+
+    Raises:
+        InvalidValueError: the model has other ids. The errors of load and _load_drafter are raised as well.
+    """
+    if (name := speculative.model) is None:
+        return _load_drafter(target)
+    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
+    way_out = "choose a draft model of the same family"
+    if theirs != ours:
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+    return draft.model
+
+
+def _load_drafter(target: Loaded) -> Model:
+    """Load the module of a checkpoint that predicts further tokens. It will share the model's embedding and head.
+
+    Raises:
+        UnsupportedError: a family without such a module, or a checkpoint without its weights.
+        WeightsError: weights that do not fit.
+    """
+    model: Any = target.model
+    way_out = "use method 'ngram', or 'draft_model' with a smaller model"
+    if not hasattr(model, "drafter_class"):
+        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {way_out}")
+    weights, rules = open_weights(target.checkpoint), model.drafter_class.weight_rules
+    if not any(name.startswith(rules.prefix) for name in weights):
+        raise UnsupportedError(
+            f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
+            f"leaves them out when it saves a model; take the published checkpoint, or {way_out}"
+        )
+    with torch.device("meta"):
+        drafter = model.drafter_class(model.config)
+    weight = next(model.parameters())
+    load_weights(drafter, weights, rules, weight.dtype, weight.device)
+    loaded: Model = drafter.to(weight.device).eval()
+    return loaded
+
+
 def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
     """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
     device = resolve_device(config.device)
@@ -126,16 +169,13 @@ def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | No
     return Tokenizer.load(path)
 
 
-def load_model(
-    checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu", lora: Sequence[tuple[str, float]] = ()
-) -> Any:
+def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
     """Build the checkpoint's model with its weights: the textbook version, which runs on every device.
 
     Args:
         dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
-        lora: adapters to merge into the weights, each with its strength.
     """
-    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), lora=tuple(lora)))[0]
+    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device)))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:
@@ -145,12 +185,11 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
-    stored = WeightFiles(checkpoint.weight_files)
-    files: Weights = stored
+    files: Weights = WeightFiles(checkpoint.weight_files)
     if settings:
         from nanoinfer.loading.formats.packed import open_packed
 
-        files = open_packed(stored, settings, checkpoint.config_path)
+        files = open_packed(files, settings, checkpoint.config_path)
     return divided(files, find_model(checkpoint.config).weight_rules)
 
 
@@ -222,10 +261,11 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
         problems.append(
             f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors"
         )
+    num_elements = sum(math.prod(info.shape) for info in files.values())
     for name in _SIZES:
         size = getattr(config, name, None) or 1
-        if size > files.num_elements:
-            problems.append(f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements")
+        if size > num_elements:
+            problems.append(f"{name} in {path} is {size}, but the weights have only {num_elements} elements")
     if problems:
         raise WeightsError(f"{problems[0]}; are both of the same model?")
 

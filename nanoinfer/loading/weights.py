@@ -10,11 +10,10 @@ its parameter piece by piece, so loading takes little more memory than the param
 """
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,10 +61,6 @@ class Weights(dict[str, TensorInfo]):
     def integers(self, name: str) -> "QuantizedWeight | None":
         """Return a matrix as the integers in the file. None: it has no integers, or a QuantizedWeight cannot hold them."""
         return None
-
-    @cached_property
-    def num_elements(self) -> int:
-        return sum(math.prod(info.shape) for info in self.values())
 
 
 class WeightFiles(Weights):

@@ -150,9 +150,6 @@ class QwenAttention(nn.Module):
     def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(self.layer, q, k, v) if self.window is None else attend(self.layer, q, k, v, window=self.window)
 
-    def extra_repr(self) -> str:
-        return "" if self.window is None else f"window={self.window}"
-
 
 class QwenDecoderLayer(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:

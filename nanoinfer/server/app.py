@@ -5,7 +5,6 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,43 +15,22 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
 from nanoinfer.server.answers import Reply, respond
 from nanoinfer.server.choices import ChatFormat, ChatReply, CompletionReply, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
-from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
+from nanoinfer.server.limits import RequestLimits, ServerSettings, StrictRequest, StrictRoute
 from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
-from nanoinfer.server.pooling import Pooling, TextsRequest
+from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.updates import add_adapters, add_weights
-from nanoinfer.tracing.recent import RecentRecorder
 
 STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The server's settings for its clients."""
-
-    served_model_names: tuple[str, ...]  # names that a request's "model" may have. Answers contain the first
-    api_keys: tuple[str, ...] = ()  # POST requests, and those to /v1 and /trace, need one of these keys. (): they need none
-    allowed_hosts: tuple[str, ...] | None = None  # names that the Host header may have besides addresses. None: any name
-    max_body_bytes: int = 2**22  # the limit of a request's body
-    ignore_unknown_fields: bool = False  # accept unknown fields of a body
-    cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
-    reasoning_parser: str | None = None  # "qwen3", "openai_gptoss" or "none". None: by the chat template
-    tool_call_parser: str | None = None  # "hermes", "openai" or "none". None: by the chat template
-    max_stored_responses: int = 0  # the number of responses of /v1/responses that requests can continue by id
-    weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: no trainer may
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # names that lora_updates may change
-    lora_updates: bool = False
-    recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None: no replays
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -68,8 +46,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)
     add_page(app, async_llm, settings.served_model_names[0], replays)
-    Generation(async_llm, settings, replays).add_to(app)
-    Pooling(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
+    GenerationEndpoints(async_llm, settings, replays).add_to(app)
+    PoolingEndpoints(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
@@ -80,7 +58,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-class Generation:
+class GenerationEndpoints:
     """The endpoints that generate. Those of /v1/messages and /v1/responses convert their bodies to chat requests."""
 
     def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:

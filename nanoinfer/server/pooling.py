@@ -76,7 +76,7 @@ class RerankRequest(TextsRequest):
     instruction: str | None = None
 
 
-class Pooling:
+class PoolingEndpoints:
     """The endpoints. check_body refuses unknown fields and models, and returns the model's name."""
 
     def __init__(self, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
@@ -153,5 +153,5 @@ class Pooling:
             head = {"id": answers.id, "object": "list", "created": int(time.time()), "model": model}
             return json_response(head | fields_of(prepared) | {"usage": {"prompt_tokens": num, "total_tokens": num}})
 
-        await answers.submit(self._async_llm, list(prepares), is_large=http.is_large)
+        await answers.submit(self._async_llm, prepares, is_large=http.is_large)
         return await respond_whole(http, answers, partial(self._async_llm.threads.run, whole, is_large=http.is_large))

@@ -21,9 +21,10 @@ from pydantic_core import from_json, to_json
 from ray.exceptions import RayError
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.server.app import ServerSettings, create_app
+from nanoinfer.server.app import create_app
 from nanoinfer.server.batch import BatchRequest, answer, answer_all, to_result
 from nanoinfer.server.errors import error_body
+from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.protocol import JsonObject
 from nanoinfer.server.run import share_the_process
 

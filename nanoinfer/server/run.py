@@ -14,8 +14,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.server.app import ServerSettings, create_app
-from nanoinfer.server.limits import MAX_HEADER_BYTES
+from nanoinfer.server.app import create_app
+from nanoinfer.server.limits import MAX_HEADER_BYTES, ServerSettings
 
 logger = logging.getLogger("uvicorn.error")  # uvicorn's, which also logs non-errors
 KEEP_ALIVE_SECONDS = 5

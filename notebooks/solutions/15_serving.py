@@ -12,7 +12,7 @@ from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.server.app import ServerSettings
+from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from nanoinfer.tracing import StepScheduled

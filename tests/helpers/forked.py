@@ -130,6 +130,6 @@ def _rank(arguments, stdin, descriptors, environment):
     os.dup2(stdin.number, 0)
     os.environ.update(environment)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}
-    rank, device, *given = arguments
-    sys.argv = ["worker", rank, device, *(numbers[number] for number in given)]
+    rank, device, port, *given = arguments
+    sys.argv = ["worker", rank, device, port, *(numbers[number] for number in given)]
     worker.main()

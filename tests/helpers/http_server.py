@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx2
 
 from nanoinfer import AsyncLLM
-from nanoinfer.server.app import ServerSettings
+from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from tests.helpers import tiny_models

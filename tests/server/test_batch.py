@@ -17,7 +17,7 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.cli.main import app as commands
 from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.loading.checkpoint import file_digests
-from nanoinfer.server.app import ServerSettings, create_app
+from nanoinfer.server.app import create_app
 from nanoinfer.server.batch import (
     BatchRequest,
     Manifest,
@@ -27,6 +27,7 @@ from nanoinfer.server.batch import (
     manifest_path,
     request_seed,
 )
+from nanoinfer.server.limits import ServerSettings
 
 pytestmark = pytest.mark.slow
 

@@ -73,7 +73,7 @@ def test_another_host_gets_403_on_every_path(monkeypatch):
 
 
 def test_the_banner_names_model_dtype_context_cache_and_page(server, capfd):
-    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.limits import ServerSettings
     from nanoinfer.server.run import banner
 
     lines = banner(server.async_llm, ServerSettings(served_model_names=("tiny",)), "0.0.0.0", 80).splitlines()

@@ -16,8 +16,8 @@ pytest.importorskip("ray.data", reason='ray is not installed; pip install -e ".[
 
 from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
-from nanoinfer.server.app import ServerSettings  # noqa: E402
 from nanoinfer.server.batch import ResultFile, read_requests  # noqa: E402
+from nanoinfer.server.limits import ServerSettings  # noqa: E402
 from nanoinfer.server.ray_batch import answer_all_on_ray, connected  # noqa: E402
 from tests.server.test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
 

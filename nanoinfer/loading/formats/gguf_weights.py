@@ -179,10 +179,6 @@ def _five_bits(blocks: Tensor) -> Tensor:
     return _four_bits(blocks) | _fields(blocks[:, -20:-16], 1, 1) << 4
 
 
-def _eight_bits(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:] ^ 128  # signed + 128
-
-
 def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
     """Compute d * scale * integer - dmin * minimum for 8 groups of 32.
 
@@ -194,29 +190,22 @@ def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * integers.view(-1, 8, 32) - minima.unsqueeze(-1)).view(len(blocks), 256)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _k_groups(blocks, _fields(blocks[:, 16:], 4, 32))
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    return _k_groups(blocks, _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4)
-
-
 def _q6_k(blocks: Tensor) -> Tensor:
     low, high = _fields(blocks[:, :128], 4, 64), _fields(blocks[:, 128:192], 2, 32)
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)  # for groups of 16
     return (scales.unsqueeze(-1) * ((low | high << 4).float() - 32).view(-1, 16, 16)).view(len(blocks), 256)
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
-    return unpack_fp4(_four_bits(blocks), blocks[:, 0])
-
-
 # type -> (bits, the integer that represents 0, blocks -> integers): d * (integer - zero)
 _WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q4_0": (4, 8, _four_bits),
     "Q5_0": (5, 16, _five_bits),
-    "Q8_0": (8, 128, _eight_bits),
+    "Q8_0": (8, 128, lambda blocks: blocks[:, 2:] ^ 128),  # signed + 128
 }
 _WITH_MINIMUM = {"Q4_1": _four_bits, "Q5_1": _five_bits}  # type -> blocks -> integers: d * integer + minimum
-_OTHERS = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
+_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_K": lambda blocks: _k_groups(blocks, _fields(blocks[:, 16:], 4, 32)),
+    "Q5_K": lambda blocks: _k_groups(blocks, _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4),
+    "Q6_K": _q6_k,
+    "MXFP4": lambda blocks: unpack_fp4(_four_bits(blocks), blocks[:, 0]),
+}

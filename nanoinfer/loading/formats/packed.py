@@ -6,14 +6,14 @@ a `weight` in their place, and computes rows of it when they are read. Layers th
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
 from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.loading.weights import TensorInfo, Weights
 
 _FLOATS = ("F16", "BF16", "F32")  # of scales
 _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -24,7 +24,7 @@ class PackedWeights(Weights):
 
     suffixes: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
-    def __init__(self, files: WeightFiles, settings: dict[str, Any], config_path: Path) -> None:
+    def __init__(self, files: Weights, settings: dict[str, Any], config_path: Path) -> None:
         self.files = files
         self._settings = settings
         self._config_path = config_path
@@ -112,7 +112,7 @@ class FP8Weights(PackedWeights):
 
     def shape_of(self, layer: str) -> tuple[int, int]:
         num_outputs, num_inputs = self.header(layer, "weight", ("F8_E4M3",), None, None).shape
-        num_blocks = ceil_div(num_outputs, self._block[0]), ceil_div(num_inputs, self._block[1])
+        num_blocks = -(-num_outputs // self._block[0]), -(-num_inputs // self._block[1])
         self.header(layer, "weight_scale_inv", _FLOATS, *num_blocks)
         return num_outputs, num_inputs
 
@@ -127,13 +127,7 @@ class FP8Weights(PackedWeights):
 # ---- integers with a scale and a zero point for each output and group of inputs
 
 
-class Fields(NamedTuple):
-    """Rows of a quantised layer: weight[out, in] = scales[out, g] * (integers[out, in] - zeros[out, g]), g = groups[in]."""
-
-    integers: Tensor  # [rows, in] in fp32
-    scales: Tensor  # [rows, number of groups] in fp32
-    zeros: Tensor  # [rows, number of groups] in fp32
-    groups: Tensor  # [in], the group of each input
+Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class IntegerWeights(PackedWeights):
@@ -144,7 +138,10 @@ class IntegerWeights(PackedWeights):
     group_size: int  # the number of inputs that share a scale. -1: all inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
-        """Return rows of a quantised layer."""
+        """Return rows of a layer: weight[out, in] = scales[out, g] * (integers[out, in] - zeros[out, g]), g = groups[in].
+
+        Returns: integers [rows, in], scales and zeros [rows, number of groups], all in fp32, and groups [in].
+        """
         raise NotImplementedError
 
     def unpack(self, layer: str, rows: slice) -> Tensor:
@@ -157,13 +154,13 @@ class IntegerWeights(PackedWeights):
             return None
         integers, scales, zeros, groups = self.fields(layer, slice(None))
         num_inputs, num_groups = len(groups), scales.shape[1]
-        in_order = torch.arange(num_inputs) // ceil_div(num_inputs, num_groups)
+        in_order = torch.arange(num_inputs) // -(-num_inputs // num_groups)
         if num_inputs % num_groups or not torch.equal(groups, in_order) or zeros.max() > 255:
             return None
         return QuantizedWeight(self.bits, integers.to(torch.uint8), scales, zeros.to(torch.uint8))
 
     def num_groups(self, num_inputs: int) -> int:
-        return 1 if self.group_size == -1 else ceil_div(num_inputs, self.group_size)
+        return 1 if self.group_size == -1 else -(-num_inputs // self.group_size)
 
     def group_of_inputs(self, layer: str, name: str) -> Tensor:
         """Return the group of each input. name: the tensor with each input's group, which layers with act-order have."""
@@ -216,7 +213,7 @@ class GPTQWeights(IntegerWeights):
         zeros = unpack_words(self.files.read(layer + "qzeros"), self.bits).flatten(1)[:, rows] + self._stored_zero
         words = self.files.read(layer + "qweight")[:, rows]
         integers = unpack_words(words, self.bits).transpose(1, 2).flatten(0, 1)  # [in, rows]
-        return Fields(integers.T, scales.T, zeros.T, self.group_of_inputs(layer, "g_idx"))
+        return integers.T, scales.T, zeros.T, self.group_of_inputs(layer, "g_idx")
 
 
 class AWQWeights(IntegerWeights):
@@ -253,7 +250,7 @@ class AWQWeights(IntegerWeights):
 
     def fields(self, layer: str, rows: slice) -> Fields:
         start, stop, _ = rows.indices(self._shapes[layer][0])
-        words = slice(start // 8, ceil_div(stop, 8))
+        words = slice(start // 8, -(-stop // 8))
 
         def outputs(name: str) -> Tensor:
             """Return rows of the fields, in the order of the outputs: [n, words] -> [n, rows]."""
@@ -261,7 +258,7 @@ class AWQWeights(IntegerWeights):
             return fields.flatten(1)[:, start - words.start * 8 : stop - words.start * 8]
 
         scales = self.files.read(layer + "scales").float()[:, start:stop]
-        return Fields(outputs("qweight").T, scales.T, outputs("qzeros").T, self.group_of_inputs(layer, "g_idx"))
+        return outputs("qweight").T, scales.T, outputs("qzeros").T, self.group_of_inputs(layer, "g_idx")
 
 
 class CompressedWeights(IntegerWeights):
@@ -320,7 +317,7 @@ class CompressedWeights(IntegerWeights):
         num_groups = self.num_groups(shape[1])
         self.header(layer, "weight_scale", _FLOATS, num_outputs, num_groups)
         if layer + "weight_zero_point" in self.files:
-            self.header(layer, "weight_zero_point", ("I32",), ceil_div(num_outputs, per_word), num_groups)
+            self.header(layer, "weight_zero_point", ("I32",), -(-num_outputs // per_word), num_groups)
         if layer + "weight_g_idx" in self.files:
             self.header(layer, "weight_g_idx", ("I32", "I64"), shape[1])
         return shape
@@ -333,17 +330,13 @@ class CompressedWeights(IntegerWeights):
             packed = self.files.read(layer + "weight_zero_point")
             stored = unpack_words(packed, self.bits)  # [out * bits / 32, groups, 32 / bits]
             zeros = stored.transpose(1, 2).flatten(0, 1)[: self._shapes[layer][0]][rows]
-        return Fields(integers, scales, zeros, self.group_of_inputs(layer, "weight_g_idx"))
+        return integers, scales, zeros, self.group_of_inputs(layer, "weight_g_idx")
 
 
 def unpack_words(words: Tensor, num_bits: int) -> Tensor:
     """Split int32 words into unsigned fields, lowest bits first: [..., n] -> [..., n, 32 / num_bits] in fp32."""
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts & (1 << num_bits) - 1).float()
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 _FORMATS: dict[str, type[PackedWeights]] = {
@@ -354,7 +347,7 @@ _FORMATS: dict[str, type[PackedWeights]] = {
 }
 
 
-def open_packed(files: WeightFiles, settings: object, config_path: Path) -> Weights:
+def open_packed(files: Weights, settings: object, config_path: Path) -> Weights:
     """Return the tensors of a checkpoint whose config.json has these settings. experts.py reads those of MXFP4."""
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method == "mxfp4":

@@ -7,6 +7,7 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidTypeError, UnsupportedError, WeightsError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -35,7 +36,8 @@ def change(model, pairs, scales):
 
 
 def logits_here(path, lora):
-    model = loader.load_model(Checkpoint.open(str(path)), "float32", lora=lora)
+    config = EngineConfig(dtype="float32", device="cpu", lora=tuple(lora))
+    model = loader.load_configured(Checkpoint.open(str(path)), config)[0]
     with torch.inference_mode():
         return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
 
