@@ -113,17 +113,16 @@ def _converse(session: ChatSession) -> None:
 class MessageInput:
     """Reads messages from the terminal, and keeps them in a history file for the next chat."""
 
-    def __init__(self, complete: Callable[[str], list[str]] | None = None) -> None:
-        """complete: returns possible completions of a line's last word, for the Tab key. None: there are none."""
+    def __init__(self, complete: Callable[[str], list[str]]) -> None:
+        """complete: returns possible completions of a line's last word, for the Tab key."""
         folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         self._history = Path(folder).expanduser() / "nanoinfer" / "chat_history"
         if readline is not None:
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             readline.set_history_length(MAX_HISTORY_LINES)
-            if complete is not None:
-                readline.set_completer_delims(" ")
-                readline.set_completer(lambda _, index: [*complete(_line_before_cursor()), None][index])
-                readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
+            readline.set_completer_delims(" ")
+            readline.set_completer(lambda _, index: [*complete(_line_before_cursor()), None][index])
+            readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
             with suppress(OSError):  # there is no history yet
                 readline.read_history_file(self._history)
 

@@ -6,7 +6,6 @@ messages, passes those to the model that leave room for an answer in its context
 
 import glob
 import json
-import os
 import secrets
 import sys
 from ast import literal_eval
@@ -24,7 +23,6 @@ from nanoinfer.sampling_params import SamplingParams
 
 # The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
 
 
 class ChatSession:
@@ -43,7 +41,6 @@ class ChatSession:
         self._first_given = set(self.model.given or ())
         self.output: RequestOutput | None = None
         self._shows_stats = shows_stats
-        self._has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def handle(self, message: str) -> None:
         """Run a command or answer a question. A text of several lines is a question.
@@ -72,9 +69,7 @@ class ChatSession:
         An answer that Ctrl-C stopped is kept, too.
         """
         prompt, num_dropped = self.conversation.render(question)
-        text, self.output = print_stream(
-            self.model, prompt, self.params, self._dim_thinking, end=PLAIN if self._has_colors else ""
-        )
+        text, self.output = print_stream(self.model, prompt, self.params)
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
             if num_dropped and not self.conversation.num_dropped:
@@ -89,11 +84,6 @@ class ChatSession:
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
-
-    def _dim_thinking(self, text: str) -> str:
-        if not self._has_colors:
-            return text
-        return text.replace("<think>", f"{DIM}<think>").replace("</think>", f"</think>{PLAIN}")
 
     def _explain_length(self, num_output_tokens: int) -> str:
         if num_output_tokens == self.params.max_tokens:

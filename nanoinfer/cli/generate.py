@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -96,28 +95,17 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return options.read_standard_input()
 
 
-def print_stream(
-    llm: "LLM | ChatModel",
-    prompt: Any,
-    params: SamplingParams,
-    decorate: Callable[[str], str] = str,
-    end: str = "",
-) -> tuple[str, RequestOutput | None]:
-    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended the answer.
-
-    Args:
-        decorate: returns the text to print for a piece of text.
-        end: the text to print before the end of the last line.
-    """
+def print_stream(llm: "LLM | ChatModel", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:
+    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended the answer."""
     text, output = "", None
     stream = llm.stream(prompt, params)
     with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
         for delta in stream:
             text += delta.text
-            print(decorate(delta.text), end="", flush=True)
+            print(delta.text, end="", flush=True)
             output = delta.output
     if text or output is None:  # ends the line of the answer, or of the ^C that the terminal shows
-        print(end, flush=True)
+        print(flush=True)
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
     return text, output

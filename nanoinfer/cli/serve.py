@@ -151,15 +151,12 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.server.limits import ServerSettings
 
+    same = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(ServerSettings)}
     return ServerSettings(
+        **{name: getattr(options, name) for name in same},
         served_model_names=served_names(options.served_model_name, engine.model or DEFAULT_MODEL),
         api_keys=tuple(options.api_key or ()),
-        max_body_bytes=options.max_body_bytes,
-        ignore_unknown_fields=options.ignore_unknown_fields,
         cors_origins=tuple(options.cors_origin or ()),
-        max_stored_responses=options.max_stored_responses,
-        reasoning_parser=options.reasoning_parser,
-        tool_call_parser=options.tool_call_parser,
         weight_updates=engine.tensor_parallel_size if options.enable_weight_update else 0,
         adapters=lora_requests(options.lora_modules),
         lora_updates=options.enable_lora_update,

@@ -300,16 +300,6 @@ def test_stats_follow_each_answer_if_asked_for(llm, capsys):
     assert capsys.readouterr().err == stats + "\n"
 
 
-def test_thinking_is_dim_on_a_terminal(llm, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    session = ChatSession(Conversation(LocalModel(llm)), GREEDY)
-    monkeypatch.setattr(LLM, "stream", lambda *_: (Delta(text, [5]) for text in ("<think>", "Hm</think>", "Yes")))
-    session.handle(LILY)
-    assert capsys.readouterr().out == "\x1b[2m<think>Hm</think>\x1b[0mYes\x1b[0m\n"
-    assert said(session) == [LILY, "<think>Hm</think>Yes"]
-
-
 # ---- the command, where standard input is no terminal
 
 

@@ -90,23 +90,20 @@ def test_set_reaches_the_server_and_seeds_go_on(capsys):
     assert "top_k                       as the server has it\n" in shown
 
 
-def test_reasoning_is_dim_and_not_sent_again(monkeypatch, capsys):
+def test_reasoning_is_between_tags_and_not_sent_again(capsys):
     thinking = [{"reasoning": "Hm", "reasoning_content": "Hm"}, {"reasoning_content": "."}, "Yes", "!"]
     with fake_server.serving(stream(*chat_events(*thinking)), stream(*chat_events({"reasoning": "So"}))) as server:
-        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        monkeypatch.delenv("NO_COLOR", raising=False)
         session = session_with(server)
         for question in ("a", "b", "c"):
             session.handle(question)
-    thoughtful = "\x1b[2m<think>\nHm.\n</think>\x1b[0m\n\nYes!\x1b[0m\n"
-    assert capsys.readouterr().out == thoughtful + "\x1b[2m<think>\nSo\x1b[0m\n" * 2
+    assert capsys.readouterr().out == "<think>\nHm.\n</think>\n\nYes!\n" + "<think>\nSo\n" * 2
     assert [message["content"] for message in server.bodies[2]["messages"]] == ["a", "Yes!", "b", "", "c"]
 
 
 def test_ctrl_c_keeps_what_was_shown_and_closes_the_connection(monkeypatch, capsys):
     shown = threading.Event()
-    decorate = ChatSession._dim_thinking
-    monkeypatch.setattr(ChatSession, "_dim_thinking", lambda self, text: shown.set() or decorate(self, text))
+    show = lambda *text, **how: print(*text, **how) or shown.set()  # noqa: E731
+    monkeypatch.setattr("nanoinfer.cli.generate.print", show, raising=False)
 
     def client_waits_for_bytes():
         return sys._current_frames()[threading.main_thread().ident].f_code.co_filename == socket.__file__

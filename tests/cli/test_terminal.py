@@ -114,7 +114,7 @@ def start(tmp_path):
 
 READ = """
 from nanoinfer.cli.chat import MessageInput
-messages = MessageInput()
+messages = MessageInput(lambda line: [])
 while (message := messages.read()) is not None:
     print(ascii(message))
 """

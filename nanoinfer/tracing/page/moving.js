@@ -133,8 +133,6 @@ byId("slider").max = run.steps.length - 1;
 byId("slider").addEventListener("input", event => goTo(Number(event.target.value)));
 byId("play").addEventListener("click", togglePlaying);
 byId("speed").addEventListener("change", () => now.timer !== null && play());
-byId("previous").addEventListener("click", () => moveToken(-1));
-byId("next").addEventListener("click", () => moveToken(1));
 addEventListener("hashchange", followLink);
 if (DIFFERENCES) addEventListener("message", event => event.source === parent && answer(event.data));
 document.addEventListener("keydown", onKey);

@@ -97,8 +97,6 @@ const MOST_DROPPED = 10; // candidates after these are shown only if they can st
 
 function showToken() {
   const { token } = now;
-  byId("previous").setAttribute("aria-disabled", !neighbour(-1));
-  byId("next").setAttribute("aria-disabled", !neighbour(1));
   byId("token-title").textContent = token ? `Token “${visibleText(token.token, token.token_id)}”` : "Token";
   const which = now.sequence ? `No token of sequence ${now.sequence.id}` : "No token";
   if (!token) return byId("token").replaceChildren(el("p.muted", {}, `${which} was drawn in this step.`));
