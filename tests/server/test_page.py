@@ -306,6 +306,7 @@ Plain **bold** and _slanted_, `a * b * c` and snake_case_names, 2 * 3 * 4, ~~gon
 |---|---|
 | 1 | `x` |
 
+---
 [bad](javascript:alert(1)) ![picture](https://example.org/p.png) <b>no</b>
 ~~~
 unclosed"""
@@ -320,15 +321,18 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
     expected = [
         "<h3>A <em>title</em></h3>Plain <strong>bold</strong> and <em>slanted</em>, <code>a * b * c</code> and ",
         "snake_case_names, 2 * 3 * 4, <del>gone</del> *kept*.\n",
-        '\n1. one\n   - inner <a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a>\n',
-        '<pre tabindex="0">   x = "# no heading"\n</pre>2. two\n&gt; quoted\n&gt; more\n',
+        '<ol start="1"><li>one\n<ul><li>inner ',
+        '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a></li></ul>',
+        '<pre tabindex="0">x = "# no heading"\n</pre></li><li>two</li></ol><blockquote>quoted\nmore</blockquote>',
         '<div class="table" tabindex="0"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>',
-        "</table></div>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
+        "</table></div><hr>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
         '<pre tabindex="0">unclosed</pre>',
     ]
     assert shown.inner_html().replace(' class=""', "") == "".join(expected)
     page.unroute_all()
     for hostile in (
+        "> " * 5000 + "deep",
+        "- " * 5000 + "deep",
         "*" * 5000 + "a",
         "**a " * 5000,
         "x" + "`" * 5000,
