@@ -7,7 +7,7 @@ never starts, the streams are closed, so that the engine frees their blocks.
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -123,8 +123,8 @@ class Reply(ABC):
         """Return the JSON object for answers that have ended."""
 
     @abstractmethod
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[bytes]:
-        """Yield the server-sent events for the next delta of the choice with this index."""
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterable[bytes]:
+        """Return the server-sent events for the next delta of the choice with this index, or pieces of them."""
 
     @abstractmethod
     def failure(self, status: int, message: str) -> bytes:

@@ -9,7 +9,7 @@ import codecs
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest, JsonObject
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
+END_OF_EVENT = b"]}\n\n"
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM's
 
@@ -136,8 +137,8 @@ class ChoicesReply(Reply):
         """Return the choice of a whole answer."""
 
     @abstractmethod
-    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
-        """Yield the chunks of a choice for its next delta."""
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> list[JsonObject]:
+        """Return the chunks of a choice for its next delta."""
 
     def response_fields(self, stream: RequestStream) -> JsonObject:
         """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
@@ -157,15 +158,16 @@ class ChoicesReply(Reply):
         fields = {"choices": choices, "usage": answers.usage()} | self.response_fields(answers.streams[0])
         return self._head(self.object_names[0]) | fields
 
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[bytes]:
-        """Yield the events. Their common fields are rendered only once."""
-        options, usage = self._stream_options, {}
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> list[bytes]:
+        """Return the events. Their common fields are rendered only once."""
+        options, fields, events = self._stream_options, {}, []
         if options is not None and options.include_usage:
-            usage = {"usage": self.answers.usage() if options.continuous_usage_stats else None}
+            fields = {"usage": self.answers.usage() if options.continuous_usage_stats else None}
         for choice in self.choice_chunks(index, stream, delta):
-            first = {} if self._prefix else self.response_fields(self.answers.streams[0])
+            more = {} if self._prefix else self.response_fields(self.answers.streams[0])
             self._prefix = self._prefix or b"data: " + to_json(self._head(self.object_names[1]))[:-1] + b',"choices":['
-            yield self._prefix + to_json(choice) + _end_of_event(usage | first)
+            events += [self._prefix, to_json(choice), _end_of_event(fields | more) if fields or more else END_OF_EVENT]
+        return events
 
     def failure(self, status: int, message: str) -> bytes:
         return b"data: " + to_json(error_body(status, message)) + b"\n\n" + DONE
@@ -176,8 +178,8 @@ class ChoicesReply(Reply):
 
 
 def _end_of_event(fields: JsonObject) -> bytes:
-    """Render the end of an event, after its choices."""
-    return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
+    """Render the end of an event with further fields, after its choices."""
+    return b"]," + to_json(fields)[1:] + b"\n\n"
 
 
 class ChatReply(ChoicesReply):
@@ -204,15 +206,17 @@ class ChatReply(ChoicesReply):
             message["content"] = self._echoed + (message["content"] or "")
         return {"index": index, "message": message} | self._common_fields(parser, answer)
 
-    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> list[JsonObject]:
+        chunks: list[JsonObject] = []
         if index not in self._parsers:
             self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
             first = {"role": "assistant", "content": self._echoed}
-            yield {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
+            chunks = [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]
         parser = self._parsers[index]
         fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
         if fields or _is_shown(delta, self._request):
-            yield {"index": index, "delta": fields} | self._common_fields(parser, delta)
+            chunks += [{"index": index, "delta": fields} | self._common_fields(parser, delta)]
+        return chunks
 
     def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> JsonObject:
         # "length" stays, so that a client notices a call that is cut. After a named tool, OpenAI's reason is "stop".
@@ -234,11 +238,10 @@ class CompletionReply(ChoicesReply):
         self._request = request
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice, because a stream's offsets continue from chunk to chunk
 
-    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
+    def choice_chunks(self, index: int, stream: RequestStream, delta: Delta) -> list[JsonObject]:
         if index not in self._logprobs:
-            yield self.choice(index, stream, delta)
-        elif delta.text or _is_shown(delta, self._request):
-            yield self._choice(index, delta)
+            return [self.choice(index, stream, delta)]
+        return [self._choice(index, delta)] if delta.text or _is_shown(delta, self._request) else []
 
     def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
         """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty."""

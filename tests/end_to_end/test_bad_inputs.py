@@ -81,6 +81,7 @@ def sample(llm, **given):
 
 NUMBERS = ["0.5", None, True, [1.0], math.nan, math.inf, UNPRINTABLE, NoRepr(), ARRAY]
 COUNTS = ["3", 1.5, True, [1], math.nan, NoRepr(), ARRAY, -UNPRINTABLE]
+NOT_FLAGS = [value for value in COUNTS if value is not True]  # True is 1, as in vLLM
 IDS = [5, "ab", {1}, [-1], ["1"], [1.5], [None], [1959], [HUGE], [UNPRINTABLE], MATRIX]
 BAD_SAMPLING = {
     "temperature": [-0.1, *NUMBERS],
@@ -95,8 +96,8 @@ BAD_SAMPLING = {
     "min_tokens": [-1, 17, None, HUGE, UNPRINTABLE, *COUNTS],
     "n": [0, None, 10**9, HUGE, UNPRINTABLE, *COUNTS],
     "no_repeat_ngram_size": [-1, None, *COUNTS],
-    "logprobs": [-2, 1960, HUGE, UNPRINTABLE, *COUNTS],
-    "prompt_logprobs": [-2, 1960, HUGE, UNPRINTABLE, *COUNTS],
+    "logprobs": [-2, 1960, HUGE, UNPRINTABLE, *NOT_FLAGS],
+    "prompt_logprobs": [-2, 1960, HUGE, UNPRINTABLE, *NOT_FLAGS],
     "stop": [5, "", [""], [None], b"end", ["a", 5], NoRepr(), MATRIX],
     "stop_token_ids": IDS,
     "allowed_token_ids": [[], *IDS],

@@ -891,7 +891,7 @@ def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
     [
         ("kv_cache_mem", "did you mean kv_cache_memory?"),
         ("max_seq_len", "did you mean max_model_len?"),
-        ("temprature_of_the_room", "known are model, tokenizer, revision, dtype"),
+        ("temprature_of_the_room", "known are model, tokenizer, skip_tokenizer_init, revision"),
     ],
 )
 def test_an_unknown_argument_is_refused_with_a_near_one_or_all(name, sentence):

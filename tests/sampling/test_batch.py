@@ -11,11 +11,11 @@ VOCAB_SIZE = 20
 
 
 def test_every_row_is_in_the_group_of_its_parameters():
-    groups = batch_of([sequence(**params) for params in PARAMS.values()], VOCAB_SIZE).groups
+    groups = batch_of([sequence(**params) for params in PARAMS.values()], VOCAB_SIZE).row_groups
     assert list(PARAMS) == ["greedy", "top_k", "top_p", "other"]
     assert (groups.greedy_rows, groups.top_k_rows, groups.top_p_rows, groups.other_rows) == ((0,), (1,), (2,), (3,))
     assert not groups.all_greedy
-    assert batch_of([sequence(temperature=0)] * 2, VOCAB_SIZE).groups.all_greedy
+    assert batch_of([sequence(temperature=0)] * 2, VOCAB_SIZE).row_groups.all_greedy
 
 
 def test_a_column_holds_the_value_that_changes_nothing_where_a_row_does_not_use_it():

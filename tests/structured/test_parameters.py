@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: exactly one form, and what can be checked without a tokenizer."""
+"""StructuredOutputsParams: exactly one format, and what can be checked without a tokenizer."""
 
 import pytest
 
@@ -9,8 +9,8 @@ FORMATS = {"json": {"type": "object"}, "regex": "[a-z]+", "choice": ["a", "b"], 
 
 
 @pytest.mark.parametrize("answer_format", FORMATS)
-def test_one_form_is_enough_and_is_named(answer_format):
-    assert StructuredOutputsParams(**{answer_format: FORMATS[answer_format]}).form == answer_format
+def test_one_format_is_enough_and_is_named(answer_format):
+    assert StructuredOutputsParams(**{answer_format: FORMATS[answer_format]}).kind == answer_format
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,10 @@ class Phase:
     def num_operations(self) -> int:
         return sum(part.num_operations for part in self.parts)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
     def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
         return sum(part.least_s(machine, dtype) for part in self.parts)
 

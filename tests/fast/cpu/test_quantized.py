@@ -98,7 +98,7 @@ def test_eight_bits_by_hand():
     weight = torch.zeros(2, 32)
     weight[0, :2] = torch.tensor([1.27, -0.64])
     found = quantize(weight, 8)
-    assert (found.group, found.integers[0, :3].tolist()) == (32, [255, 64, 128])
+    assert (found.group_size, found.integers[0, :3].tolist()) == (32, [255, 64, 128])
     torch.testing.assert_close(found.widened(), weight)
 
 
@@ -108,7 +108,7 @@ def test_four_bits_by_hand():
     weight = torch.zeros(1, 64 * 2)
     weight[0, :4] = torch.tensor([-0.5, 1.0, 0.3, -0.1])
     found = quantize(weight, 4)
-    assert (found.group, found.zeros.tolist()) == (64, [[5, 0]])
+    assert (found.group_size, found.zeros.tolist()) == (64, [[5, 0]])
     assert found.integers[0, :5].tolist() == [0, 15, 8, 4, 5]
     torch.testing.assert_close(found.widened(), weight)
 
@@ -118,7 +118,7 @@ def test_four_bits_by_hand():
 def test_no_weight_moves_by_more_than_a_step_and_most_by_less_than_half_of_one(bits):
     weight = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     found = quantize(weight, bits)
-    steps = (found.widened() - weight).abs() / found.scales.repeat_interleave(found.group, dim=1)
+    steps = (found.widened() - weight).abs() / found.scales.repeat_interleave(found.group_size, dim=1)
     assert steps.max() < 1
     assert steps.quantile(0.95) < 0.51
 
