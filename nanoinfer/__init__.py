@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.tracing import Recorder as Recorder
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # Public name -> its module, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _NAMES = {
