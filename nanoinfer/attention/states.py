@@ -1,6 +1,6 @@
 """The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
 
-In: a step's StateUpdates, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
+In: the StateUpdate of each sequence of a step, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
 or to which sequence it belongs.
 
 A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
@@ -41,15 +41,16 @@ class AttendWithStates:
 
     def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
         self.attend, self.states = attend, states
-        is_single = metadata.max_query_len == 1  # compute each token of a prompt as in a decode step, too
+        # Where the attention computes one query at a time, the states advance by one token at a time, in prompts too.
+        is_single = metadata.max_query_len == 1
         self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return packed tokens [num_seqs, num_tokens], and the state slots [num_seqs] to read and to write, in the pieces'
-        order.
+        """Return the batches in their order: indices of packed tokens [num_seqs, num_tokens], and the state slots [num_seqs]
+        to read and to write.
 
-        The i-th pieces of all sequences are computed together if each has a single token, and otherwise one after the other.
+        Of the i-th pieces of all sequences, those with a single token are computed together, and each longer one alone.
         """
         batches = []
         for pieces in zip_longest(*self.pieces):
@@ -68,7 +69,10 @@ class AttendWithStates:
 
     @cached_property
     def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
-        """Return the index of each sequence's first piece, and all pieces, with the place of state slot -1. For kernels."""
+        """Return, for kernels, the index of each sequence's first piece and the number of all, and the pieces as rows.
+
+        A row is (start, stop, read, write), in which the last state slot stands for -1.
+        """
         num_state_slots = len(self.states.layer(0)[0])
         first_pieces = [0, *accumulate(map(len, self.pieces))]
         pieces = [(piece.start, piece.stop, piece.read % num_state_slots, piece.write) for piece in chain(*self.pieces)]

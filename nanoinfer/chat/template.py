@@ -14,12 +14,12 @@ from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-MAX_SECONDS = 1.0  # seconds of the processor
+MAX_SECONDS = 1.0  # CPU seconds for one request
 MAX_STOPPED_SECONDS = 3.0  # a renderer that has neither replied nor ended after this time is killed
-MAX_WAIT_SECONDS = 5.0  # the longest wait for the chats of others
-MAX_BYTES = 2**28  # the most memory beyond that of a renderer before its first template
+MAX_WAIT_SECONDS = 5.0  # how long a request may wait while the chats of other requests are rendered
+MAX_BYTES = 2**28  # the memory that templates may take, besides what an idle renderer has
 MAX_CHARACTERS = 2**23
-# Longer requests, in characters with the template, use a second renderer, so that small chats need not wait. The limit is
+# Requests with more characters, the template included, use a second renderer, so that small chats need not wait. The limit is
 # twice work_threads.LARGE, since a small chat may have a long template.
 LARGE_REQUEST = 2**17
 
@@ -29,7 +29,8 @@ def apply_chat_template(
 ) -> str:
     """Return chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
-    chat_template: None: the tokenizer's. variables: the template's, of which add_generation_prompt is True by default.
+    chat_template: a Jinja template. None: the tokenizer's. variables: passed to the template. add_generation_prompt is True
+    unless it is given.
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise InvalidPromptError(

@@ -25,7 +25,7 @@ def build_app(args: dict[str, object]) -> serve.Application:
     """Make the application of one deployment, named nanoinfer.
 
     Args:
-        args: fields of EngineOptions and ServerOptions, as values or as text. api_key is the environment's by default.
+        args: fields of EngineOptions and ServerOptions, as values or as text. api_key defaults to the keys in the environment.
 
     Raises:
         InvalidValueError: a name is not an option, or a value cannot be converted.
@@ -46,7 +46,7 @@ def build_app(args: dict[str, object]) -> serve.Application:
 
 
 class ServeReplica:
-    """An engine and its endpoints, whose application Ray makes when the engine is loaded."""
+    """An engine and its HTTP endpoints. Ray makes the application when the engine is loaded."""
 
     def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
         self._async_llm = load_server_llm(engine, options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Return the whole pages of a contiguous tensor to the system, if it has madvise. The values are lost.
+    """Return the whole pages of a contiguous tensor to the system, where madvise exists. The values are lost.
 
     The pages of a privately mapped file are read from the file again. Other memory becomes zeros, and takes no pages.
     """

@@ -38,7 +38,7 @@ class KernelRotation(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """Computes silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: both layers' outputs in a row."""
+    """Computes silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: both layers in one."""
 
     def __init__(self, gate_up: nn.Linear) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GatedLinear(nn.Module):
 
 
 class AddedLinear(nn.Module):
-    """Computes residual + linear(x) for a layer without a bias: the product adds to the residual, also in place."""
+    """Computes residual + linear(x) for a layer without a bias: addmm adds the product to the residual, in place if in_place."""
 
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def compile_for_cuda(trace: Trace) -> int:
 
 
 def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Module | None:
-    """Return what computes a linear layer together with others, or with the addition after it. None: nothing does."""
+    """Return the module that computes a linear layer with others, or with the addition after it. None: it stays as it is."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
