@@ -1,7 +1,7 @@
 """The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
 
-In: the StateUpdate of each sequence of a step, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
-or to which sequence it belongs.
+In: the StateUpdate of each sequence of a step, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not
+know what a state means or to which sequence it belongs.
 
 A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
 another one, so a state that a fork or the prefix cache shares stays as it is. State slot -1 holds zeros, the state before any

@@ -49,7 +49,7 @@ class GatedLinear(nn.Module):
 
 
 class AddedLinear(nn.Module):
-    """Computes residual + linear(x) for a layer without a bias: addmm adds the product to the residual, in place if in_place."""
+    """Computes residual + linear(x) without a bias: addmm adds the product to the residual, in place if in_place."""
 
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
