@@ -291,7 +291,7 @@ class LLM:
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer of transformers for this model. Raises: InvalidValueError if the checkpoint has none."""
         if self.engine.tokenizer is None:
-            raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
+            raise InvalidValueError("no tokenizer is loaded; pass LLM(tokenizer=...)")
         return self.engine.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -159,9 +159,9 @@ class SamplingParams(_CheckedParams):
     allowed_token_ids: Annotated[Sequence[int] | None, Option(),
         Doc("Only these ids can be drawn. At least one.")] = None  # kept as a tuple of ids
     bad_words: Annotated[Sequence[str | Sequence[int]] | None, Option(), Doc(
-        "Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output ends with "
-        "the tokens before it. A string applies in every spelling that the tokenizer has for it at a word boundary: at the "
-        "start of a text, after a space and after a line break. A list of ids applies as it is."
+        "Strings that cannot occur in the output. The last token is masked when the output ends with the tokens before it. A "
+        "string applies in every spelling that the tokenizer has for it at a word boundary: at the start of a text, after a "
+        "space and after a line break. In Python, an entry may also be a list of token ids, which applies as it is."
     )] = None  # kept as a tuple of strings and tuples of ids
     logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
         "Report the log-probabilities of this many most likely ids and of the drawn one, for each output token. True is 1, and "

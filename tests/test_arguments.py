@@ -127,7 +127,7 @@ def test_without_a_tokenizer_prompts_and_answers_are_token_ids():
     with LLM(skip_tokenizer_init=True, logprobs_mode="raw_logits", kv_cache_memory=2**22) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, detokenize=False)
         [answer] = llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs
-        with pytest.raises(NanoinferError, match="has no tokenizer; give token ids"):
+        with pytest.raises(NanoinferError, match="no tokenizer is loaded; give token ids"):
             llm.generate("Once", params)
         with pytest.raises(NanoinferError, match="set detokenize=False"):
             llm.generate([[5, 6]], SamplingParams())

@@ -40,7 +40,7 @@ def render_chat(
     """
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
     if tokenizer is None:
-        raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        raise InvalidPromptError("no tokenizer is loaded, so there is no chat template; use token ids")
     if not isinstance(chat_template, str | None):
         raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
     check_flag("add_generation_prompt", add_generation_prompt)

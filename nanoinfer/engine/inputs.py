@@ -192,7 +192,7 @@ class InputProcessor:
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or load it with a tokenizer")
+                raise InvalidPromptError("no tokenizer is loaded; give token ids, or load the model with a tokenizer")
             return prompt, self.tokenizer.encode(prompt, max_tokens=self._info.max_model_len)
         return None, _token_ids(prompt)
 
@@ -231,7 +231,7 @@ class InputProcessor:
         bad_words = self._bad_word_ids(params)
         if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
-                "this checkpoint has no tokenizer, so there can be no text; set detokenize=False, or load it with a tokenizer"
+                "no tokenizer is loaded, so there can be no text; set detokenize=False, or load the model with a tokenizer"
             )
         return bad_words
 

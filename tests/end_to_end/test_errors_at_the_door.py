@@ -71,9 +71,9 @@ def outside(name, token_id):
         ({"prompt_logprobs": 500}, f"prompt_logprobs must be at most the vocabulary's {LAST + 1}, got 500; use -1 for all"),
         (
             {"detokenize": True},
-            "this checkpoint has no tokenizer, so there can be no text; set detokenize=False",
+            "no tokenizer is loaded, so there can be no text; set detokenize=False",
         ),
-        ({"detokenize": True, "stop": "a"}, "this checkpoint has no tokenizer, so there can be no text"),
+        ({"detokenize": True, "stop": "a"}, "no tokenizer is loaded, so there can be no text"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def test_token_ids_in_every_form_are_a_list_of_ints(prompt):
         ([-1], InvalidPromptError, "the token id -1"),
         ([True], InvalidTypeError, "a prompt must be a string, a list of token ids"),
         (numpy.array([3]), InvalidTypeError, "a prompt must be a string, a list of token ids"),
-        ("Once", InvalidPromptError, "this checkpoint has no tokenizer"),
+        ("Once", InvalidPromptError, "no tokenizer is loaded"),
         ({"prompt_token_ids": [3], "other": 1}, InvalidPromptError, "a prompt's dict holds prompt"),
         ({}, InvalidPromptError, "a prompt's dict holds prompt"),
         ({"prompt_token_ids": [3], "cache_salt": ""}, InvalidPromptError, "cache_salt must be a non-empty string"),
