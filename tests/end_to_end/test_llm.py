@@ -245,13 +245,13 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(ids_llm):
 
 
 def test_a_checkpoint_without_a_tokenizer_refuses_text_with_a_way_out(ids_llm):
-    with pytest.raises(InvalidPromptError, match=r"no tokenizer; give token ids, or load it with a tokenizer"):
+    with pytest.raises(InvalidPromptError, match=r"no tokenizer is loaded; give token ids, or load the model with"):
         generate(ids_llm, "text", IDS)
-    with pytest.raises(InvalidValueError, match=r"no tokenizer, .* set detokenize=False, or load it with"):
+    with pytest.raises(InvalidValueError, match=r"no tokenizer is loaded, .* set detokenize=False, or load the model with"):
         generate(ids_llm, [1, 2, 3], GREEDY)
-    with pytest.raises(InvalidPromptError, match="no tokenizer, so there is no chat template"):
+    with pytest.raises(InvalidPromptError, match="no tokenizer is loaded, so there is no chat template"):
         ids_llm.chat(LILY, IDS)
-    with pytest.raises(InvalidValueError, match=r"no tokenizer; pass LLM\(tokenizer=\.\.\.\)"):
+    with pytest.raises(InvalidValueError, match=r"no tokenizer is loaded; pass LLM\(tokenizer=\.\.\.\)"):
         ids_llm.get_tokenizer()
 
 
