@@ -509,6 +509,7 @@ def test_with_many_streams_tokens_are_delivered_together_except_for_the_first(mo
     assert serve(scenario, async_scheduling=False) == [1, 39]  # held until the end
 
 
+@pytest.mark.slow
 def test_a_held_token_needs_no_further_step_to_be_delivered(monkeypatch):
     monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1.0)
     monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.02)

@@ -140,6 +140,7 @@ def write() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_every_error_text_is_the_recorded_one(kind):
     recorded = json.loads(FILE.read_text(encoding="utf-8"))[kind]
     assert {call: KINDS[kind](call) for call in recorded} == recorded

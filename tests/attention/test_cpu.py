@@ -46,6 +46,7 @@ def test_windows_and_sinks_equal_the_definition_and_freed_blocks_are_not_read(ba
 
 
 @NAMES
+@pytest.mark.slow
 def test_that_comparison_notices_a_window_that_is_off_by_one(backend, monkeypatch):
     definition = paged_cases.in_float64
     monkeypatch.setattr(paged_cases, "in_float64", lambda q, k, v, window: definition(q, k, v, window + 1))
@@ -85,6 +86,7 @@ POISONED = [(40, 1), (7, 1), (0, 30), (20, 9)]  # decodes, a prompt, a chunk aft
 @NAMES
 @pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 0), (2, 17), (3, 4)])
+@pytest.mark.slow
 def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned, in_int8):
     sizes = {"block_size": 16, "num_kv_heads": 2, "group": 2, "head_dim": 8}
     assert compare(backend, POISONED, **sizes, poisoned=poisoned, in_int8=in_int8) < 1e-5
@@ -217,6 +219,7 @@ def test_the_kernel_stores_every_row_before_it_attends():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.slow
 def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad):
     q, k, v, k_pages, v_pages, rows = random_decode([3, 20], num_heads=2, num_kv_heads=2, head_dim=10, dtype=torch.bfloat16)
     v[0, 1, 9] = bad

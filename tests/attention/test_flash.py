@@ -109,6 +109,7 @@ def test_the_comparison_notices_a_planted_fault(backend, fault):
 
 
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 17), (3, 4)])
+@pytest.mark.slow
 def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned):
     """The kernels mask scores by selection and values by weight 0, as the stand-ins do."""
     assert error_of(backend, [(400, 1), (7, 1), (0, 30), (20, 9)], heads=(2, 2), poisoned=poisoned) < 0.02

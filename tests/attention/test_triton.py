@@ -80,6 +80,7 @@ def test_the_comparison_notices_a_planted_fault(fault, lengths):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 17), (3, 4)])
+@pytest.mark.slow
 def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(poisoned, dtype):
     assert (
         error_of([(40, 1), (7, 1), (0, 30), (20, 9)], heads=(3, 2), head_dim=80, dtype=dtype, poisoned=poisoned)

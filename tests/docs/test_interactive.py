@@ -75,6 +75,7 @@ def test_no_block_is_lost_in_any_step(monkeypatch):
     assert num_checks["full"] > 0
 
 
+@pytest.mark.slow
 def test_every_request_ends_after_its_answer_and_the_score_is_what_the_requests_say(data):
     num_preemptions = 0
     for trace in data["traces"]:

@@ -520,6 +520,7 @@ def test_prompt_logprobs_are_transformers_log_softmax_shifted_by_one(qwen3_path,
         compare_prompt_logprobs(qwen3_path, output, shift=0)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_of_gpt2_are_transformers_too(gpt2_path):
     [output] = generate(LLM(gpt2_path, kv_cache_memory=MEMORY, chunk_size=16), [random_prompt(40)], asked(prompt_logprobs=-1))
     compare_prompt_logprobs(gpt2_path, output)

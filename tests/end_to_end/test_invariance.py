@@ -182,6 +182,7 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
         assert_same_bits(rows, alone)
 
 
+@pytest.mark.slow
 def test_batch_invariant_tells_the_same_tokens_as_without(path):
     rng = random.Random(3)
     prompts = [ids(rng, rng.randrange(1, 80)) for _ in range(12)]

@@ -206,6 +206,7 @@ def test_a_module_of_the_package_is_found_before_vllms():
     assert import_module("nanoinfer.engine.arg_utils").EngineArgs is nanoinfer.EngineArgs
 
 
+@pytest.mark.slow
 def test_what_nanoinfer_needs_imports_nothing_of_vllms():
     code = "import sys; from nanoinfer import LLM, AsyncLLM, EngineArgs, SamplingParams; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

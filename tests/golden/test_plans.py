@@ -18,6 +18,7 @@ WAY_OUT = "python -m tests.golden compare --only plans; a commit that changes a 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_each_step_of_a_fourth_of_the_loads_plans_what_it_did_before(kind):
     names = [name for name in NAMES[::4] if name.startswith(f"{kind}/")]
     assert len(names) >= 20

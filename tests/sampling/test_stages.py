@@ -327,6 +327,7 @@ def test_bad_words_mask_what_transformers_masks_given_the_output_alone():
     compare(stages.mask_bad_words, lambda params, seq: seq.bad_words, equal_to(oracle_of))
 
 
+@pytest.mark.slow
 def test_min_tokens_masks_what_transformers_masks():
     def oracle_of(params, seq):
         ends = [*seq.eos_token_ids, *params.stop_token_ids]

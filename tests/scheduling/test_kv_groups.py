@@ -82,6 +82,7 @@ class GroupedLoad(Load):
             assert len(self.memory.held(seq)) <= manager.num_blocks_for(seq.max_num_tokens)
 
 
+@pytest.mark.slow
 def test_a_scheduler_with_groups_keeps_the_rules_of_any_other():
     machine = type("GroupedLoads", (GroupedLoad,), {"scheduler_cls": Scheduler})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))

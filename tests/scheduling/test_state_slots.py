@@ -233,6 +233,7 @@ class LoadWithStates(machines.Load):
             assert self.scheduler.block_manager.state_slots.pool.num_free == self.scheduler.block_manager.state_slots.pool.size
 
 
+@pytest.mark.slow
 def test_every_state_is_where_its_sequence_reads_it():
     for num_state_slots in (2, 5, 12):
         machines.check_block_manager(with_states(num_state_slots), BlocksAndStates, max_examples=40)

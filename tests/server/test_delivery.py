@@ -34,6 +34,7 @@ def num_logprobs(event):
 
 
 @pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+@pytest.mark.slow
 def test_with_few_streams_each_step_is_sent_before_the_next_one_is_made(server, path, body):
     seen = tokens_and_steps(server, path, body, num_steps_per_event=1)
     assert seen == [(1, num_steps) for num_steps in range(1, 21)]

@@ -41,6 +41,7 @@ def scores(reranker_path):
         return [one.outputs.score for one in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_openais_client_gets_the_embeddings_of_llm_embed(embedder, wanted):
     with http_server.new_client(embedder, strict=True) as strict, http_server.new_client(embedder, strict=False) as client:
         for options in ({}, {"encoding_format": "base64"}, {"encoding_format": "float"}):

@@ -171,6 +171,7 @@ def predictable(tensors):
     return tensors
 
 
+@pytest.mark.slow
 def test_every_draft_of_a_module_that_is_right_is_accepted(tmp_path):
     path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path), predictable)
     llm = LLM(path, speculative_config=MTP, **SETTINGS)

@@ -140,6 +140,7 @@ def test_the_ratio_is_exactly_one_under_load_and_after_each_step(tmp_path, famil
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_with_the_masks_the_ratio_is_exactly_one_where_top_p_and_bans_leave_few_ids(tmp_path, dtype):
     path = str(tiny_models.save("qwen3_tied", tmp_path))
     few = {"allowed_token_ids": list(range(40))}  # the largest logit is often not among them

@@ -263,6 +263,7 @@ def anonymous_bytes():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_sleep_gives_memory_back_and_the_answers_after_it_are_the_same(tmp_path):
     path = tiny_models.save("qwen3", tmp_path, hidden_size=512, intermediate_size=2048)
     wanted = fresh_answers(path, kv_cache_memory=2**25)

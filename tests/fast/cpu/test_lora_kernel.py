@@ -65,6 +65,7 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.slow
 def test_layers_in_8_and_4_bits_add_adapters_too(bits):
     linears, mapping, adapters = layers(torch.bfloat16, [48], 64, [4])
     fused = FusedLinear(*linears)

@@ -79,6 +79,7 @@ def test_the_times_are_those_of_the_chunks():
     assert len(server.bodies) == 5  # one to warm up
 
 
+@pytest.mark.slow
 def test_no_more_requests_are_in_flight_than_allowed_and_arrivals_are_kept():
     for limit in (3, 12):
         together = threading.Barrier(limit, timeout=120)  # no request is answered before as many are in flight
@@ -90,6 +91,7 @@ def test_no_more_requests_are_in_flight_than_allowed_and_arrivals_are_kept():
         assert found.duration_s >= workload(12, request_rate=40.0).arrivals[-1]
 
 
+@pytest.mark.slow
 def test_failures_are_counted_by_their_sentence():
     whole = chat_events("a", "b", num_tokens=2)
     bad = {

@@ -268,6 +268,7 @@ def test_one_task_from_mistake_to_solution(run):
     assert book.status("argmax") == "written"
 
 
+@pytest.mark.slow
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
     monkeypatch.setattr("nanoinfer.lab.learn.check.SECONDS", 1)
     file = Workbook.here(NAMES).file("accept_drafts")
