@@ -39,16 +39,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
 _INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its runner.model the model"
 _PAUSE = "use LLM.pause() and LLM.resume(); with AsyncLLM: its pause(), and between_steps(async_llm.llm.resume)"
-_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
 
 # Methods and attributes that vLLM's LLM and AsyncLLM have and nanoinfer's lack -> what to do instead.
 METHODS = {
-    **dict.fromkeys(("encode", "classify", "reward"), _POOLING),
+    **dict.fromkeys(("encode", "classify", "reward"), NEUTRAL["task"][1]),
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
-    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("start_profile", "stop_profile"), NEUTRAL["profiler_config"][1]),
     **dict.fromkeys(("pause_generation", "resume_generation"), _PAUSE),
     "init_weight_transfer_engine": "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)",
     "reload_weights": "use LLM.update_weights_from_path(folder)",

@@ -2,7 +2,9 @@
 
 from typing import NoReturn
 
+from nanoinfer.config import NEUTRAL
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.llm import METHODS
 
 
 class Placeholder:
@@ -31,32 +33,22 @@ class Placeholder:
     __ror__ = __or__
 
 
-_WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
+_WEIGHTS = METHODS["init_weight_transfer_engine"]
 _DATASETS = "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench"
 
 AttentionConfig = Placeholder("AttentionConfig", "use LLM(attention_backend=...)")
-ClassificationRequestOutput = Placeholder(
-    "ClassificationRequestOutput",
-    "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards",
-)
+ClassificationRequestOutput = Placeholder("ClassificationRequestOutput", METHODS["classify"])
 CompilationConfig = Placeholder(
     "CompilationConfig",
     "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
 )
-KVTransferConfig = Placeholder(
-    "KVTransferConfig", "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"
-)
+KVTransferConfig = Placeholder("KVTransferConfig", NEUTRAL["kv_transfer_config"][1])
 ModelRegistry = Placeholder("ModelRegistry", "use nanoinfer.register_model(name, Model), as notebook 12a does")
-ProfilerConfig = Placeholder(
-    "ProfilerConfig",
-    "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps",
-)
+ProfilerConfig = Placeholder("ProfilerConfig", NEUTRAL["profiler_config"][1])
 PyNcclCommunicator = Placeholder("PyNcclCommunicator", _WEIGHTS)
 StatelessProcessGroup = Placeholder("StatelessProcessGroup", _WEIGHTS)
-StructuredOutputsConfig = Placeholder("StructuredOutputsConfig", "llguidance is the one backend; leave it out")
-Worker = Placeholder(
-    "Worker", "nanoinfer has no workers to call; llm.engine.executor is the executor, and its runner.model the model"
-)
+StructuredOutputsConfig = Placeholder("StructuredOutputsConfig", NEUTRAL["structured_outputs_config"][1])
+Worker = Placeholder("Worker", METHODS["collective_rpc"])
 add_dataset_parser = Placeholder("add_dataset_parser", _DATASETS)
 fetch_image = Placeholder("fetch_image", "no model of nanoinfer reads images; use text prompts")
 get_open_port = Placeholder(
