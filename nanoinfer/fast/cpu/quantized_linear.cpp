@@ -96,7 +96,8 @@ struct Outputs {
 
     // Add the products of a row, which has the same group at `place`.
     void add(Floats& total, Ints products, const RoundedRows& rows, int64_t place) const {
-        total += __builtin_convertvector(products - zeros * rows.sums[place], Floats) * rows.scales[place] * scales;
+        const Floats scaled = __builtin_convertvector(products - zeros * rows.sums[place], Floats) * rows.scales[place];
+        total = multiply_add(scaled, scales, total);
     }
 };
 
