@@ -51,6 +51,7 @@ FAULTS = [
     Fault("fast/cpu/paged_prefill.cpp", "token >= num_tokens ||", "token > num_tokens ||", "paged_prefill"),
     Fault("fast/cpu/delta.cpp", "i < BEFORE; i++, weight", "i <= BEFORE; i++, weight", "delta"),
     Fault("fast/cpu/program.cpp", "i < num_calls", "i <= num_calls", "program"),
+    Fault("fast/cpu/team.h", "(index + 1) / num_threads}", "(index + 1) / num_threads + 1}", "layers"),
     Fault("fast/cpu/program.h", "+ first + row * stride", "+ first + (row + 1) * stride", "layers"),
 ]
 NUM_BY_DEFAULT = 2  # that are planted by default: those whose files compile in less than a second
