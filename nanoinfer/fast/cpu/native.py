@@ -29,7 +29,7 @@ from nanoinfer.errors import UnsupportedError, first_line
 logger = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 

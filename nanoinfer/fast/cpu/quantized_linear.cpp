@@ -96,7 +96,7 @@ struct Outputs {
 
     // Add the products of a row, from which the zeros are subtracted.
     void add(Floats& total, Ints products, const RoundedRows& rows, int64_t place) const {
-        total += __builtin_convertvector(products, Floats) * rows.scales[place] * scales;
+        total = multiply_add(__builtin_convertvector(products, Floats) * rows.scales[place], scales, total);
     }
 };
 
