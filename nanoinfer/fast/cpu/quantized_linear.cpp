@@ -23,7 +23,8 @@ namespace {
 
 constexpr int TILE = 2 * LANES;    // outputs that are computed together, and lie together in memory
 constexpr int WORD = 4;            // inputs whose products an instruction adds
-constexpr int FETCH_AHEAD = 4096;  // bytes
+constexpr int FETCH_AHEAD = 4096;  // bytes of weights
+constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
 
 float widened(Number number) {  // one by one, which the compiler turns into vectors
@@ -88,6 +89,8 @@ struct Outputs {
     Ints zeros;
 
     Outputs(const QuantizedLinearCall& layer, int64_t place) : scales(vector_at<Floats>(layer.scales + place)) {
+        __builtin_prefetch(layer.scales + place + GROUPS_AHEAD * TILE);
+        __builtin_prefetch(layer.zeros + place + GROUPS_AHEAD * TILE);
         for (int i = 0; i < LANES; i++) zeros[i] = layer.zeros[place + i];  // GCC converts a vector of bytes one by one
     }
 
