@@ -104,7 +104,7 @@ def test_the_current_cuda_device_is_set_and_logged(monkeypatch, caplog):
     assert caplog.text.count("process-wide: the current CUDA device is cuda:0") == 1
 
 
-# An engine computes in two threads. Then a forked process uses it, and makes two of its own, of which the last uses three threads.
+# An engine computes in two threads. Then a forked process uses it, and makes two of its own. The last uses three threads.
 _FORK = """
 import json, multiprocessing, warnings
 import torch

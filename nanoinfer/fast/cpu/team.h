@@ -121,8 +121,8 @@ class Barrier {
     alignas(LINE_BYTES) std::atomic<int> num_arrived_{0};
 };
 
-// Tasks first .. last - 1.
-struct Range {
+// Tasks first .. last - 1. It is aligned so that every compiler changes it in a single instruction.
+struct alignas(8) Range {
     uint32_t first, last;
 };
 
