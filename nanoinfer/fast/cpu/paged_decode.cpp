@@ -109,11 +109,11 @@ Floats products(const Query& query, const Stored* key) {
 // Lane l of the result: in lanes without BIT those of x, in the others those of y, each added to the lane beside it.
 template <int BIT>
 Floats add_neighbours(Floats x, Floats y) {
-#ifdef __clang__  // it has no __builtin_shuffle, and makes shuffles of this loop, which GCC does not
+#ifdef __clang__  // which makes shuffles of this loop, and g++ does not
     Floats own = {}, other = {};
     for (int lane = 0; lane < LANES; lane++) {
-        const Floats& from = lane & BIT ? y : x;
-        own[lane] = from[lane], other[lane] = from[lane ^ BIT];
+        own[lane] = lane & BIT ? y[lane] : x[lane];
+        other[lane] = lane & BIT ? y[lane ^ BIT] : x[lane ^ BIT];
     }
     return own + other;
 #else
