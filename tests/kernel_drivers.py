@@ -164,7 +164,9 @@ def can_build(*options: str) -> bool:
 
 def circumstances() -> dict[str, str]:
     """What the numbers of instructions depend on, beside the sources."""
-    [version, *_] = subprocess.run([*native.find_compiler().command, "--version"], capture_output=True, text=True).stdout.splitlines()
+    [version, *_] = subprocess.run(
+        [*native.find_compiler().command, "--version"], capture_output=True, text=True
+    ).stdout.splitlines()
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout.strip()
     return {"compiler": version, "library": libc or "", "counter": valgrind}

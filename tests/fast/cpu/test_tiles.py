@@ -94,7 +94,9 @@ def test_the_instructions_themselves_compile_without_a_warning(source, tmp_path)
     out = tmp_path / "kernel.s"
     path = native.HEADERS / f"{source}.cpp"
     done = subprocess.run(
-        [compiler, *native.OPTIONS, "-march=sapphirerapids", *given, "-S", str(path), "-o", str(out)], capture_output=True, text=True
+        [compiler, *native.OPTIONS, "-march=sapphirerapids", *given, "-S", str(path), "-o", str(out)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert ("tdpbsud" if source == "quantized_linear" else "tdpbf16ps") in out.read_text()
