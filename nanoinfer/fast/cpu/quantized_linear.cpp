@@ -114,6 +114,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
         const int64_t index = tile * num_groups + g, place = first * num_groups + g;
         const Outputs outputs[2] = {{layer, index * TILE}, {layer, index * TILE + LANES}};
         Ints products[NUM][2];
+#ifdef __AVX512F__  // has registers for the sums of both halves
 #pragma GCC unroll 8
         for (int row = 0; row < NUM; row++) {
             for (int half = 0; half < 2; half++) products[row][half] = outputs[half].offsets(rows, place + row * num_groups);
@@ -135,6 +136,26 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
                 }
             }
         }
+#else
+#pragma GCC unroll 8
+        for (int row = 0; row < NUM; row++) products[row][0] = products[row][1] = Ints{};
+        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += 32 / BITS) {
+            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
+                if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);
+                const Ints packed = vector_at<Ints>(weight);
+                const Ints first_four = BITS == 8 ? packed : packed & 0x0f0f0f0f, next_four = packed >> 4 & 0x0f0f0f0f;
+                for (int row = 0; row < NUM; row++) {
+                    const int8_t* numbers = x + row * num_in + in;
+                    Ints& sums = products[row][half];
+                    sums = add_products(sums, first_four, vector_at<int32_t>(numbers));
+                    if (BITS == 4) sums = add_products(sums, next_four, vector_at<int32_t>(numbers + WORD));
+                }
+            }
+        }
+        for (int row = 0; row < NUM; row++) {
+            for (int half = 0; half < 2; half++) products[row][half] += outputs[half].offsets(rows, place + row * num_groups);
+        }
+#endif
 #pragma GCC unroll 8
         for (int row = 0; row < NUM; row++) {
             for (int half = 0; half < 2; half++) {
