@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,7 +62,6 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 class ModelOptions:
     """The model, its dtype and its device."""
 
-    heading: ClassVar[str] = "Model"
     model: options.Model = None
     random_model: RandomModel = None
     dtype: options.Dtype = "auto"
@@ -73,7 +72,6 @@ class ModelOptions:
 class WorkloadOptions:
     """Workloads by name, or a workload that the user describes."""
 
-    heading: ClassVar[str] = "Workload"
     workload: Named = None
     trace: Annotated[
         Path | None,
@@ -99,7 +97,6 @@ class WorkloadOptions:
 class RunOptions:
     """How to run the workloads."""
 
-    heading: ClassVar[str] = "Run"
     quantization: options.Quantization = None
     kv_cache_memory: Annotated[
         int | None,

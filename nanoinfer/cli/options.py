@@ -17,14 +17,14 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 from nanoinfer.arguments import Option, declarations
 from nanoinfer.cli.commands import complete_from, complete_models, in_words_of
@@ -87,9 +87,6 @@ SchedulingPolicy = Annotated[str, EngineArgs]
 SchedulerCls = Annotated[str | None, EngineArgs]
 BlockManagerCls = Annotated[str | None, EngineArgs]
 EnforceEager = Annotated[bool, EngineArgs]
-ServedModelName = Annotated[
-    list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -97,7 +94,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 class EngineOptions:
     """The arguments of LLM that every command takes, under the same names, and the number of torch's threads."""
 
-    heading: ClassVar[str] = "Model and engine"
     model: Model = None
     revision: Annotated[str | None, EngineArgs] = None
     tokenizer: Annotated[str | None, EngineArgs] = None
@@ -135,7 +131,6 @@ SamplingOptions = Annotated[dict[str, Any], SamplingParams]
 class ChatTemplateOptions:
     """Variables of the chat template."""
 
-    heading: ClassVar[str] = "Chat template"
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Answer without thinking first: enable_thinking is false.")
     ] = False
@@ -149,20 +144,20 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass, or the dict, that is built
     from them. The parameters of the command are keyword-only, and no two options have the same name: an option of the command
-    itself replaces one of SamplingOptions. A group's `heading` is the one above its options in the command's help.
+    itself replaces one of SamplingOptions. The name of a group, without "Options", is a heading in the command's help.
     """
     declared = signature(command).parameters
     groups: dict[str, Any] = {}
     options: list[Parameter] = []
     for name, one in declared.items():
-        members, heading, group = [one], None, one.annotation
+        members, owner, group = [one], None, one.annotation
         if is_dataclass(group):
-            members, heading = list(signature(group).parameters.values()), getattr(group, "heading", None)  # type: ignore[arg-type]
+            members, owner = list(signature(group).parameters.values()), group  # type: ignore[arg-type]
             groups[name] = group, [member.name for member in members]
         elif group == SamplingOptions:
             names = [each for each in option_names(SamplingParams) if each not in declared]
             members, groups[name] = [_sampling_option(each) for each in names], (dict, names)
-        options += [_described(member, heading) for member in members]
+        options += [_described(member, owner) for member in members]
 
     @wraps(command)
     def with_groups(**given: object) -> None:
@@ -217,17 +212,27 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *
 METAVARS = {int: "N", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "FILE"}
 
 
-def _described(option: Parameter, heading: str | None) -> Parameter:
-    """Return an option with its help, a short word for its value and a heading in the help, unless it has its own."""
+def _described(option: Parameter, owner: Any) -> Parameter:
+    """Return an option with its help, a short word for its value and a heading in the help, unless it has its own.
+
+    owner: the group of the option, which declares it unless the option names another class. None: it is in no group.
+    """
     kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
-    if not more or not isinstance(more[0], OptionInfo | type):
+    if not more or isinstance(more[0], ArgumentInfo):
         return option
-    info = _declared_option(option, more[0]) if isinstance(more[0], type) else copy(more[0])
-    while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None
-        kind = get_args(kind)[0]
-    info.metavar = info.metavar or METAVARS.get(kind)
-    info.rich_help_panel = info.rich_help_panel or heading
-    return option.replace(annotation=Annotated[option.annotation.__origin__, info])
+    if isinstance(more[0], OptionInfo):
+        info = copy(more[0])
+    elif isinstance(more[0], type):
+        info = _declared_option(option, more[0])
+    else:
+        kind, info = declarations(owner)[option.name].text_type | None, _declared_option(option, owner)
+    of_value = kind
+    while of_value not in METAVARS and get_args(of_value):  # int | None, list[str] | None
+        of_value = get_args(of_value)[0]
+    info.metavar = info.metavar or METAVARS.get(of_value)
+    if owner is not None and info.rich_help_panel is None:
+        info.rich_help_panel = re.sub("(?!^)[A-Z]", r" \g<0>", owner.__name__.removesuffix("Options")).capitalize()
+    return option.replace(annotation=Annotated[kind, info])
 
 
 def _declared_option(option: Parameter, owner: type) -> OptionInfo:

@@ -47,14 +47,6 @@ class ChatFormat:
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
         """Choose by vLLM's names of parsers. None: the format that the chat template writes."""
         names = reasoning_parser, tool_call_parser
-        for option, name, known in (
-            ("--reasoning-parser", reasoning_parser, ("qwen3", "openai_gptoss")),
-            ("--tool-call-parser", tool_call_parser, ("hermes", "openai")),
-        ):
-            if name not in (None, "none", *known):
-                raise InvalidValueError(
-                    f"{option} must be {', '.join(known)} or none, got {name!r}; without it, the template decides"
-                )
         is_named = ["openai" in name for name in names if name not in (None, "none")]  # whether each name is harmony's
         if len({*is_named}) > 1:
             raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")

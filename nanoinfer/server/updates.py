@@ -47,7 +47,7 @@ _CONTENT = {"application/json": UpdateRequest.model_json_schema(), FILE: {"type"
 _TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": content} for kind, content in _CONTENT.items()}}}
 
 
-def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
+def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
     app.state.max_file_bytes = rollouts.max_file_bytes(llm.engine)
@@ -87,7 +87,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
 
     @app.get("/get_world_size")
     async def get_world_size() -> Response:
-        return json_response({"world_size": world_size})
+        return json_response({"world_size": rollouts.world_size(llm.engine)})
 
 
 async def _path_of(http: StrictRequest) -> str:

@@ -112,6 +112,11 @@ def max_file_bytes(engine: LLMEngine) -> int:
     return update.max_file_bytes(update.origin_of(_runner_of(engine).weights))
 
 
+def world_size(engine: LLMEngine) -> int:
+    """The number of ranks of an engine whose weights can be replaced."""
+    return update.origin_of(_runner_of(engine).weights).config.tensor_parallel_size
+
+
 # ---- pauses, and memory
 
 
