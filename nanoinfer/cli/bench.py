@@ -14,6 +14,7 @@ import typer
 
 from nanoinfer.cli import options
 from nanoinfer.cli.commands import Command, Commands, complete_from
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class ModelOptions:
 
     model: options.Model = None
     random_model: RandomModel = None
-    dtype: options.Dtype = "auto"
-    device: options.Device = "auto"
+    dtype: Annotated[str, EngineArgs] = "auto"
+    device: Annotated[str, EngineArgs] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +98,17 @@ class WorkloadOptions:
 class RunOptions:
     """How to run the workloads."""
 
-    quantization: options.Quantization = None
+    quantization: Annotated[str | None, EngineArgs] = None
     kv_cache_memory: Annotated[
         int | None,
         typer.Option(
             parser=options.parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."
         ),
     ] = None
-    enforce_eager: options.EnforceEager = False
-    scheduling_policy: options.SchedulingPolicy = "fcfs"
-    scheduler_cls: options.SchedulerCls = None
-    block_manager_cls: options.BlockManagerCls = None
+    enforce_eager: Annotated[bool, EngineArgs] = False
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
     repeats: Repeats = 3
 
 
@@ -141,7 +142,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 def roofline(
     *,
     measured: ModelOptions,
-    enforce_eager: options.EnforceEager = False,
+    enforce_eager: Annotated[bool, EngineArgs] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
@@ -202,7 +203,7 @@ def ladder(
         str | None, typer.Option("--model", "-m", help="As in `generate`. Default: random weights of GPT-2's sizes.")
     ] = None,
     random_model: RandomModel = None,
-    dtype: options.Dtype = "float32",
+    dtype: Annotated[str, EngineArgs] = "float32",
     repeats: Repeats = 3,
     as_json: options.AsJson = False,
 ) -> None:

@@ -18,6 +18,7 @@ from nanoinfer.cli import options
 from nanoinfer.cli.commands import complete_from, print_error
 from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
@@ -31,7 +32,7 @@ def explain(
     engine: options.EngineOptions,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
     sampling: options.SamplingOptions,
-    max_tokens: options.MaxTokens = 32,
+    max_tokens: Annotated[int, SamplingParams] = 32,
     demo: Annotated[
         str | None,
         typer.Option(

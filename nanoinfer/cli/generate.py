@@ -31,7 +31,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: options.EngineOptions,
     sampling: options.SamplingOptions,
-    max_tokens: options.MaxTokens = 256,
+    max_tokens: Annotated[int, SamplingParams] = 256,
     n: Annotated[int, SamplingParams] = 1,
     logprobs: Annotated[int | None, SamplingParams] = None,
     json_schema: Annotated[

@@ -78,47 +78,41 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-# Options whose help is that of the class after the type, which declares an argument of the option's name.
-Dtype = Annotated[str, EngineArgs]
-Device = Annotated[str, EngineArgs]
-MaxTokens = Annotated[int, SamplingParams]
-Quantization = Annotated[str | None, EngineArgs]
-SchedulingPolicy = Annotated[str, EngineArgs]
-SchedulerCls = Annotated[str | None, EngineArgs]
-BlockManagerCls = Annotated[str | None, EngineArgs]
-EnforceEager = Annotated[bool, EngineArgs]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of LLM that every command takes, under the same names, and the number of torch's threads."""
+    """The arguments of LLM that every command takes, under the same names, and the number of torch's threads.
+
+    A class after a type declares an argument of the option's name, whose help the option has.
+    """
 
     model: Model = None
     revision: Annotated[str | None, EngineArgs] = None
     tokenizer: Annotated[str | None, EngineArgs] = None
-    dtype: Dtype = "auto"
-    quantization: Quantization = None
+    dtype: Annotated[str, EngineArgs] = "auto"
+    quantization: Annotated[str | None, EngineArgs] = None
     lora: Annotated[
         list[str] | None,
         typer.Option(
             help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
         ),
     ] = None
-    device: Device = "auto"
+    device: Annotated[str, EngineArgs] = "auto"
     tensor_parallel_size: Annotated[int, EngineArgs] = 1
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
-    enforce_eager: EnforceEager = False
+    enforce_eager: Annotated[bool, EngineArgs] = False
     max_model_len: Annotated[int | None, EngineArgs] = None
     attention_backend: Annotated[str, EngineArgs] = "auto"
     kv_cache_memory: Annotated[int | None, EngineArgs] = None
     prefix_cache_dir: Annotated[str | None, EngineArgs] = None
     prefix_cache_size: Annotated[int, EngineArgs] = EngineArgs.prefix_cache_size
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    scheduler_cls: SchedulerCls = None
-    block_manager_cls: BlockManagerCls = None
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
     kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
     speculative_config: Annotated[str | None, EngineArgs] = None
 
