@@ -121,7 +121,9 @@ class MessageInput:
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             readline.set_history_length(MAX_HISTORY_LINES)
             readline.set_completer_delims(" ")
-            readline.set_completer(lambda _, index: [*complete(_line_before_cursor()), None][index])
+            readline.set_completer(
+                lambda _, index: [*complete(readline.get_line_buffer()[: readline.get_endidx()]), None][index]
+            )
             readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
             with suppress(OSError):  # there is no history yet
                 readline.read_history_file(self._history)
@@ -161,10 +163,6 @@ class MessageInput:
         while not text.endswith(QUOTES):
             text += "\n" + _input("... ").rstrip()
         return text.removesuffix(QUOTES).strip("\n")
-
-
-def _line_before_cursor() -> str:
-    return str(readline.get_line_buffer()[: readline.get_endidx()])
 
 
 def _input(prompt: str) -> str:

@@ -80,16 +80,13 @@ class ChatSession:
         elif not text:
             note("(the answer is empty; the question is not kept)")
         elif self.output.outputs[0].finish_reason == "length":
-            note(f"(the answer is cut: {self._explain_length(self.output.metrics.num_output_tokens)})")
+            most, max_model_len = self.params.max_tokens, self.model.max_model_len
+            reason = "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
+            is_at_most = self.output.metrics.num_output_tokens == most
+            note(f"(the answer is cut: {f'max_tokens is {most}' if is_at_most else reason})")
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
-
-    def _explain_length(self, num_output_tokens: int) -> str:
-        if num_output_tokens == self.params.max_tokens:
-            return f"max_tokens is {self.params.max_tokens}"
-        max_model_len = self.model.max_model_len
-        return "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
 
     # ---- commands
 

@@ -60,11 +60,13 @@ def examine(
         InvalidValueError: num_tokens exceeds the model's positions, or the dtype is unknown.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)
+    settings = checkpoint.config.get("quantization_config") if checkpoint.gguf is None else "gguf"
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
     found = Inspection(
         path=str(checkpoint.path),
         architecture=_architecture(checkpoint),
         num_file_bytes=sum(path.stat().st_size for path in checkpoint.weight_files),
-        quantization=_quantization(checkpoint),
+        quantization=str(method) if method else None,
         special_ids={name: (checkpoint.config | checkpoint.generation_config).get(name) for name in _SPECIAL_IDS},
         num_users=num_users,
         num_tokens=num_tokens,
@@ -117,14 +119,6 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return ", ".join(map(str, checkpoint.config.get("architectures") or ()))
 
 
-def _quantization(checkpoint: Checkpoint) -> str | None:
-    if checkpoint.gguf is not None:
-        return "gguf"
-    settings = checkpoint.config.get("quantization_config")
-    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-    return str(method) if method else None
-
-
 def print_inspection(found: Inspection) -> None:
     """Print a table of what is known, followed by the reason why the checkpoint cannot be loaded."""
 
@@ -175,7 +169,17 @@ def installed_models() -> list[InstalledModel]:
     bundled = [
         (name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())) for name in bundled_models()
     ]
-    return [_installed_model(*found) for found in (*bundled, *sorted(_cached()))]
+    models = []
+    for name, folder, num_bytes in (*bundled, *sorted(_cached())):
+        architecture, num_parameters, reason = "", 0, None
+        try:
+            checkpoint = Checkpoint.open(str(folder))
+            architecture = _architecture(checkpoint)
+            num_parameters = sum(weight.numel() for weight in loader.on_meta(checkpoint)[0].parameters())
+        except NanoinferError as error:
+            reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
+        models.append(InstalledModel(name, architecture, num_parameters, num_bytes, reason))
+    return models
 
 
 def print_models(models: list[InstalledModel]) -> None:
@@ -201,14 +205,3 @@ def _cached() -> Iterator[tuple[str, Path, int]]:
         if repository.repo_type == "model" and repository.revisions:
             revision = max(repository.revisions, key=lambda found: ("main" in found.refs, found.last_modified))
             yield repository.repo_id, revision.snapshot_path, repository.size_on_disk
-
-
-def _installed_model(name: str, folder: Path, num_bytes: int) -> InstalledModel:
-    architecture, num_parameters, reason = "", 0, None
-    try:
-        checkpoint = Checkpoint.open(str(folder))
-        architecture = _architecture(checkpoint)
-        num_parameters = sum(weight.numel() for weight in loader.on_meta(checkpoint)[0].parameters())
-    except NanoinferError as error:
-        reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
-    return InstalledModel(name, architecture, num_parameters, num_bytes, reason)

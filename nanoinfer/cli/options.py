@@ -150,7 +150,9 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = group, [member.name for member in members]
         elif group == SamplingOptions:
             names = [each for each in option_names(SamplingParams) if each not in declared]
-            members, groups[name] = [_sampling_option(each) for each in names], (dict, names)
+            kinds = {each: Annotated[declarations(SamplingParams)[each].text_type | None, SamplingParams] for each in names}
+            members = [Parameter(each, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for each, kind in kinds.items()]
+            groups[name] = dict, names
         options += [_described(member, owner) for member in members]
 
     @wraps(command)
@@ -166,11 +168,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 def option_names(owner: type) -> list[str]:
     """Return the parameters with an Option that a text can give."""
     return [name for name, one in declarations(owner).items() if one.marker(Option) and one.text_type is not dict]
-
-
-def _sampling_option(name: str) -> Parameter:
-    kind = declarations(SamplingParams)[name].text_type
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, SamplingParams])
 
 
 def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:

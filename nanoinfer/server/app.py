@@ -19,7 +19,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
-from nanoinfer.server.answers import Reply, respond
+from nanoinfer.server.answers import EventStream, Reply, respond_whole
 from nanoinfer.server.choices import ChatFormat, ChatReply, CompletionReply, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
 from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
@@ -188,7 +188,13 @@ class GenerationEndpoints:
         await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
         if self.replays is not None:
             self.replays.add(reply.answers)
-        return await respond(http, reply, is_stream=bool(body.stream))
+        if body.stream:
+            return EventStream(reply.answers, reply.events())
+
+        async def whole() -> Response:
+            return json_response(reply.whole())
+
+        return await respond_whole(http, reply.answers, whole)
 
 
 def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:

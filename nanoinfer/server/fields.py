@@ -98,15 +98,12 @@ def check_fields(extra: Mapping[str, object], known: Collection[str]) -> None:
         if name in WITHOUT_EFFECT:
             continue
         if name not in NEUTRAL_VALUES:
-            refused[name] = f"{name[:50]} is an unknown field ({_way_out(name, known)})"
+            close = difflib.get_close_matches(name[:50], known, n=1)
+            way_out = f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"
+            refused[name] = f"{name[:50]} is an unknown field ({way_out})"
         elif value is not None and not is_one_of(value, NEUTRAL_VALUES[name][0]):
             refused[name] = f"{name}={shown(value)} is not supported ({NEUTRAL_VALUES[name][1] or 'leave it out'})"
     if refused:
         name = next(iter(refused))
         code = "unsupported" if name in NEUTRAL_VALUES else "unknown_parameter"
         raise RequestError(400, "; ".join(refused.values()), param=name[:50], code=code)
-
-
-def _way_out(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name[:50], known, n=1)
-    return f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"

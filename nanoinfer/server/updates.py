@@ -35,6 +35,7 @@ from nanoinfer.server.errors import RequestError, json_response
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
 from nanoinfer.server.protocol import Body
 from nanoinfer.training import rollouts
+from nanoinfer.training.update import max_file_bytes
 
 
 class UpdateRequest(Body):
@@ -50,7 +51,8 @@ _TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": co
 def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
-    app.state.max_file_bytes = rollouts.max_file_bytes(llm.engine)
+    origin = rollouts.origin_of(llm.engine)
+    app.state.max_file_bytes = max_file_bytes(origin)
 
     def status() -> dict[str, object]:
         engine = async_llm.engine
@@ -69,7 +71,12 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     @app.post("/update_weights", openapi_extra=_TWO_BODIES)
     async def update_weights(http: StrictRequest) -> Response:
         if media_type(http.headers) != FILE:
-            await update(await _path_of(http))
+            try:
+                body = UpdateRequest.model_validate(await http.json())
+            except ValidationError as error:
+                raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
+            body.check_unknown_fields()
+            await update(body.path)
             return json_response(status())
         async with one_file_at_a_time:
             with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
@@ -87,16 +94,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
 
     @app.get("/get_world_size")
     async def get_world_size() -> Response:
-        return json_response({"world_size": rollouts.world_size(llm.engine)})
-
-
-async def _path_of(http: StrictRequest) -> str:
-    try:
-        body = UpdateRequest.model_validate(await http.json())
-    except ValidationError as error:
-        raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
-    body.check_unknown_fields()
-    return body.path
+        return json_response({"world_size": origin.config.tensor_parallel_size})
 
 
 # ---- adapters
