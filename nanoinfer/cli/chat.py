@@ -18,7 +18,7 @@ import typer
 from nanoinfer import __version__
 from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoinfer.cli.chat_session import ChatSession, Conversation, complete, note
+from nanoinfer.cli.chat_session import ChatSession, complete, note
 from nanoinfer.cli.commands import print_error
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ def chat(
         params = SamplingParams(**{"max_tokens": None} | given)
         template_kwargs = options.resolve_chat_template_kwargs(None, template)
         model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)
-    session = ChatSession(Conversation(model, system), params, shows_stats=stats)
+    session = ChatSession(model, params, system, shows_stats=stats)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if question is None and is_terminal:
         _converse(session)
@@ -94,7 +94,7 @@ def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
 
 
 def _converse(session: ChatSession) -> None:
-    session.conversation.render("Hello")  # refuses a model without a chat template before the user types
+    session.render("Hello")  # refuses a model without a chat template before the user types
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
     messages = MessageInput(complete)

@@ -1,17 +1,7 @@
 """Endpoints that change the weights or the adapters of a server, under vLLM's names. Two options of `serve` add them.
 
-For a trainer, --enable-weight-update, with a checkpoint or its tensors:
-
-    POST /pause?mode=wait|abort   no further requests are accepted (503), and running requests end
-    POST /update_weights          {"path": folder}, which this machine can read: all weights are replaced
-                                  a safetensors file as application/octet-stream: the weights in it are replaced
-    POST /resume                  requests are accepted again
-    GET  /get_world_size          the number of ranks
-
-For adapters, --enable-lora-update:
-
-    POST /v1/load_lora_adapter     {"lora_name": name, "lora_path": folder}: a request's model may have this name from now on
-    POST /v1/unload_lora_adapter   {"lora_name": name}: running requests keep it, and new requests cannot use it
+In: folders that this machine can read, or a safetensors file as a body. Out: the same server with other weights (for a trainer,
+--enable-weight-update), or with further names of models (--enable-lora-update). docs/serving.md lists the endpoints.
 
 Their callers decide what this server answers, and may make it read any folder, or download any repository of the hub.
 Use them with --api-key.
