@@ -99,12 +99,7 @@ class RunOptions:
     """How to run the workloads."""
 
     quantization: Annotated[str | None, EngineArgs] = None
-    kv_cache_memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."
-        ),
-    ] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None  # None: what the workloads need
     enforce_eager: Annotated[bool, EngineArgs] = False
     scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
     scheduler_cls: Annotated[str | None, EngineArgs] = None
