@@ -24,7 +24,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanoinfer.speculative.speculator import Proposer
+    from nanoinfer.engine.speculative.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 # (name, allowed_token_ids, number of requests)

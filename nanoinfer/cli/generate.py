@@ -11,9 +11,9 @@ import typer
 from rich.text import Text
 
 from nanoinfer.cli import options
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
