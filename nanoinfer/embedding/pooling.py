@@ -328,7 +328,7 @@ class Scoring:
         **options: Any,
     ) -> None:
         """options: the options of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
-        first, second = (list[Any](given) if isinstance(given, list | tuple) else [given] for given in (queries, documents))
+        first, second = (list(given) if isinstance(given, list | tuple) else [given] for given in (queries, documents))
         for text in (*first, *second):
             if not isinstance(text, str):
                 raise InvalidTypeError(f"queries and documents must be strings or lists of strings, got {shown(text)}")
@@ -341,7 +341,7 @@ class Scoring:
             self.prepares = [partial(pooler.prepare, text, params, **options) for text in (*first, *second)]
             self.texts: list[tuple[int, ...]] = [(i % len(first), len(first) + i) for i in range(len(second))]
         else:
-            pairs = [(first[i % len(first)], document) for i, document in enumerate(second)]
+            pairs: list[tuple[Any, Any]] = [(first[i % len(first)], document) for i, document in enumerate(second)]
             self.prepares = [
                 partial(pooler.prepare_pair, *pair, instruction or INSTRUCTION, params, **options) for pair in pairs
             ]
