@@ -125,27 +125,26 @@ def print_inspection(found: Inspection) -> None:
     def size(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
 
-    def number(value: object, unit: str = "") -> str | None:
+    def shown(value: object, unit: str = "") -> str | None:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         return f"{value:,}{unit}" if isinstance(value, int) else None
-
-    def answer(flag: bool | None) -> str | None:
-        return None if flag is None else "yes" if flag else "no"
 
     rows: list[tuple[str, str | None]] = [
         ("path", found.path),
         ("architecture", found.architecture),
-        ("supported", answer(found.unsupported_reason is None)),
-        *((name, number(value)) for name, value in found.sizes.items()),
-        ("LM head tied", answer(found.is_tied)),
-        ("parameters", number(found.num_parameters)),
+        ("supported", shown(found.unsupported_reason is None)),
+        *((name, shown(value)) for name, value in found.sizes.items()),
+        ("LM head tied", shown(found.is_tied)),
+        ("parameters", shown(found.num_parameters)),
         ("weights on the disk", size(found.num_file_bytes) if found.num_file_bytes else "not downloaded"),
         ("quantisation", found.quantization or "none"),
         ("dtype here", found.dtype),
         *((name, "none" if ids is None else str(ids)) for name, ids in found.special_ids.items()),
-        ("tokenizer", answer(found.has_tokenizer)),
-        ("chat template", answer(found.has_chat_template)),
+        ("tokenizer", shown(found.has_tokenizer)),
+        ("chat template", shown(found.has_chat_template)),
         ("weights in memory", size(found.num_weight_bytes)),
-        ("KV cache per token", number(found.num_cache_bytes_per_token, " bytes")),
+        ("KV cache per token", shown(found.num_cache_bytes_per_token, " bytes")),
         (f"memory for {found.num_users} x {found.num_tokens} tokens", size(found.num_bytes)),
     ]
     print_table(("", ""), [(name, value) for name, value in rows if value])
