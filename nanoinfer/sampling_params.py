@@ -435,8 +435,9 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
         raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {shown(words)}")
-    if any(word is None for word in words):
-        raise InvalidTypeError("each of bad_words must be a list of token ids or a string, got None")
+    for word in words:
+        if not isinstance(word, Sequence) or isinstance(word, bytes):
+            raise InvalidTypeError(f"each of bad_words must be a string or a list of token ids, got {shown(word)}")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:
         if not (word.strip() if isinstance(word, str) else word):

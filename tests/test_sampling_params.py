@@ -71,7 +71,7 @@ WRONG_TYPE = [
     *[("logit_bias", {key: 1.0}, key, "an integer") for key in ("5", 1.0, True, None, (1,), INF)],
     *[("logit_bias", {5: value}, value, "a number") for value in ("1", None, True, [1.0], 1j)],
     *each("bad_words", ("a", b"a", 5, {"a"}, True, NAN), "a list of strings and lists of token ids"),
-    *[("bad_words", ["a", value], value, "a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
+    *[("bad_words", ["a", value], value, "a string or a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
     *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
     *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
     *each("structured_outputs", ("json", {"json": {}}, 5, [], True, NAN), "StructuredOutputsParams"),

@@ -328,10 +328,10 @@ class Scoring:
         **options: Any,
     ) -> None:
         """options: the options of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
-        first, second = ([given] if isinstance(given, str) else list(given) for given in (queries, documents))
+        first, second = (list(given) if isinstance(given, list | tuple) else [given] for given in (queries, documents))
         for text in (*first, *second):
             if not isinstance(text, str):
-                raise InvalidTypeError(f"queries and documents must be strings, got {shown(text)}")
+                raise InvalidTypeError(f"queries and documents must be strings or lists of strings, got {shown(text)}")
         if not second or len(first) not in (1, len(second)):
             numbers = f"{len(first)} queries and {len(second)} documents"
             raise InvalidValueError(f"there must be documents, and one query, or one for each document, got {numbers}")
