@@ -341,7 +341,7 @@ class Scoring:
             self.prepares = [partial(pooler.prepare, text, params, **options) for text in (*first, *second)]
             self.texts: list[tuple[int, ...]] = [(i % len(first), len(first) + i) for i in range(len(second))]
         else:
-            pairs = [(first[i % len(first)], document) for i, document in enumerate(second)]
+            pairs: list[tuple[Any, Any]] = [(first[i % len(first)], document) for i, document in enumerate(second)]
             self.prepares = [
                 partial(pooler.prepare_pair, *pair, instruction or INSTRUCTION, params, **options) for pair in pairs
             ]
