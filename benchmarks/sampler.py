@@ -99,7 +99,7 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Draw:
     def draw(logits: Tensor) -> object:
         nonlocal batch
         batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)
-        output = sampler(HeadRows.of_logits(logits), batch).read()
+        output = sampler(HeadRows(logits, lambda logits: logits), batch).read()
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
         return output

@@ -66,7 +66,7 @@ def batch(
         raise InvalidValueError(f"cannot write {output}: there is no such folder; give another path")
     options.check_packages("server", *SERVER_PACKAGES)
     if job.ray is not None:
-        options.check_packages("ray", "ray", "pyarrow", "pandas")
+        options.check_packages("ray", "ray")
     elif job.replicas > 1:
         way_out = "give --ray local for several engines on this machine"
         raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
-from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
+from nanoinfer.distributed.runner import FAILED, LOST, READY, serve, unpack
 from nanoinfer.distributed.sharding import Shards
 from nanoinfer.engine.build import make_adapters, make_executor, make_runtime
 from nanoinfer.errors import NanoinferError, first_line
@@ -49,7 +49,7 @@ def run(
     """
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
-            of_rank_0, num_threads, matmul_precision = connection.recv()
+            of_rank_0, num_threads, matmul_precision = unpack(connection.recv_bytes(), torch.device(device))
             torch.set_num_threads(num_threads)
             torch.set_float32_matmul_precision(matmul_precision)
             logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
-pytest.importorskip("ray.data", reason='ray is not installed; pip install -e ".[ray]"')
+pytest.importorskip("ray", reason='ray is not installed; pip install -e ".[ray]"')
 
 from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
@@ -80,7 +80,7 @@ def failing_loaders():
         return AsyncLLM("./nowhere")
 
     def load_dead():
-        def prepare_prompt(*arguments):
+        def prepare_prompt(*arguments, **options):
             raise EngineDeadError("3 steps in a row have failed")
 
         async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
@@ -112,7 +112,7 @@ def actors_of(driver):
     actors = []
     for pid in family:
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::MapWorker"):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::BatchReplica"):
                 actors.append(pid)
     return actors
 
