@@ -226,6 +226,8 @@ class EngineConfig:
         if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
             raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         read_fields(self, EngineArgs)
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise InvalidValueError(f"tokenizer={self.tokenizer!r} and skip_tokenizer_init=True were given; leave one out")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
