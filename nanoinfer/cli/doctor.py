@@ -20,7 +20,7 @@ import nanoinfer
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.cli.options import new_table, print_table
+from nanoinfer.cli.options import print_table
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
@@ -85,10 +85,7 @@ def print_report(report: Report, *, with_kernels: bool = False) -> None:
     }
     for title, pairs in tables.items():
         if pairs:
-            table = new_table("", "", title=title, title_justify="left", show_header=False)
-            for pair in pairs.items():
-                table.add_row(*pair)
-            print_table(table)
+            print_table(("", ""), pairs.items(), title=title, title_justify="left")
             print()
 
 

@@ -13,7 +13,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from nanoinfer.attention.kv_cache import CacheSizes
-from nanoinfer.cli.options import new_table, print_table
+from nanoinfer.cli.options import print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
@@ -154,11 +154,7 @@ def print_inspection(found: Inspection) -> None:
         ("KV cache per token", number(found.num_cache_bytes_per_token, " bytes")),
         (f"memory for {found.num_users} x {found.num_tokens} tokens", size(found.num_bytes)),
     ]
-    table = new_table("", "", show_header=False)
-    for name, value in rows:
-        if value:
-            table.add_row(name, value)
-    print_table(table)
+    print_table(("", ""), [(name, value) for name, value in rows if value])
     if found.unsupported_reason is not None:
         print(f"not supported: {found.unsupported_reason}")
 
@@ -184,13 +180,12 @@ def installed_models() -> list[InstalledModel]:
 
 def print_models(models: list[InstalledModel]) -> None:
     """Print a table of the models, followed by the reasons why some cannot be loaded."""
-    table = new_table("model", "architecture", "parameters", "MB", "supported")
-    table.columns[0].no_wrap = True  # so that names can be copied
+    rows = []
     for model in models:
         parameters = f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else ""
         is_supported = "no" if model.unsupported_reason else "yes"
-        table.add_row(model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported)
-    print_table(table)
+        rows.append((model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported))
+    print_table(("model", "architecture", "parameters", "MB", "supported"), rows)
     for model in models:
         if model.unsupported_reason:
             print(f"{model.name}: {model.unsupported_reason}")

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -184,8 +184,22 @@ def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) ->
         print_tables(result)
 
 
-def print_table(table: Table) -> None:
-    """Print a table without spaces at the ends of lines."""
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> None:
+    """Print a table for 80 columns, without spaces at the ends of lines. Long cells are wrapped but in the first column.
+
+    Args:
+        headings: the text above each column. If all are empty, there is no line of headings.
+        rows: the cells of each row. A row without cells is an empty line.
+        style: further arguments of rich's Table.
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(headings), **style
+    )
+    for heading in headings:
+        width, is_first = max(map(len, heading.split()), default=None), not table.columns  # so that names can be copied
+        table.add_column(heading, overflow="fold", min_width=width, no_wrap=is_first)
+    for row in rows:
+        table.add_row(*row)
     console = Console()
     with console.capture() as captured:
         console.print(table)
@@ -367,11 +381,3 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
-
-
-def new_table(*headings: str, **style: Any) -> Table:
-    """Make a table for 80 columns, whose long cells are wrapped, with further arguments of rich's Table."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **style)
-    for heading in headings:
-        table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
-    return table

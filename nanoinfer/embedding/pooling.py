@@ -26,6 +26,7 @@ from nanoinfer.arguments import Allowed, Neutral, declared, read_fields
 from nanoinfer.config import NEUTRAL as OF_LLM
 from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     CheckpointError,
     InvalidTypeError,
@@ -37,7 +38,6 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
-from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 
 if TYPE_CHECKING:

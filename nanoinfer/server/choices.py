@@ -21,9 +21,9 @@ from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
+from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
-from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Reply
 from nanoinfer.server.errors import RequestError, error_body

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     EnginePausedError,
     InvalidValueError,
@@ -29,7 +30,6 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
-from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.training import update
 
