@@ -252,6 +252,7 @@ class LLM:
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
             NanoinferError: the beams of a prompt do not fit into the KV cache.
+            UnsupportedError: the LLM was made with stages or logits_processors, which a search does not call.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")

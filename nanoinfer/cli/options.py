@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo
 
-from nanoinfer.arguments import Option, declarations
+from nanoinfer.arguments import Bytes, Option, declarations, size_in_bytes
 from nanoinfer.cli.commands import complete_from, complete_models, in_words_of
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
@@ -43,20 +43,12 @@ L = TypeVar("L", "LLM", "AsyncLLM")
 R = TypeVar("R")
 
 
-SIZES = ("kv_cache_memory", "prefix_cache_size")  # arguments that parse_size reads
-
-
 def parse_size(text: str | int) -> int:
-    """Read a number of bytes, where K, M, G and T are powers of 1,024.
-
-    >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
-    (1610612736, 536870912, 4096)
-    """
-    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", str(text).strip().upper())
-    if matched is None:
-        raise typer.BadParameter(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
-    number, unit = matched.groups()
-    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+    """Read the number of bytes of an option, or its default."""
+    try:
+        return size_in_bytes(str(text))
+    except InvalidValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_adapter(text: str) -> tuple[str, float]:
@@ -235,14 +227,15 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
         names[0] += f"/--no-{names[0][2:]}"
     names += [marker.short_name] if marker and marker.short_name else []
     is_list = declared.text_type is not None and get_origin(declared.text_type) is list
-    more = " May be given several times." if is_list else " Also as 512M or 1.5G." if option.name in SIZES else ""
+    is_size = declared.marker(Bytes) is not None
+    more = " May be given several times, with one value each." if is_list else " Also as 512M or 1.5G." if is_size else ""
     info: OptionInfo = typer.Option(
         *names,
         help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{more}",
         autocompletion=complete_from(*words) if words else None,
         rich_help_panel="Sampling" if owner is SamplingParams else None,
-        parser=parse_size if option.name in SIZES else None,
-        metavar="SIZE" if option.name in SIZES else "JSON" if declared.text_type is dict else None,
+        parser=parse_size if is_size else None,
+        metavar="SIZE" if is_size else "JSON" if declared.text_type is dict else None,
     )
     return info
 

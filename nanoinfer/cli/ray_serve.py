@@ -12,8 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
-from nanoinfer.cli.options import SIZES, EngineOptions, parse_size, ray_resources
+from nanoinfer.arguments import Bytes, declarations, size_in_bytes
+from nanoinfer.cli.options import EngineOptions, ray_resources
 from nanoinfer.cli.serve import ServerOptions, api_keys, load_server_llm
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
 from nanoinfer.server.run import share_the_process
@@ -61,11 +63,11 @@ class ServeReplica:
 
 def _read(group: type[G], args: dict[str, object]) -> G:
     """Make a group of options. A single string becomes a list if the option is a list."""
-    hints = get_type_hints(group)
+    hints, sizes = get_type_hints(group), [name for name, one in declarations(EngineArgs).items() if one.marker(Bytes)]
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():
-        if name in SIZES:
-            given[name] = parse_size(str(value))
+        if name in sizes:
+            given[name] = size_in_bytes(str(value))
         elif isinstance(value, str) and hints[name] in (list[str] | None, Sequence[str], Sequence[str] | None):
             given[name] = [value]
     try:

@@ -328,7 +328,8 @@ class Scoring:
         **options: Any,
     ) -> None:
         """options: the options of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
-        first, second = (list(given) if isinstance(given, list | tuple) else [given] for given in (queries, documents))
+        given: tuple[Any, Any] = queries, documents
+        first, second = (list(texts) if isinstance(texts, list | tuple) else [texts] for texts in given)
         for text in (*first, *second):
             if not isinstance(text, str):
                 raise InvalidTypeError(f"queries and documents must be strings or lists of strings, got {shown(text)}")

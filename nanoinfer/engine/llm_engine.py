@@ -79,6 +79,7 @@ class LLMEngine:
             store: receives cached blocks that leave the memory. None: they are dropped.
         """
         self.executor = executor
+        self.config = config
         self.tokenizer = tokenizer
         self.tracer = tracer
         info = executor.info

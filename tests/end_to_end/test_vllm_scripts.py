@@ -148,7 +148,9 @@ def passed_on(path: Path) -> list[str]:
 
 def vllm_names() -> list[tuple[str, str]]:
     """(module, name) of all that a script for vLLM may import from nanoinfer, besides what nanoinfer has by itself."""
-    found = [("nanoinfer.config" if name.endswith("Config") else "nanoinfer", name) for name in passed_on(WING / "names.py")]
+    names = passed_on(WING / "names.py")
+    found = [("nanoinfer.config" if name.endswith("Config") else "nanoinfer", name) for name in names]
+    found += [("nanoinfer.outputs", name) for name in names if name.endswith("RequestOutput")]
     for path in sorted((WING / "modules").rglob("*.py")):
         parts = path.relative_to(WING / "modules").with_suffix("").parts
         found += [(".".join(("nanoinfer", *parts)).removesuffix(".__init__"), name) for name in passed_on(path)]
