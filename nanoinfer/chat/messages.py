@@ -17,7 +17,7 @@ from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.prompts import TokensPrompt
+    from nanoinfer.engine.prompts import TokensPrompt
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 

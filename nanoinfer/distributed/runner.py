@@ -55,12 +55,14 @@ class Workers:
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started."""
-        try:
-            for connection in self._connections:
-                connection.recv()
-        except (EOFError, OSError) as error:
-            raise RankLostError("a worker did not start") from error
+        """Wait until every worker has started. Raises: EngineDeadError with the report of a worker that has failed."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                report, text = connection.recv()
+            except (EOFError, OSError) as error:
+                raise RankLostError("a worker did not start") from error
+            if report != READY:
+                raise EngineDeadError(self._failure(rank, text))
 
     @contextmanager
     def together(self, *command: object) -> Iterator[None]:
@@ -101,13 +103,16 @@ class Workers:
             self._close()
             raise EngineDeadError(self._error) from error
         except BaseException as error:
-            self._error = f"rank 0 of {self._size} failed: {first_line(error)}; make a new LLM"
+            self._error = self._failure(0, first_line(error))
             self._close()
             raise
 
     @property
     def _size(self) -> int:
         return len(self._connections) + 1
+
+    def _failure(self, rank: int, text: str) -> str:
+        return f"rank {rank} of {self._size} failed: {text}; make a new LLM"
 
     def _explain(self, error: BaseException) -> str:
         """Find the rank that ended first, because the other ranks lose their connection to it and end as well."""
@@ -121,7 +126,7 @@ class Workers:
                 except (EOFError, OSError):
                     return self._explain_end(pending[ready])
                 if report == FAILED:
-                    return f"rank {pending[ready]} of {self._size} failed: {text}; make a new LLM"
+                    return self._failure(pending[ready], text)
                 if report == LOST:
                     del pending[ready]
         return f"{first_line(error)}; make a new LLM"

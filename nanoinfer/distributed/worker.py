@@ -9,8 +9,10 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -30,12 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 def run(
-    connection: Connection, rank: int, device: str, store: dist.Store, *, is_one_machine: bool, shared_memory: int | None = None
+    connection: Connection,
+    rank: int,
+    device: str,
+    open_store: Callable[[], dist.Store],
+    *,
+    is_one_machine: bool,
+    shared_memory: int | None = None,
 ) -> None:
     """Work until rank 0 closes the connection.
 
     Args:
-        store: The store by which the ranks find each other.
+        open_store: Opens the store by which the ranks find each other. Its failure is reported to rank 0, too.
         is_one_machine: Whether all ranks are on this machine.
         shared_memory: An inherited file descriptor. None: there is none.
     """
@@ -46,6 +54,7 @@ def run(
             torch.set_float32_matmul_precision(matmul_precision)
             logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
             config: EngineConfig = replace(of_rank_0, device=device)
+            store = open_store()
             connection.send((READY, ""))
             size = config.tensor_parallel_size
             communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
@@ -78,8 +87,8 @@ def _end_with_rank_0() -> None:
 def main() -> None:
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank, device, store_port, descriptor, *inherited = sys.argv[1:]
-    store, memory = dist.TCPStore("127.0.0.1", int(store_port), is_master=False), int(inherited[0]) if inherited else None
-    run(Connection(int(descriptor)), int(rank), device, store, is_one_machine=True, shared_memory=memory)
+    open_store, memory = partial(dist.TCPStore, "127.0.0.1", int(store_port)), int(inherited[0]) if inherited else None
+    run(Connection(int(descriptor)), int(rank), device, open_store, is_one_machine=True, shared_memory=memory)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.engine.speculative.speculator import Proposer
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.loading.held_weights import HeldWeights
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
-    from nanoinfer.speculative.speculator import Proposer
 
 
 def make_engine(
@@ -118,7 +118,7 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, info: ExecutorI
     if config.speculative is None:
         return None
     if draft is None:
-        from nanoinfer.speculative.ngram import NGramProposer
+        from nanoinfer.engine.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
     if draft.sizes.num_state_layers:
@@ -129,10 +129,10 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, info: ExecutorI
     num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # for as many tokens as the model's cache has
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
     if config.speculative.method == "mtp":
-        from nanoinfer.speculative.mtp import MTPProposer
+        from nanoinfer.engine.speculative.mtp import MTPProposer
 
         return MTPProposer(executor, config.scheduler)
-    from nanoinfer.speculative.draft_model import DraftModelProposer
+    from nanoinfer.engine.speculative.draft_model import DraftModelProposer
 
     return DraftModelProposer(executor, config.scheduler)
 

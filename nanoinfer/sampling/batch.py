@@ -22,7 +22,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:
-    from nanoinfer.structured.mask import GrammarMask
+    from nanoinfer.sampling.grammar_mask import GrammarMask
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -240,7 +240,7 @@ def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, d
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
     if any(seq.grammar is not None for seq in sequences):
-        from nanoinfer.structured.mask import GrammarMask
+        from nanoinfer.sampling.grammar_mask import GrammarMask
 
         fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
     if "allowed" in entries:

@@ -24,9 +24,9 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.app import create_app
 from nanoinfer.server.batch import BatchRequest, answer, answer_all, to_result
 from nanoinfer.server.errors import error_body
-from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.protocol import JsonObject
 from nanoinfer.server.run import share_the_process
+from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM

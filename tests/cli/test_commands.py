@@ -32,7 +32,7 @@ def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_widt
     command = [sys.executable, "-m", "nanoinfer", "generate", "-h"]
     text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
     headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Arguments", "Options", "Model and engine", "Sampling", "Examples"]
+    assert headings == ["Arguments", "Options", "Engine", "Sampling", "Examples"]
     sampling = text.partition("Sampling:")[2]
     assert "--top-k N" in sampling
     assert "--max-tokens N" in sampling

@@ -15,15 +15,14 @@ from typing import get_type_hints
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config, sampling_params
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config
 from nanoinfer.compat.vllm.placeholders import Placeholder
 from nanoinfer.config import CompilationConfig
 from nanoinfer.embedding import pooling
+from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import METHODS
-from nanoinfer.prompts import NEUTRAL_IN
-from nanoinfer.sampling_params import BEAM_NEUTRAL
-from nanoinfer.structured import parameters
+from nanoinfer.sampling_params import BEAM_NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -252,7 +251,7 @@ def tables() -> dict[str, str]:
     methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
     # Each name once, with what the last of these says of it.
     neutral = {**config.NEUTRAL}
-    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, sampling_params.NEUTRAL, parameters.NEUTRAL, BEAM_NEUTRAL):
+    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL, BEAM_NEUTRAL):
         neutral |= accepted
     arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
     arguments += [

@@ -7,10 +7,10 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
+from nanoinfer.engine.speculative.ngram import NGramProposer
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.speculative.ngram import NGramProposer
 
 CACHE = CacheConfig(kv_cache_memory=2**22, block_size=4)
 
