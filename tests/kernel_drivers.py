@@ -21,6 +21,7 @@ PACKAGE, FOLDER = native.HEADERS.parents[1], Path(__file__).parent / "kernels"
 
 # A report ends the driver. -O1 keeps the places of a report readable, and compiles in half the time.
 SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREADED = ("-O1", "-g1", "-fsanitize=thread", "-fno-builtin-memcpy")  # the sanitizer sees no inlined memcpy
 GUARDED = ("-DGUARD_PAGES",)  # -O3, as the kernels are used
 ONE_TARGET = ("-march=x86-64-v3",)  # instructions that valgrind knows, the same ones on every machine
 
@@ -130,7 +131,7 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE) -> Path:
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a driver, or a command before it. What a sanitizer reports is in stderr."""
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1", "OMP_WAIT_POLICY": "passive"}
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return subprocess.run(
         [str(program), *arguments], env=os.environ | options, capture_output=True, text=True, errors="replace"
     )
@@ -150,9 +151,9 @@ def can_build(*options: str) -> bool:
     """Whether the compiler knows the options, and what they link."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
-        source.write_text("#include <omp.h>\nint main() { return omp_get_num_threads() - 1; }")
+        source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
-            command = [*native.find_compiler(), "-fopenmp", *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [*native.find_compiler(), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:

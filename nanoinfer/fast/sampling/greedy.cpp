@@ -47,9 +47,8 @@ struct GreedyCall {
 
 extern "C" const int64_t sizeof_GreedyCall = sizeof(GreedyCall);
 
-extern "C" void find_largest(const GreedyCall* call, const Batch& batch) {
-#pragma omp for nowait
-    for (int64_t row = 0; row < batch.num_rows; row++) {
+extern "C" void find_largest(const GreedyCall* call, const Batch& batch, Member& me) {
+    for (int64_t row : me.share(batch.num_rows)) {
         *call->token_ids.row<int64_t>(batch, row) = id_of_largest(call->logits.row<Number>(batch, row), call->vocab_size);
     }
 }
