@@ -5,7 +5,7 @@ In: a model with its weights. Out: a Runtime, from which engine/build.py makes a
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,15 +14,19 @@ from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
-if TYPE_CHECKING:
-    from nanoinfer.fast.compile import CompiledModel
-    from nanoinfer.fast.cuda.graphs import DecodeGraphs
+
+@runtime_checkable
+class CompileReport(Protocol):
+    """Which modules of a model were compiled (fast/compile.py), by their paths. "" is the model."""
+
+    compiled: dict[str, int]  # path -> number of kernel calls
+    left: dict[str, str]  # path -> why the module runs as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,9 @@ class Runtime:
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
-    make_decode_graphs: "Callable[[ExecutorInfo], DecodeGraphs] | None" = None
+    make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
-    report: "CompiledModel | None" = None
+    report: CompileReport | None = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
