@@ -4,6 +4,7 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -63,28 +64,24 @@ class LocalExecutor:
         sampler: Sampler,
         info: ExecutorInfo,
         *,
-        is_batch_independent: bool = False,
+        batch_independent: bool = False,
         batch_invariant: bool = False,
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
+        in_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """is_batch_independent: whether rows have the same bits in any batch, for the present number of torch's threads."""
+        """batch_independent: whether rows have the same bits in any batch. in_step: as in Runtime."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
-        self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()
-        self._batch_invariant = batch_invariant
+        self.batch_independent = batch_independent  # see LLM.batch_independent
+        self._batch_invariant, self._in_step = batch_invariant, in_step
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
-
-    @property
-    def batch_independent(self) -> bool:
-        """See LLM.batch_independent."""
-        return self._is_batch_independent and torch.get_num_threads() == self._num_threads
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
-        with self._on_device():
+        with self._in_step():
             start = time.perf_counter()
             before = None
             if previous is not None and previous.tokens is not None:
@@ -114,7 +111,7 @@ class LocalExecutor:
         if step.tokens is None:
             return StepOutput(step.top_logprobs)
         start = time.perf_counter()
-        with self._on_device():
+        with self._in_step():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
         outputs, end = [], 0  # end: where the rows of the sequence before end
@@ -180,10 +177,6 @@ class LocalExecutor:
                 logprobs = self.prompt_logprobs(hidden, chunk, self.info.vocab_size if num_top == -1 else num_top)
                 found.append(PromptLogprobs(seq, chunk.position + 1, logprobs))
         return found
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Make the model's GPU the current device, where Triton launches kernels."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:

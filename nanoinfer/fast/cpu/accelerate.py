@@ -26,6 +26,7 @@ from nanoinfer.fast.cpu.compile import Pack, Packed, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.greedy import GreedyKernel
@@ -158,12 +159,11 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     few_layers = one_layer_of_each_kind(cast(nn.Module, runtime.model), sizes.num_hidden_layers)
     _replace(few_layers, runtime.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
     tried = replace(runtime, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
-    is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
+    with one_torch_thread():
+        is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     model = cast(nn.Module, runtime.model)
     compiled = compile_model(model, config.quantization, weights=runtime.weights, adapters=adapters)
-    return replace(
-        runtime,
-        model=cast(Model, compiled.model),
-        is_batch_independent=is_independent and not compiled.num_plain_linears,
-        report=compiled,
-    )
+    runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
+    if compiled.num_plain_linears:
+        return runtime  # torch's products need all threads, and their bits depend on the batch
+    return replace(runtime, is_batch_independent=is_independent, in_step=one_torch_thread)

@@ -21,6 +21,7 @@ from nanoinfer.attention.dense import Sinks, Window, with_whole_heads
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitions
+from nanoinfer.fast.cpu.threads import num_threads
 
 NO_WINDOW = 2**31 - 1  # longer than any sequence
 
@@ -111,7 +112,7 @@ class KernelBackend(CPUBackend):
         out, sinks = torch.empty(q.shape, dtype=q.dtype), None if sinks is None else in_fp32(sinks)
         step = self.arguments(rows, rows.seq_lens.tolist(), cache, window)
         heads = Heads(*_heads(q, k, v, out, *cache.layer(layer)), _address_of(sinks))
-        self._decode(ctypes.byref(step), ctypes.byref(heads), torch.get_num_threads())
+        self._decode(ctypes.byref(step), ctypes.byref(heads), num_threads())
         return out
 
     def prefill(
@@ -123,7 +124,7 @@ class KernelBackend(CPUBackend):
             *_heads(q, k, v, out, *cache.layer(layer)), *(index.data_ptr() for index in chunks), *chunks.block_tables.shape,
             k.shape[1], q.shape[1] // k.shape[1], cache.block_size, window or NO_WINDOW, _address_of(sinks),
         )  # fmt: skip
-        self._prefill(ctypes.byref(call), torch.get_num_threads())
+        self._prefill(ctypes.byref(call), num_threads())
         return out
 
     def arguments(self, rows: DecodeRows, lens: list[int], cache: KVCache, window: Window = None) -> DecodeArguments:
