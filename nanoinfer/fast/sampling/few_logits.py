@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanoinfer.fast.sampling.largest import largest_by_kernel
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, draw_from_weights, integer_weights, thresholds
@@ -32,8 +33,6 @@ from nanoinfer.system.transfer import on_device
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
-SLICE_SIZE = 8  # the number of ids in a slice of _ids_of_largest
-FEW_LOGITS = 2**16  # on a CPU, up to this many logits a single operator is as fast as several over slices of them
 NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
@@ -49,7 +48,8 @@ class FewLogits(Route):
     """The route that uses these functions. It supports every step."""
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
-        token_ids, largest = sample(rows.logits, batch)
+        logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
+        token_ids, largest = sample(logits, batch)
         return torch.where(largest.isfinite(), token_ids, -1)
 
 
@@ -59,7 +59,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     if groups.all_greedy:
         return first_largest(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
+    largest = torch.empty(len(logits), device=logits.device)
     if groups.greedy_rows:
         rows = on_device(torch.tensor(groups.greedy_rows), logits.device)
         token_ids[rows], largest[rows] = first_largest(logits[rows])
@@ -96,6 +96,7 @@ def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
 
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """Run the last four stages and the draw, which are the definition."""
+    logits = logits.float()
     for stage in STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
@@ -154,11 +155,12 @@ def decide_top_p(
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from all weights, because every token may be drawn."""
     token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
-    return torch.cat(token_ids), logits.amax(dim=-1)
+    return torch.cat(token_ids), logits.amax(dim=-1).float()
 
 
 def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw any row on a GPU, without a sort and without a value that the host must read."""
+    logits = logits.float()
     kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
     weights = integer_weights(kept)
     if batch.columns.top_p is not None:
@@ -209,9 +211,9 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
     The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
     """
-    if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
-        largest, ids = logits.max(dim=-1)
-        return ids, largest
+    if (found := largest_by_kernel(logits, 1)) is not None:
+        largest, ids = found
+        return ids.squeeze(-1), largest.squeeze(-1)
     width = min(max(logits.shape[-1] // NUM_SECTIONS, LEAST_WIDTH), logits.shape[-1])
     num_whole = logits.shape[-1] // width
     maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
@@ -224,32 +226,13 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
 
 def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
-    """Return the largest logits of each row with their ids, in the order of the ids."""
+    """Return the largest logits of each row in fp32 with their ids, in the order of the ids."""
     if num_columns == logits.shape[-1]:
-        return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
-    ids = _ids_of_largest(logits, num_columns).sort(dim=-1).values
-    return logits.gather(-1, ids), ids
-
-
-def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch columns"]:
-    """Find the ids of the k = num_columns largest logits, in any order. It is faster than topk over the whole row.
-
-    Split the ids into strided slices. The k largest logits lie in the k slices with the largest maxima, since a logit of
-    another slice has k of these maxima above it, or equal to it. Those slices are found in the same way, over the maxima.
-    """
-    vocab_size = logits.shape[-1]
-    num_slices = vocab_size // SLICE_SIZE
-    if num_slices < 2 * num_columns or logits.numel() <= FEW_LOGITS:
-        return logits.topk(num_columns, dim=-1, sorted=False).indices
-    num_sliced = num_slices * SLICE_SIZE
-    maxima = logits[:, :num_sliced].unflatten(-1, (SLICE_SIZE, num_slices)).amax(dim=1)  # [batch, num_slices]
-    slices = _ids_of_largest(maxima, num_columns)  # [batch, columns]
-    offsets = torch.arange(0, num_sliced, num_slices, device=logits.device)  # slice s holds the ids s, s + num_slices, ...
-    candidates = (slices.unsqueeze(-1) + offsets).flatten(1)  # [batch, columns * SLICE_SIZE]
-    if num_sliced < vocab_size:
-        rest = torch.arange(num_sliced, vocab_size, device=logits.device).expand(len(logits), -1)
-        candidates = torch.cat((candidates, rest), dim=-1)
-    return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
+        return logits.float(), torch.arange(num_columns, device=logits.device).expand_as(logits)
+    if (found := largest_by_kernel(logits, num_columns)) is not None:
+        return found
+    ids = logits.topk(num_columns, dim=-1, sorted=False).indices.sort(dim=-1).values
+    return logits.gather(-1, ids).float(), ids
 
 
 def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
@@ -262,7 +245,9 @@ def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | N
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
         some = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
-        columns = logits[rows] if largest is None else torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)
+        columns = logits[rows].float()
+        if largest is not None:
+            columns = torch.cat((columns, largest[rows].unsqueeze(-1)), dim=-1)
         weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, some), some))
         yield weights[:, :vocab_size], rows
 
