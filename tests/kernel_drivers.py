@@ -63,7 +63,7 @@ DRIVERS = {
     "paged_prefill": _prefill(40, "BF16"),
     "delta": _delta(20, 24, 2, 4, "BF16"),
     "program": Driver("fast/cpu/vectors.h", "program", ("BF16", "LANES=16"), (1,)),
-    "greedy": Driver("fast/sampling/greedy.cpp", "greedy", counted_rows=(1,)),
+    "largest": Driver("fast/sampling/largest.cpp", "largest", counted_rows=(1,)),
     "exchange": Driver("distributed/exchange.cpp", "exchange", (), (9,)),
 }
 
@@ -73,7 +73,7 @@ _DTYPES = {"float32": (), "bfloat16": ("BF16",), "float16": ("FP16",)}
 MORE_DRIVERS = {
     **{f"dense_linear {dtype}": Driver("fast/cpu/dense_linear.cpp", "linear", given) for dtype, given in _DTYPES.items()},
     **{f"layers {dtype}": Driver("fast/cpu/layers.cpp", "layers", given) for dtype, given in _DTYPES.items()},
-    **{f"greedy {dtype}": Driver("fast/sampling/greedy.cpp", "greedy", given) for dtype, given in _DTYPES.items()},
+    **{f"largest {dtype}": Driver("fast/sampling/largest.cpp", "largest", given) for dtype, given in _DTYPES.items()},
     "tile_linear": DRIVERS["tile_linear"],
     "quantized_linear": DRIVERS["quantized_linear"],
     "quantized_linear in tiles": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *PLAYED)),
@@ -130,7 +130,7 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE) -> Path:
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a driver, or a command before it. What a sanitizer reports is in stderr."""
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1", "OMP_WAIT_POLICY": "passive"}
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return subprocess.run(
         [str(program), *arguments], env=os.environ | options, capture_output=True, text=True, errors="replace"
     )
@@ -150,9 +150,9 @@ def can_build(*options: str) -> bool:
     """Whether the compiler knows the options, and what they link."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
-        source.write_text("#include <omp.h>\nint main() { return omp_get_num_threads() - 1; }")
+        source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
-            command = [*native.find_compiler(), "-fopenmp", *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [*native.find_compiler(), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:

@@ -80,22 +80,22 @@ struct Program {
     std::vector<KernelCall> calls;
 
     template <class Call>
-    void add(void (*kernel)(const Call*, const Batch&), const Call& call) {
-        calls.push_back({(void (*)(const void*, const Batch&))kernel, &call});
+    void add(void (*kernel)(const Call*, const Batch&, Member&), const Call& call) {
+        calls.push_back({(void (*)(const void*, const Batch&, Member&))kernel, &call});
     }
 
     template <class... Arrays>
     void run(int64_t num_rows, int num_threads, const Arrays&... arrays) const {
-        Exact<int64_t> batch(2 + sizeof...(arrays));
+        Exact<int64_t> batch(1 + sizeof...(arrays));
         batch[0] = num_rows;
-        int i = 2;
+        int i = 1;
         ((batch[i++] = (int64_t)address_of(arrays)), ...);
         ::run(calls.data(), calls.size(), (Batch*)batch.data(), num_threads);
     }
 };
 
 template <class Call, class... Arrays>
-void run_kernel(void (*kernel)(const Call*, const Batch&), const Call& call, int64_t num_rows, int num_threads,
+void run_kernel(void (*kernel)(const Call*, const Batch&, Member&), const Call& call, int64_t num_rows, int num_threads,
                 const Arrays&... arrays) {
     Program program;
     program.add(kernel, call);

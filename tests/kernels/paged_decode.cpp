@@ -1,4 +1,4 @@
-// Drives paged_decode.cpp: rows of one token each, alone and in programs, with windows, sinks and several spans.
+// Drives paged_decode.cpp: rows of one token each, with windows, sinks and several spans.
 
 #include "pages_of_sequences.h"
 
@@ -27,22 +27,15 @@ void drive(Size size, std::vector<int64_t> lengths, int64_t block_size, int64_t 
         DecodeArguments rows{cache.slots.data(), cache.block_tables.data(), seq_lens.data(), num_rows, cache.max_blocks,
                              num_spans, num_kv_heads, block_size, spans.data(), partials.data(), pages.data(), window};
         find_spans(&rows);
-        Exact<Number> out(num_rows * q_width), again(num_rows * q_width);
-        const Number* q = qkv.data() + first;
-        const Heads heads{q, q + q_width, q + q_width + width, out.data(), stride, stride, stride, pages[2 * layer],
-                          pages[2 * layer + 1], has_sinks ? sinks.data() : nullptr};
-        decode(&rows, &heads, threads);
-        Digest digest, of_program;
-        add(digest, out);
-        const std::string name = text("decode %ld rows first %ld blocks %ld window %ld sinks %d values %d", num_rows,
-                                      lengths[0], block_size, window, has_sinks, int(values));
-        print(name, threads, digest);
+        Exact<Number> out(num_rows * q_width);
         const int64_t k_first = first + q_width, v_first = k_first + width;
         const Slice of_q{0, first, stride}, of_k{0, k_first, stride}, of_v{0, v_first, stride};
-        const AttendCall call{of_q, of_k, of_v, {1, 0, q_width}, 2, layer, heads.sinks};
-        run_kernel(::attend, call, num_rows, threads, qkv, again, (const void*)&rows);
-        add(of_program, again);
-        print(name, threads, of_program);  // the same
+        const AttendCall call{of_q, of_k, of_v, {1, 0, q_width}, 2, layer, has_sinks ? sinks.data() : nullptr};
+        run_kernel(::attend, call, num_rows, threads, qkv, out, (const void*)&rows);
+        Digest digest;
+        add(digest, out);
+        print(text("attend %ld rows first %ld blocks %ld window %ld sinks %d values %d", num_rows, lengths[0], block_size,
+                   window, has_sinks, int(values)), threads, digest);
     }
 }
 

@@ -35,7 +35,7 @@ void drive(Size size, const std::vector<GivenChunk>& chunks, int64_t group, int6
                                seq_lens.data(),
                                num_chunks, cache.max_blocks, num_kv_heads, group, block_size, window,
                                has_sinks ? sinks.data() : nullptr};
-        prefill(&call, threads);
+        run_kernel(prefill, call, num_tokens, threads);
         Digest digest;
         add(digest, out);
         print(text("prefill %ld tokens of %ld group %ld blocks %ld window %ld sinks %d values %d", num_tokens, num_chunks,

@@ -1,4 +1,4 @@
-// Drives program.cpp and the barrier in program.h: programs of many short calls, each of which reads what other threads have
+// Drives program.cpp and the team in team.h: programs of many short calls, each of which reads what other threads have
 // written in the call before.
 
 #include "numbers.h"
@@ -10,11 +10,10 @@ struct MixCall {
     int64_t size;
 };
 
-void mix(const MixCall* call, const Batch& batch) {
+void mix(const MixCall* call, const Batch& batch, Member& me) {
     const Number* x = call->x.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);
-#pragma omp for nowait
-    for (int64_t i = 0; i < call->size; i++) {
+    for (int64_t i : me.tasks(call->size)) {
         const float next = float_of(x[(i + 1) % call->size]), mirrored = float_of(x[call->size - 1 - i]);
         out[i] = number_of(0.75f * float_of(x[i]) - 0.5f * next + 0.125f * mirrored);
     }
@@ -27,9 +26,9 @@ void drive(int threads, int64_t num_calls, int64_t width) {
     std::copy(x.begin(), x.end(), first.begin());
     const MixCall there{{0, 0, width}, {1, 0, width}, width}, back{{1, 0, width}, {0, 0, width}, width};
     Exact<KernelCall> calls(num_calls);
-    for (int64_t i = 0; i < num_calls; i++) calls[i] = {(void (*)(const void*, const Batch&))mix, i % 2 ? &back : &there};
-    Exact<int64_t> batch(4);
-    batch[0] = 1, batch[2] = (int64_t)first.data(), batch[3] = (int64_t)second.data();
+    for (int64_t i = 0; i < num_calls; i++) calls[i] = {(void (*)(const void*, const Batch&, Member&))mix, i % 2 ? &back : &there};
+    Exact<int64_t> batch(3);
+    batch[0] = 1, batch[1] = (int64_t)first.data(), batch[2] = (int64_t)second.data();
     run(calls.data(), num_calls, (Batch*)batch.data(), threads);
     Digest digest;
     add(digest, first);

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("distributed/exchange.cpp", "memcpy(buffer, source, num_bytes)", "memcpy(buffer, source, num_bytes + 1)", "exchange"),
-    Fault("fast/sampling/greedy.cpp", "(LANES, num - i)", "(LANES, num - i + 1)", "greedy"),
+    Fault("fast/sampling/largest.cpp", "(LANES, vocab_size - i)", "(LANES, vocab_size - i + 1)", "largest"),
     Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),
     Fault("fast/cpu/tile_linear.cpp", "step < num_steps; step++) {", "step <= num_steps; step++) {", "tile_linear"),
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
@@ -51,6 +51,7 @@ FAULTS = [
     Fault("fast/cpu/paged_prefill.cpp", "token >= num_tokens ||", "token > num_tokens ||", "paged_prefill"),
     Fault("fast/cpu/delta.cpp", "i < BEFORE; i++, weight", "i <= BEFORE; i++, weight", "delta"),
     Fault("fast/cpu/program.cpp", "i < num_calls", "i <= num_calls", "program"),
+    Fault("fast/cpu/team.h", "(index + 1) / num_threads}", "(index + 1) / num_threads + 1}", "layers"),
     Fault("fast/cpu/program.h", "+ first + row * stride", "+ first + (row + 1) * stride", "layers"),
 ]
 NUM_BY_DEFAULT = 2  # that are planted by default: those whose files compile in less than a second

@@ -20,8 +20,7 @@ from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChun
 from nanoinfer.attention.dense import Sinks, Window, with_whole_heads
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitions
-from nanoinfer.fast.cpu.threads import num_threads
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields, tile_definitions
 
 NO_WINDOW = 2**31 - 1  # longer than any sequence
 
@@ -36,12 +35,6 @@ class DecodeArguments(ctypes.Structure):
         (c_void_p, "spans partials pages"),
         (c_int64, "window"),
     )
-
-
-class Heads(ctypes.Structure):
-    """The heads of one layer, and its pages."""
-
-    _fields_ = fields((c_void_p, "q k v out"), (c_int64, "q_stride k_stride v_stride"), (c_void_p, "k_pages v_pages sinks"))
 
 
 class AttendCall(ctypes.Structure):
@@ -61,12 +54,6 @@ class PrefillCall(ctypes.Structure):
         (c_int64, "num_chunks max_blocks num_kv_heads group block_size window"),
         (c_void_p, "sinks"),
     )
-
-
-def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:
-    """Return the fields of Heads."""
-    pointers, pages = (x.data_ptr() for x in (q, k, v, out)), (x.data_ptr() for x in (k_pages, v_pages))
-    return *pointers, q.stride(0), k.stride(0), v.stride(0), *pages
 
 
 def in_fp32(sinks: Tensor) -> Tensor:
@@ -93,9 +80,9 @@ class KernelBackend(CPUBackend):
         super().__init__()
         self._head_dim, self._group = head_dim, num_heads // num_kv_heads
         definitions = [f"HEAD_DIM={head_dim}", *(["INT8_PAGES"] if has_int8_pages else []), *native.definitions_of(dtype)]
-        structures, source = (DecodeArguments, Heads, AttendCall), Path(__file__).with_name("paged_decode.cpp")
+        structures, source = (DecodeArguments, AttendCall), Path(__file__).with_name("paged_decode.cpp")
         library = native.load(source, f"GROUP={self._group}", *definitions, structures=structures)
-        self._decode, self._find_spans, self._attend = library.decode, library.find_spans, library.attend
+        self._find_spans, self._attend = library.find_spans, library.attend
         sizes = (c_int64.in_dll(library, name).value for name in ("span_tokens", "span_bytes", "partial_bytes"))
         self._span_tokens, self._span_bytes, self._partial_bytes = sizes
         definitions += tile_definitions(dtype, head_dim)
@@ -109,10 +96,10 @@ class KernelBackend(CPUBackend):
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows, window: Window, sinks: Sinks
     ) -> Tensor:
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
-        out, sinks = torch.empty(q.shape, dtype=q.dtype), None if sinks is None else in_fp32(sinks)
-        step = self.arguments(rows, rows.seq_lens.tolist(), cache, window)
-        heads = Heads(*_heads(q, k, v, out, *cache.layer(layer)), _address_of(sinks))
-        self._decode(ctypes.byref(step), ctypes.byref(heads), num_threads())
+        out = torch.empty(q.shape, dtype=q.dtype)
+        slices = [Slice(array, 0, x.stride(0)) for array, x in enumerate((q, k, v, out))]
+        call = self.call(*slices, rows=len(slices), layer=layer, sinks=None if sinks is None else in_fp32(sinks))
+        Program([call])(len(q), [q, k, v, out, self.arguments(rows, rows.seq_lens.tolist(), cache, window)])
         return out
 
     def prefill(
@@ -121,10 +108,11 @@ class KernelBackend(CPUBackend):
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out, sinks = torch.empty(q.shape, dtype=q.dtype), None if sinks is None else in_fp32(sinks)
         call = PrefillCall(
-            *_heads(q, k, v, out, *cache.layer(layer)), *(index.data_ptr() for index in chunks), *chunks.block_tables.shape,
+            *(x.data_ptr() for x in (q, k, v, out)), q.stride(0), k.stride(0), v.stride(0),
+            *(x.data_ptr() for x in (*cache.layer(layer), *chunks)), *chunks.block_tables.shape,
             k.shape[1], q.shape[1] // k.shape[1], cache.block_size, window or NO_WINDOW, _address_of(sinks),
         )  # fmt: skip
-        self._prefill(ctypes.byref(call), num_threads())
+        Program([KernelCall(self._prefill, call)])(len(q), [])
         return out
 
     def arguments(self, rows: DecodeRows, lens: list[int], cache: KVCache, window: Window = None) -> DecodeArguments:

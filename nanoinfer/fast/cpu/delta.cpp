@@ -111,7 +111,7 @@ struct Head {
     }
 
     void run(const int64_t (&piece)[4]) const {
-        const auto [first, end, read, write] = piece;
+        const int64_t first = piece[0], end = piece[1], read = piece[2], write = piece[3];
         if (read != write) {
             std::memcpy(memory(write), memory(read), GROUP * KEY_DIM * VALUE_DIM * sizeof(float));
             each_range([&](int64_t channel, int size) {
@@ -168,10 +168,9 @@ struct Head {
 
 }  // namespace
 
-extern "C" void advance(const DeltaCall* call, const Batch& batch) {
+extern "C" void advance(const DeltaCall* call, const Batch& batch, Member& me) {
     const DeltaArguments& rows = *static_cast<const DeltaArguments*>(batch.arrays[call->rows]);
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t task = 0; task < rows.num_sequences * call->num_key_heads; task++) {
+    for (int64_t task : me.tasks(rows.num_sequences * call->num_key_heads)) {
         const int64_t sequence = task / call->num_key_heads;
         const Head head{*call, batch, rows.tensors[call->layer], task % call->num_key_heads};
         for (int64_t i = rows.first_pieces[sequence]; i < rows.first_pieces[sequence + 1]; i++) head.run(rows.pieces[i]);

@@ -15,8 +15,6 @@ constexpr int LANES = 16, ROWS = 8, VECTORS = 3;
 #else
 constexpr int LANES = 8, ROWS = 4, VECTORS = 3;
 #endif
-#include <omp.h>
-
 #include "linear.h"
 
 namespace {
@@ -72,18 +70,17 @@ void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, 
 }
 
 // x as it is, or widened into scratch memory.
-Terms2D terms_of_rows(const LinearCall& call, const Batch& batch) {
+Terms2D terms_of_rows(const LinearCall& call, const Batch& batch, Member& me) {
     if constexpr (!WIDENS) return {(const Term*)call.x.row<Number>(batch, 0), call.x.stride / PER_TERM};
     float* wide = static_cast<float*>(batch.arrays[call.scratch]);
     const int64_t num_parts = (call.num_in + LANES - 1) / LANES;
-#pragma omp for nowait
-    for (int64_t task = 0; task < batch.num_rows * num_parts; task++) {
+    for (int64_t task : me.share(batch.num_rows * num_parts)) {
         const int64_t row = task / num_parts, first = task % num_parts * LANES;
         const int num = std::min<int64_t>(call.num_in - first, LANES);
         const Floats part = load(call.x.row<Number>(batch, row) + first, num);
         std::memcpy(wide + row * call.num_in + first, &part, num * sizeof(float));
     }
-    batch.barrier->wait(omp_get_num_threads());
+    me.wait();
     return {(const Term*)wide, call.num_in};
 }
 
@@ -91,17 +88,16 @@ Terms2D terms_of_rows(const LinearCall& call, const Batch& batch) {
 
 extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = WIDENS ? sizeof(float) : 0;
 
-extern "C" void linear(const LinearCall* call, const Batch& batch) {
-    multiply_by_a(*call, batch);
-    const Terms2D x = terms_of_rows(*call, batch);
+extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
+    multiply_by_a(*call, batch, me);
+    const Terms2D x = terms_of_rows(*call, batch, me);
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
     // A small layer has few tiles, so its rows are divided, too, and every thread has some work.
-    const int64_t least_parts = std::max<int64_t>(4 * omp_get_num_threads() / num_tiles, 1);
+    const int64_t least_parts = std::max<int64_t>(4 * me.num_threads / num_tiles, 1);
     const int64_t part_rows = batch.num_rows / least_parts;
     const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);
     const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
-#pragma omp for schedule(static) nowait
-    for (int64_t task = 0; task < num_tiles * num_parts; task++) {
+    for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
         compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
     }

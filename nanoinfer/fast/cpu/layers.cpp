@@ -38,9 +38,8 @@ struct NormCall {
     int64_t is_zero_centred;
 };
 
-extern "C" void rms_norm(const NormCall* call, const Batch& batch) {
-#pragma omp for nowait
-    for (int64_t row = 0; row < batch.num_rows; row++) {
+extern "C" void rms_norm(const NormCall* call, const Batch& batch, Member& me) {
+    for (int64_t row : me.share(batch.num_rows)) {
         const Number* x = call->x.row<Number>(batch, row);
         Number* out = call->out.row<Number>(batch, row);
         const float scale = inverse_root_mean_square(x, call->size, call->eps);
@@ -50,9 +49,8 @@ extern "C" void rms_norm(const NormCall* call, const Batch& batch) {
     }
 }
 
-extern "C" void layer_norm(const NormCall* call, const Batch& batch) {
-#pragma omp for nowait
-    for (int64_t row = 0; row < batch.num_rows; row++) {
+extern "C" void layer_norm(const NormCall* call, const Batch& batch, Member& me) {
+    for (int64_t row : me.share(batch.num_rows)) {
         const Number* x = call->x.row<Number>(batch, row);
         Number* out = call->out.row<Number>(batch, row);
         Floats total = {}, squares = {};
@@ -75,9 +73,8 @@ struct AddCall {
     int64_t size;
 };
 
-extern "C" void add(const AddCall* call, const Batch& batch) {
-#pragma omp for nowait
-    for (int64_t row = 0; row < batch.num_rows; row++) {
+extern "C" void add(const AddCall* call, const Batch& batch, Member& me) {
+    for (int64_t row : me.share(batch.num_rows)) {
         const Number *x = call->x.row<Number>(batch, row), *y = call->y.row<Number>(batch, row);
         Number* out = call->out.row<Number>(batch, row);
         each(call->size, [&](int64_t i, int num) { store(out + i, load(x + i, num) + load(y + i, num), num); });
@@ -90,9 +87,8 @@ struct GateCall {
     int64_t num_heads, head_dim, gate_step;  // numbers between the gates of two heads
 };
 
-extern "C" void gate(const GateCall* call, const Batch& batch) {
-#pragma omp for nowait
-    for (int64_t task = 0; task < batch.num_rows * call->num_heads; task++) {
+extern "C" void gate(const GateCall* call, const Batch& batch, Member& me) {
+    for (int64_t task : me.share(batch.num_rows * call->num_heads)) {
         const int64_t row = task / call->num_heads, index = task % call->num_heads;
         const Number* x = call->x.row<Number>(batch, row) + index * call->head_dim;
         const Number* gate = call->gate.row<Number>(batch, row) + index * call->gate_step;
@@ -110,10 +106,9 @@ struct RotateCall {
     int64_t is_zero_centred;
 };
 
-extern "C" void rotate(const RotateCall* call, const Batch& batch) {
+extern "C" void rotate(const RotateCall* call, const Batch& batch, Member& me) {
     const int64_t head_dim = call->head_dim, half = call->num_rotated / 2, num_heads = call->num_heads;
-#pragma omp for nowait
-    for (int64_t task = 0; task < batch.num_rows * num_heads; task++) {
+    for (int64_t task : me.share(batch.num_rows * num_heads)) {
         const int64_t row = task / num_heads, index = task % num_heads;
         const Number* head = call->heads.row<Number>(batch, row) + index * call->step;
         Number* out = call->out.row<Number>(batch, row) + index * head_dim;

@@ -57,14 +57,13 @@ inline void multiply_row(const Number* x, const Number* a, int64_t num_in, float
     }
 }
 
-// Compute the products with a. Every thread of the team calls this before it writes outputs.
+// Compute the products with a. Every member of the team calls this before it writes outputs.
 template <class Call>
-void multiply_by_a(const Call& call, const Batch& batch) {
+void multiply_by_a(const Call& call, const Batch& batch, Member& me) {
     if (!has_adapters(call.adapted, batch)) return;
     const Adapted& adapted = *call.adapted;
     const int64_t num_rank_blocks = adapted.max_rank / RANKS, width = adapted.num_layers * adapted.max_rank;
-#pragma omp for schedule(static) nowait
-    for (int64_t task = 0; task < batch.num_rows * adapted.num_layers * num_rank_blocks; task++) {
+    for (int64_t task : me.tasks(batch.num_rows * adapted.num_layers * num_rank_blocks)) {
         const int64_t row = task / num_rank_blocks / adapted.num_layers, layer = task / num_rank_blocks % adapted.num_layers;
         const int64_t rank = task % num_rank_blocks * RANKS, adapter = adapted.mapping->indices[row];
         if (adapter < 0 || adapted.changes[adapter * adapted.num_layers + layer].rank <= rank) continue;
@@ -72,7 +71,7 @@ void multiply_by_a(const Call& call, const Batch& batch) {
         float* products = adapted.mapping->products + row * width + layer * adapted.max_rank + rank;
         multiply_row(call.x.template row<Number>(batch, row), change.a + rank * call.num_in, call.num_in, change.scale, products);
     }
-    batch.barrier->wait(omp_get_num_threads());
+    me.wait();
 }
 
 // Add the products with b to a vector of a row's sums, from the output `first` on.

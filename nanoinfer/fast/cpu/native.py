@@ -28,10 +28,8 @@ from nanoinfer.errors import UnsupportedError, first_line
 
 logger = logging.getLogger(__name__)
 
-# The library is not linked with OpenMP, whose symbols are found in torch's copy, so that both share a team
-# of threads.
 HEADERS = Path(__file__).parent
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 

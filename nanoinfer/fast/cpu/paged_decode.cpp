@@ -14,8 +14,6 @@
 // task, and the spans of a row are merged in order. The number of threads and the rows beside decide only which thread runs a
 // task. All sums are in fp32, and their order is written out: 16 lanes, then a fixed tree.
 
-#include <omp.h>
-
 constexpr int LANES = 16;
 #include "pages.h"
 #include "program.h"
@@ -218,8 +216,8 @@ void merge(const Partial* partials, int64_t num_spans, int64_t stride, const flo
     }
 }
 
-// Called by all threads of a team, which divide the work.
-void compute(const DecodeArguments& rows, const Heads& heads, Barrier& barrier) {
+// Called by all members of a team, which divide the work.
+void compute(const DecodeArguments& rows, const Heads& heads, Member& me) {
     const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
     const auto places_of = [&](int64_t task) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
@@ -232,16 +230,13 @@ void compute(const DecodeArguments& rows, const Heads& heads, Barrier& barrier) 
     const auto out_of = [&](int64_t task) {
         return heads.out + (rows.spans[task / num_kv_heads].row * num_kv_heads + task % num_kv_heads) * GROUP * HEAD_DIM;
     };
-    const int64_t together = std::clamp<int64_t>(num_tasks / (8 * omp_get_num_threads()), 1, 4);  // for a thread at a time
     // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
-#pragma omp for nowait
-    for (int64_t row = 0; row < rows.num_rows; row++) {
+    for (int64_t row : me.share(rows.num_rows)) {
         const Number *k = heads.k + row * heads.k_stride, *v = heads.v + row * heads.v_stride;
         store_token(heads.k_pages, heads.v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
     }
-    barrier.wait(omp_get_num_threads());
-#pragma omp for schedule(dynamic, together) nowait
-    for (int64_t task = 0; task < num_tasks; task++) {
+    me.wait();
+    for (int64_t task : me.tasks(num_tasks)) {
         const Span& span = rows.spans[task / num_kv_heads];
         const int64_t head = task % num_kv_heads * GROUP;
         attend(rows.partials[task], heads.q + span.row * heads.q_stride + head * HEAD_DIM, heads.k_pages, heads.v_pages,
@@ -250,9 +245,8 @@ void compute(const DecodeArguments& rows, const Heads& heads, Barrier& barrier) 
     }
     // Merge the spans of a row: each is scaled to the largest score of all, and added.
     if (rows.num_spans == rows.num_rows) return;
-    barrier.wait(omp_get_num_threads());
-#pragma omp for nowait
-    for (int64_t task = 0; task < num_tasks; task++) {
+    me.wait();
+    for (int64_t task : me.share(num_tasks)) {
         const Span& span = rows.spans[task / num_kv_heads];
         if (span.index == 0 && span.num_spans > 1) {
             merge(rows.partials + task, span.num_spans, num_kv_heads, sinks_of(task), out_of(task));
@@ -262,8 +256,7 @@ void compute(const DecodeArguments& rows, const Heads& heads, Barrier& barrier) 
 
 }  // namespace
 
-extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_Heads = sizeof(Heads),
-                         sizeof_AttendCall = sizeof(AttendCall);
+extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_AttendCall = sizeof(AttendCall);
 extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_bytes = sizeof(Partial);
 
 extern "C" void find_spans(DecodeArguments* rows) {
@@ -274,16 +267,10 @@ extern "C" void find_spans(DecodeArguments* rows) {
     }
 }
 
-extern "C" void decode(const DecodeArguments* rows, const Heads* heads, int num_threads) {
-    Barrier barrier;
-#pragma omp parallel num_threads(num_threads)
-    compute(*rows, *heads, barrier);
-}
-
-extern "C" void attend(const AttendCall* call, const Batch& batch) {
+extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
     const DecodeArguments& rows = *static_cast<const DecodeArguments*>(batch.arrays[call->rows]);
     Stored* const* pages = rows.pages + 2 * call->layer;
     const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);
-    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1], call->sinks}, *batch.barrier);
+    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1], call->sinks}, me);
 }

@@ -21,8 +21,6 @@ constexpr int LANES = 16, BROADCASTS = 8, BLOCK = 3;
 #else
 constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 #endif
-#include <omp.h>
-
 #include "pages.h"
 #include "program.h"
 #include "tiles.h"
@@ -298,7 +296,7 @@ struct PrefillCall {
 
 extern "C" const int64_t sizeof_PrefillCall = sizeof(PrefillCall);
 
-extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
+extern "C" void prefill(const PrefillCall* arguments, const Batch&, Member& me) {
     const PrefillCall& call = *arguments;
     std::vector<Chunk> chunks;
     for (int64_t i = 0; i < call.num_chunks; i++) {
@@ -314,31 +312,23 @@ extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
             }
         }
     }
-    const int64_t num_tokens = call.starts[call.num_chunks] - call.starts[0], num_tasks = tasks.size();
-
-    Barrier barrier;
-#pragma omp parallel num_threads(num_threads)
-    {
-        // Every token is stored before any is attended to.
-#pragma omp for nowait
-        for (int64_t token = 0; token < num_tokens; token++) {
-            const Number *k = call.k + token * call.k_stride, *v = call.v + token * call.v_stride;
-            store_token(call.k_pages, call.v_pages, k, v, call.slots[token], call.num_kv_heads, call.block_size);
-        }
-        barrier.wait(omp_get_num_threads());
-#ifdef TILES
-        set_shapes(2 * TILE_ROWS, TILE_BYTES, TILE_ROWS);
-#endif
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t i = 0; i < num_tasks; i++) {
-            const Task& task = tasks[i];
-            const Pages keys{call.k_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
-            const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
-            attend(task, call.q, call.q_stride, keys, values, call.window, call.sinks, call.out,
-                   call.num_kv_heads * call.group * HEAD_DIM);
-        }
-#ifdef TILES
-        release_tiles();
-#endif
+    // Every token is stored before any is attended to.
+    for (int64_t token : me.share(call.starts[call.num_chunks] - call.starts[0])) {
+        const Number *k = call.k + token * call.k_stride, *v = call.v + token * call.v_stride;
+        store_token(call.k_pages, call.v_pages, k, v, call.slots[token], call.num_kv_heads, call.block_size);
     }
+    me.wait();
+#ifdef TILES
+    set_shapes(2 * TILE_ROWS, TILE_BYTES, TILE_ROWS);
+#endif
+    for (int64_t i : me.tasks(tasks.size())) {
+        const Task& task = tasks[i];
+        const Pages keys{call.k_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
+        const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
+        attend(task, call.q, call.q_stride, keys, values, call.window, call.sinks, call.out,
+               call.num_kv_heads * call.group * HEAD_DIM);
+    }
+#ifdef TILES
+    release_tiles();
+#endif
 }

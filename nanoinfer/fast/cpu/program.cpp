@@ -1,18 +1,111 @@
 // Run a program. One team of threads makes all calls, because waking a team for each would take longer than many kernels do.
 
-#include <omp.h>
-
 #include "program.h"
+
+#include <pthread.h>
+
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "tiles.h"
 
-extern "C" void run(const KernelCall* calls, int64_t num_calls, Batch* batch, int num_threads) {
-    Barrier barrier;
-    batch->barrier = &barrier;
-#pragma omp parallel num_threads(num_threads)
-    for (int64_t i = 0; i < num_calls; i++) {
-        if (i > 0) barrier.wait(omp_get_num_threads());
-        calls[i].kernel(calls[i].arguments, *batch);
+namespace {
+
+// While it lives, this thread computes with denormal numbers as they are. Flushing them to zero is a setting of each thread, so
+// without this a result would depend on which thread computes it.
+class Denormals {
+  public:
+    Denormals() { set(before_ & ~FLUSHES); }
+    ~Denormals() { set(before_); }
+
+  private:
+#if defined(__x86_64__)
+    static constexpr uint64_t FLUSHES = 0x8040;  // FTZ and DAZ in MXCSR
+
+    static uint64_t get() { return _mm_getcsr(); }
+    static void set(uint64_t control) { _mm_setcsr(control); }
+#elif defined(__aarch64__)
+    static constexpr uint64_t FLUSHES = 1 << 24;  // FZ in FPCR
+
+    static uint64_t get() {
+        uint64_t control;
+        __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+        return control;
     }
+    static void set(uint64_t control) { __asm__ volatile("msr fpcr, %0" ::"r"(control)); }
+#else
+    static constexpr uint64_t FLUSHES = 0;
+
+    static uint64_t get() { return 0; }
+    static void set(uint64_t) {}
+#endif
+
+    const uint64_t before_ = get();
+};
+
+// Threads that do one job after the other, together with the thread that calls `run`. Between jobs they wait in the dock: each
+// for its own number, so that a job wakes no more threads than it needs.
+class Team {
+  public:
+    typedef std::function<void(Member&)> Job;
+
+    // Do a job. While another thread has the team, the caller does it alone: it waits for nobody, and the bits are the same.
+    void run(int num_threads, const Job& job) {
+        std::unique_lock lock(in_use_, std::try_to_lock);
+        if (!lock) return Team().run(1, job);
+        for (int i = dock_.size() + 1; i < num_threads; i++) {
+            dock_.emplace_back(20000);
+            std::thread(&Team::work, this, i, std::ref(dock_.back())).detach();
+        }
+        remaining_ = std::vector<Remaining>(num_threads);
+        num_threads_ = num_threads, job_ = &job;
+        for (int i = 1; i < num_threads; i++) dock_[i - 1].advance();
+        do_part(0);
+        barrier_.wait(num_threads);
+    }
+
+  private:
+    void work(int index, Round& round) {
+        for (uint32_t number = 0;; number++) {
+            round.wait(number);
+            do_part(index);
+            barrier_.arrive(num_threads_);
+        }
+    }
+
+    void do_part(int index) {
+        const Denormals denormals;
+        Member me(index, num_threads_, barrier_, remaining_.data());
+        (*job_)(me);
+    }
+
+    std::mutex in_use_;
+    std::deque<Round> dock_;  // of all members but the caller
+    Barrier barrier_;
+    std::vector<Remaining> remaining_;
+    int num_threads_ = 1;
+    const Job* job_ = nullptr;
+};
+
+// It is never deleted, because its threads wait in it when the process ends. A forked process has none of them and needs another.
+Team* team = new Team;
+const int is_registered = pthread_atfork(nullptr, nullptr, [] { team = new Team; });
+
+}  // namespace
+
+extern "C" void run(const KernelCall* calls, int64_t num_calls, const Batch* batch, int num_threads) {
+    team->run(num_threads, [&](Member& me) {
+        for (int64_t i = 0; i < num_calls; i++) {
+            if (i > 0) me.wait();
+            calls[i].kernel(calls[i].arguments, *batch, me);
+        }
+    });
 }
 
 extern "C" int has_tiles() {

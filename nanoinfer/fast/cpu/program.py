@@ -57,7 +57,7 @@ class Program:
     def __call__(self, num_rows: int, arrays: Sequence[Tensor | ctypes.Structure | None]) -> None:
         """Make the calls. arrays: the arrays to whose indices the calls' arguments refer."""
         pointers = [_address_of(array) for array in arrays]
-        batch = (c_int64 * (2 + len(pointers)))(num_rows, 0, *pointers)  # 0: the barrier
+        batch = (c_int64 * (1 + len(pointers)))(num_rows, *pointers)
         self._run(self._calls, len(self._calls), batch, num_threads())
 
 

@@ -2,7 +2,6 @@
 // out its arrays, and says how x is rounded. The groups are added in fp32, one after the other.
 
 constexpr int LANES = 16;
-#include <omp.h>
 
 #include "linear.h"
 #include "tiles.h"
@@ -214,22 +213,20 @@ void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t 
 
 extern "C" const int64_t sizeof_QuantizedLinearCall = sizeof(QuantizedLinearCall);
 
-extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch) {
+extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch, Member& me) {
     const QuantizedLinearCall& layer = *call;
     const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group_size;
     const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
     int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
     float* scales = (float*)(integers + num_rows * layer.num_in);
     const RoundedRows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
-    multiply_by_a(layer, batch);
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < num_rows * num_groups; i++) {
+    multiply_by_a(layer, batch, me);
+    for (int64_t i : me.share(num_rows * num_groups)) {
         const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group_size;
         quantize(x, layer.group_size, rows.integers + i * layer.group_size, &rows.scales[i], &rows.sums[i]);
     }
-    batch.barrier->wait(omp_get_num_threads());
-#pragma omp for schedule(static) nowait
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
+    me.wait();
+    for (int64_t tile : me.tasks(num_tiles)) {
         if (layer.bits == 8) {
             compute_rows<8>(layer, batch, tile, rows);
         } else {

@@ -7,8 +7,6 @@
 // Rows are independent by construction: each is a row of its tiles, with one order of additions for any number of rows.
 
 constexpr int LANES = 16;
-#include <omp.h>
-
 #include "linear.h"
 #include "tiles.h"
 
@@ -52,10 +50,9 @@ void multiply_block(float (&sums)[2][2][TILE_ROWS][LANES], const Block& block, i
 }
 
 // Lay out x as [blocks of rows, steps, BLOCK, STEP], filled up with zeros.
-void lay_out(const LinearCall& call, const Batch& batch, char* blocks) {
+void lay_out(const LinearCall& call, const Batch& batch, char* blocks, Member& me) {
     const int64_t num_steps = call.num_in / STEP, num_blocks = (batch.num_rows + BLOCK - 1) / BLOCK;
-#pragma omp for schedule(static) nowait
-    for (int64_t row = 0; row < num_blocks * BLOCK; row++) {
+    for (int64_t row : me.share(num_blocks * BLOCK)) {
         char* to = blocks + row / BLOCK * num_steps * X_BYTES + row % BLOCK * TILE_BYTES;
         for (int64_t step = 0; step < num_steps; step++, to += X_BYTES) {
             if (row < batch.num_rows) {
@@ -65,7 +62,7 @@ void lay_out(const LinearCall& call, const Batch& batch, char* blocks) {
             }
         }
     }
-    batch.barrier->wait(omp_get_num_threads());
+    me.wait();
 }
 
 }  // namespace
@@ -73,17 +70,16 @@ void lay_out(const LinearCall& call, const Batch& batch, char* blocks) {
 // Scratch: x with its rows rounded up to whole blocks, less than twice as many if there are more than FEW_ROWS.
 extern "C" const int64_t tile_size = TILE, num_per_term = 2, scratch_bytes_per_input = 2 * sizeof(Number);
 
-extern "C" void linear(const LinearCall* call, const Batch& batch) {
+extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE, num_steps = call->num_in / STEP;
     const int64_t num_blocks = (batch.num_rows + BLOCK - 1) / BLOCK, num_parts = (num_blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
     const bool is_laid_out = batch.num_rows > FEW_ROWS;
-    multiply_by_a(*call, batch);
+    multiply_by_a(*call, batch, me);
     char* blocks = static_cast<char*>(batch.arrays[call->scratch]);
-    if (is_laid_out) lay_out(*call, batch, blocks);
+    if (is_laid_out) lay_out(*call, batch, blocks, me);
     alignas(LINE) float sums[2][2][TILE_ROWS][LANES];
     int num_set = 0;
-#pragma omp for schedule(static) nowait
-    for (int64_t task = 0; task < num_tiles * num_parts; task++) {
+    for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t tile = task % num_tiles, part = task / num_tiles;
         const char* weight = static_cast<const char*>(call->weight) + tile * num_steps * WEIGHT_BYTES;
         for (int64_t i = part * TASK_BLOCKS; i < std::min(num_blocks, (part + 1) * TASK_BLOCKS); i++) {
