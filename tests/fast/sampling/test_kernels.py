@@ -1,4 +1,6 @@
-"""The kernel finds what a stable sort finds, and with it greedy rows get the tokens of the stages."""
+"""The kernels find what a stable sort finds, and draw the tokens of the stages unless their bounds leave it open."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.fast.sampling.few_logits import FewLogits
-from nanoinfer.fast.sampling.largest import largest_by_kernel
+from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, kernels_for
+from nanoinfer.sampling.draw import draw_from_weights, integer_weights
 from nanoinfer.sampling.routes import HeadRows
-from tests.helpers.sampling_rows import batch_of, sampling_by, sequence
+from nanoinfer.sampling.stages import apply_temperature
+from tests.helpers.sampling_rows import batch_of, random_logits, sampling_by, sequence
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")]
+
+
+def largest_by_kernel(logits, num):
+    return find_largest(kernels_for("cpu", logits.dtype), logits, num)
 
 
 def largest_by_sort(logits, num):
@@ -60,6 +68,36 @@ def test_rows_of_another_layout(logits):
 
 def test_another_dtype_has_no_kernel_and_gets_the_same_tokens():
     logits = torch.randn(3, 40, dtype=torch.float64)
-    assert largest_by_kernel(logits, 5) is None
+    assert kernels_for("cpu", logits.dtype) is None
     rows = HeadRows.of_logits(logits)
     assert torch.equal(FewLogits().try_sample(rows, greedy_rows(3)), logits.argmax(dim=-1))
+
+
+def drawn(logits, batch):
+    """The kernel's token ids, and how many rows it leaves open. The others, and the bounds of the sums, must be right."""
+    token_ids, totals, largest = draw_from_all(kernels_for("cpu", logits.dtype), logits, batch)
+    weights = integer_weights(apply_temperature(logits.float(), batch))
+    assert torch.equal(largest, logits.float().amax(dim=-1))
+    total = weights.sum(dim=-1)
+    assert ((totals[:, 0] <= total) & (total <= totals[:, 1])).all()
+    assert (totals[:, 1] - totals[:, 0] <= total * 2.0**-19).all()
+    is_open = token_ids < 0
+    assert torch.equal(token_ids[~is_open], draw_from_weights(weights, batch.u)[~is_open])
+    return is_open.sum().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values", "constant"])
+@pytest.mark.parametrize("vocab_size", [1, 17, 1025, 50_257])
+def test_the_bounds_of_the_weights_hold_and_leave_few_rows_open(vocab_size, kind, dtype):
+    logits = random_logits(kind, 64, vocab_size).to(dtype)
+    temperatures = [1.0, 0.7, 1e-30, 3.0, 1e30]
+    batch = batch_of([sequence(seed, temperature=temperatures[seed % 5]) for seed in range(64)], vocab_size)
+    assert drawn(logits, batch) < 10
+
+
+def test_a_threshold_at_the_edge_of_a_weight_is_left_open():
+    """Two equal weights: the threshold is the first id of the second, or the last of the first."""
+    batch = batch_of([sequence(seed, temperature=1.0) for seed in range(3)], 2)
+    for u, num_open in ((0.5, 3), (0.5 - 1e-9, 3), (0.499, 0), (0.501, 0)):
+        assert drawn(torch.zeros(3, 2), replace(batch, u=torch.full_like(batch.u, u))) == num_open
