@@ -264,7 +264,7 @@ class LLM:
         """Whether a prompt's logits have the same bits in any batch on this machine, as tested when the model is loaded.
 
         If True, a seed gives the same tokens in any batch. Prefix hits and preemptions may still change the last bits, unless
-        batch_invariant=True. It is False on a GPU, and while torch uses another number of threads than at loading.
+        batch_invariant=True. It is False on a GPU.
         """
         return self.engine.executor.batch_independent
 

@@ -101,13 +101,15 @@ def test_without_kernels_nothing_is_promised(qwen3_path, monkeypatch):
         LLM(qwen3_path, enforce_eager=True, kv_cache_memory=2**24, batch_invariant=True)
 
 
-def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
-    llm = LLM(qwen3_path, kv_cache_memory=2**24)
-    assert llm.batch_independent
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
+def test_it_holds_for_any_number_of_threads(qwen3_path):
+    llm, before = LLM(qwen3_path, kv_cache_memory=2**24), torch.get_num_threads()
+    params, bits = SamplingParams(max_tokens=8, logprobs=3), set()
     try:
-        assert not llm.batch_independent
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert llm.batch_independent
+            [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+            bits.add(str(output.outputs[0].logprobs))
     finally:
         torch.set_num_threads(before)
-    assert llm.batch_independent
+    assert len(bits) == 1

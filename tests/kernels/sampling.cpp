@@ -1,4 +1,4 @@
-// Drives largest.cpp: the largest logits with their ids.
+// Drives fast/sampling/kernels.cpp: the largest logits with their ids, and the draw from all weights.
 
 #include "numbers.h"
 
@@ -17,6 +17,17 @@ void drive(Size size, int64_t rows, int64_t vocab_size, int64_t num, Values valu
         digest.add_bytes(largest.data(), rows * num * sizeof(float));
         digest.add_bytes(ids.data(), rows * num * sizeof(int64_t));
         print(text("find_largest %ld of %ld x %ld values %d", num, rows, vocab_size, int(values)), threads, digest);
+        if (num > 1) continue;
+        Exact<float> temperatures(rows);
+        Exact<double> u(rows);
+        Exact<int64_t> totals(2 * rows);
+        for (int64_t row = 0; row < rows; row++) temperatures[row] = row % 2 ? 1.0f : 0.5f, u[row] = 0.37;
+        const DrawCall draw_call{{0, 0, vocab_size}, {1, 0, 1}, {2, 0, 1}, {3, 0, 1}, {4, 0, 1}, {5, 0, 1}, vocab_size};
+        run_kernel(draw, draw_call, rows, threads, logits, temperatures, u, ids, totals, largest);
+        Digest drawn;
+        drawn.add_bytes(ids.data(), rows * sizeof(int64_t));
+        drawn.add_bytes(totals.data(), 2 * rows * sizeof(int64_t));
+        print(text("draw %ld x %ld values %d", rows, vocab_size, int(values)), threads, drawn);
     }
 }
 

@@ -1,7 +1,7 @@
 """The threads of a step: kernels share its work among them, and torch's operators run on the calling thread alone.
 
-An operator of torch that starts OpenMP's threads leaves them spinning for milliseconds on the cores that the kernels need. The
-settings that this file changes are those of the calling thread, not those of the process that torch.set_num_threads also writes.
+An operator of torch that starts OpenMP's threads leaves them spinning for milliseconds on the cores that the kernels need. This
+file changes the settings of the calling thread. torch.set_num_threads also writes a variable that other threads read.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def num_threads() -> int:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Run torch's operators on the calling thread. This includes a user's own functions that are called by a step."""
+    """Run torch's operators on the calling thread alone, also those of a user's functions that a step calls."""
     num = torch.get_num_threads()
     if num == 1:  # also if a step has begun
         yield
@@ -46,8 +46,6 @@ def one_torch_thread() -> Iterator[None]:
 
 @cache
 def _setters() -> list[Callable[[int], int]]:
-    """Return the functions that set the calling thread's number of threads, and those of MKL, which torch's products and exp
-    use. In place of a function that torch's libraries lack, it returns one that does nothing.
-    """
-    libraries = ctypes.CDLL(torch._C.__file__)  # finds the functions of all libraries that it needs
-    return [getattr(libraries, name, int) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
+    """Return the functions that set the calling thread's numbers for OpenMP and MKL, which computes torch's products and exp."""
+    torch_libraries = ctypes.CDLL(torch._C.__file__)
+    return [getattr(torch_libraries, name, int) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]  # int: none

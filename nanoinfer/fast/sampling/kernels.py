@@ -56,11 +56,11 @@ def draw_from_all(
 ) -> tuple[Int[Tensor, " batch"], Int[Tensor, "batch 2"], Float[Tensor, " batch"]]:
     """Draw from all weights after the temperature.
 
-    torch's exp is not known to the kernel, which computes bounds of each weight. They decide nearly every row.
+    The kernel does not know the last bits of torch's exp. It computes bounds of each weight, which decide nearly every row.
 
     Returns:
-        The token ids, -1 where the bounds do not decide, the bounds of the sum of all weights, and the largest logits. A row whose
-        largest logit is not finite has any id.
+        The token ids, -1 where the bounds do not decide, the bounds of the sum of all weights, and the largest logits. A row
+        whose largest logit is not finite has any id.
     """
     num_rows, width = logits.shape
     temperatures = batch.columns.temperature
