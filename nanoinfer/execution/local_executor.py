@@ -70,11 +70,10 @@ class LocalExecutor:
         tracer: "tracing.EventBuffer | None" = None,
         in_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """batch_independent: whether rows have the same bits in any batch. in_step: as in Runtime."""
+        """batch_independent: see LLM.batch_independent. in_step: see Runtime."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
-        self.batch_independent = batch_independent  # see LLM.batch_independent
-        self._batch_invariant, self._in_step = batch_invariant, in_step
+        self.batch_independent, self._batch_invariant, self._in_step = batch_independent, batch_invariant, in_step
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
 

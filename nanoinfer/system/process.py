@@ -8,6 +8,7 @@ logger `nanoinfer`:
     number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
                            made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
                            OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has a single thread.
+    threads of kernels     the kernels' team keeps its threads, asleep, until the process ends. fast/cpu/program.cpp.
     current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
                            when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
@@ -81,7 +82,7 @@ def limit_threads() -> None:
     """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to a single one after a fork.
 
     More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
-    forked process OpenMP would wait forever for threads that exist only in the process that made them.
+    forked process torch's OpenMP would wait forever for threads that exist only in the process that made them.
     """
     if os.name == "posix":
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

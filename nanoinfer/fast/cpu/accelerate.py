@@ -153,8 +153,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     few_layers = one_layer_of_each_kind(cast(nn.Module, runtime.model), sizes.num_hidden_layers)
     _replace(few_layers, runtime.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
     tried = replace(runtime, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
-    with one_torch_thread():
-        is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
+    is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     model = cast(nn.Module, runtime.model)
     compiled = compile_model(model, config.quantization, weights=runtime.weights, adapters=adapters)
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)

@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
+#include <utility>
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -119,8 +121,8 @@ class Barrier {
     alignas(LINE_BYTES) std::atomic<int> num_arrived_{0};
 };
 
-// Tasks first .. last - 1.
-struct Range {
+// Tasks first .. last - 1. It is aligned so that every compiler changes it in a single instruction.
+struct alignas(8) Range {
     uint32_t first, last;
 };
 
@@ -143,6 +145,7 @@ class Member {
         num_waits_++;
         range_of(index, num_waits_).store(Remaining::UNTOUCHED, std::memory_order_relaxed);
         barrier_.wait(num_threads);
+        gives_tasks_ = false;
     }
 
     struct Share {
@@ -176,7 +179,10 @@ class Member {
 
     // The tasks of 0 .. n - 1 that this member comes to do: its share, in order, and then those that others have not begun. At
     // most one such loop between two waits, with fewer than 2^32 tasks.
-    Tasks tasks(int64_t n) { return {*this, n}; }
+    Tasks tasks(int64_t n) {
+        assert(!std::exchange(gives_tasks_, true) && "a loop over tasks follows another without a wait");
+        return {*this, n};
+    }
 
   private:
     std::atomic<Range>& range_of(int member, uint32_t round) { return remaining_[member].ranges[round % 2]; }
@@ -205,4 +211,5 @@ class Member {
     Barrier& barrier_;
     Remaining* remaining_;
     uint32_t num_waits_ = 0;
+    bool gives_tasks_ = false;  // since the last wait
 };

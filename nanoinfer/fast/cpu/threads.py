@@ -26,8 +26,11 @@ def num_threads() -> int:
 
 
 @contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Run torch's operators on the calling thread alone, also those of a user's functions that a step calls."""
+def one_torch_thread(num_kernel_threads: int | None = None) -> Iterator[None]:
+    """Run torch's operators on the calling thread alone, also those of a user's functions that a step calls.
+
+    num_kernel_threads: the number of threads of a kernel. None: torch's number before.
+    """
     num = torch.get_num_threads()
     if num == 1:  # also if a step has begun
         yield
@@ -35,7 +38,7 @@ def one_torch_thread() -> Iterator[None]:
     set_openmp, set_mkl = _setters()
     set_openmp(1)
     mkl_num = set_mkl(1)
-    _step.num_threads = num
+    _step.num_threads = num_kernel_threads or num
     try:
         yield
     finally:

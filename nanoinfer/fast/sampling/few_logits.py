@@ -141,11 +141,11 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 def decide_top_p(
     candidates: Candidates, ids: CandidateIds, totals: Int[Tensor, "batch 2"], batch: SamplingBatch
 ) -> tuple[Ids, Bool[Tensor, " batch"]]:
-    """Draw from the largest logits of each section of the rows. totals: bounds of the weight of all ids that min_p keeps.
+    """Draw from the largest logits of each section of the rows. totals: bounds of the weight of what min_p keeps.
 
     Returns:
-        The token ids, and which rows the candidates and the bounds do not decide. Which ids that tie with the smallest candidate
-        of a section are candidates is arbitrary, so the larger candidates must be enough.
+        The token ids, and which rows the candidates and the bounds do not decide. Which ids that tie with the smallest
+        candidate of a section are candidates is arbitrary, so the larger candidates must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
