@@ -49,6 +49,7 @@ def one_torch_thread(num_kernel_threads: int | None = None) -> Iterator[None]:
 
 @cache
 def _setters() -> list[Callable[[int], int]]:
-    """Return the functions that set the calling thread's numbers for OpenMP and MKL, which computes torch's products and exp."""
-    torch_libraries = ctypes.CDLL(torch._C.__file__)
-    return [getattr(torch_libraries, name, int) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]  # int: none
+    """Return the functions that set the calling thread's numbers for OpenMP and MKL, which computes products and exp."""
+    libraries = ctypes.CDLL(torch._C.__file__)
+    # Where torch has no such library, `int` takes the place of its function.
+    return [getattr(libraries, name, int) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
