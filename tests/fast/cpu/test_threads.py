@@ -58,7 +58,7 @@ def step(engine):
     return finished
 
 LLMEngine.step = step
-PROMPTS = [[(7 * i + j) % 500 for j in range(40)] for i in range(NUM_ROWS)]
+PROMPTS = [[(7 * i + j) % 500 for j in range(20)] for i in range(NUM_ROWS)]
 
 def path_of(family):
     path = folder / family
@@ -73,7 +73,7 @@ def load(family, **settings):
 def generate(name, llm, prompts=PROMPTS, lora_request=None, **params):
     global case
     case = name
-    params = SamplingParams(**{"max_tokens": 3, "ignore_eos": True, "detokenize": False, **params})
+    params = SamplingParams(**{"max_tokens": 2, "ignore_eos": True, "detokenize": False, **params})
     llm.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
 
 SAMPLING = {
@@ -93,7 +93,7 @@ SAMPLING = {
 llm = load("qwen3")
 for name, params in SAMPLING.items():
     generate(name, llm, **params)
-generate("prefix hits", llm, [[*range(300), i] for i in range(NUM_ROWS)])
+generate("prefix hits", llm, [[*range(100), i] for i in range(NUM_ROWS)])
 case = "beams"
 llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS[:16]], BeamSearchParams(beam_width=4, max_tokens=3))
 case = "embeddings"
@@ -112,7 +112,7 @@ generate("structured output", bundled, ["Once upon a time"] * NUM_ROWS, structur
 adapter = folder / "adapter"
 write_adapter(adapter, linear_shapes(Path(path_of("qwen3"))), lora_alpha=16)
 generate("adapters", load("qwen3", enable_lora=True), lora_request=LoRARequest("adapter", 1, str(adapter)))
-for family in ("gemma3_window", "gpt_oss_window", "qwen3_5", "qwen3_next", "qwen3_moe", "gpt2"):
+for family in ("gemma3_window", "gpt_oss_window", "qwen3_5", "qwen3_next", "qwen3_moe"):
     generate(family, load(family))
 tiny_models.add_mtp(Path(path_of("qwen3_5")))
 generate("mtp", load("qwen3_5", speculative_config={"method": "mtp", "adaptive": False}), temperature=0)
@@ -132,7 +132,7 @@ def test_no_step_of_the_kernels_starts_a_thread_of_openmp(tmp_path):
     assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout.splitlines()[-1])
     assert found.pop("eager") > 0
-    assert len(found) > 25
+    assert len(found) == 27
     assert found == dict.fromkeys(found, 0)
 
 

@@ -67,10 +67,12 @@ def test_rows_of_another_layout(logits):
 
 
 def test_another_dtype_has_no_kernel_and_gets_the_same_tokens():
-    logits = torch.randn(3, 40, dtype=torch.float64)
+    """Numbers that are equal in float32 tie."""
+    logits = torch.ones(3, 40, dtype=torch.float64)
+    logits[:, 7] += 1e-12
     assert kernels_for("cpu", logits.dtype) is None
     rows = HeadRows.of_logits(logits)
-    assert torch.equal(FewLogits().try_sample(rows, greedy_rows(3)), logits.argmax(dim=-1))
+    assert torch.equal(FewLogits().try_sample(rows, greedy_rows(3)), torch.zeros(3, dtype=torch.int64))
 
 
 def drawn(logits, batch):
