@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,19 +16,15 @@ from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
-
-@runtime_checkable
-class CompileReport(Protocol):
-    """Which modules of a model were compiled (fast/compile.py), by their paths. "" is the model."""
-
-    compiled: dict[str, int]  # path -> number of kernel calls
-    left: dict[str, str]  # path -> why the module runs as it is
+if TYPE_CHECKING:
+    from nanoinfer.fast.compile import CompiledModel
+    from nanoinfer.fast.cuda.graphs import DecodeGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +57,9 @@ class Runtime:
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
-    make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
+    make_decode_graphs: "Callable[[ExecutorInfo], DecodeGraphs] | None" = None
     is_batch_independent: bool = False
-    report: CompileReport | None = None
+    report: "CompiledModel | None" = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()

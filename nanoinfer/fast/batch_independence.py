@@ -29,10 +29,7 @@ NUM_DECODES = 2
 
 @torch.inference_mode()
 def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
-    """Whether rows are independent of the batch and the number of threads, and with has_single_queries also of the chunk.
-
-    has_single_queries: whether batch_invariant is set.
-    """
+    """Whether rows are independent of batch and threads, and with has_single_queries (batch_invariant) also of the chunk."""
     config, num_groups = runtime.model.config, len(runtime.sizes.groups)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from numpy import ndarray
+    from nanoinfer.sampling.grammar import GrammarState
 
 
 class SequenceStatus(Enum):
@@ -20,17 +20,6 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # new or preempted: it holds no block
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class Grammar(Protocol):
-    """The state of an answer in its grammar, for params.structured_outputs (structured/grammar.py)."""
-
-    @property
-    def is_complete(self) -> bool: ...
-    @property
-    def error(self) -> str | None: ...
-    def advance(self, token_id: int) -> None: ...
-    def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
 
 
 @runtime_checkable
@@ -61,7 +50,7 @@ class Sequence:
     max_num_tokens: int  # of prompt and output together, which then end with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: Grammar | None = None  # request.py advances it
+    grammar: "GrammarState | None" = None  # for params.structured_outputs. request.py advances it
     reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first

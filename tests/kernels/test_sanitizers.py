@@ -58,7 +58,7 @@ FAULTS = [
 ]
 # Where a member no longer waits for the others: every call of wait, and the orders of memory that make it a barrier.
 RACES = [
-    Fault("fast/cpu/team.h", "number_.load(std::memory_order_acquire)", "number_.load(std::memory_order_relaxed)", "program"),
+    Fault("fast/cpu/team.h", "count.load(std::memory_order_acquire)", "count.load(std::memory_order_relaxed)", "program"),
     Fault("fast/cpu/team.h", "fetch_add(1, std::memory_order_acq_rel)", "fetch_add(1, std::memory_order_relaxed)", "program"),
 ]
 for file, driver in {fault.file: fault.driver for fault in FAULTS}.items():

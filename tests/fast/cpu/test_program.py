@@ -25,7 +25,7 @@ extern "C" int num_too_early(int num_threads, int num_rounds) {{
     for (int index = 0; index < num_threads; index++) threads.emplace_back([&, index] {{
         for (int round = 0; round < num_rounds; round++) {{
             const bool is_late = round % num_threads == index;
-            while (is_late && barrier.round.num_sleeping() < num_threads - 1) std::this_thread::yield();
+            while (is_late && barrier.round.num_sleeping.load() < num_threads - 1) std::this_thread::yield();
             num_arrived++;
             barrier.wait(num_threads);
             num_early += num_arrived.load() < (round + 1) * num_threads;
