@@ -71,7 +71,7 @@ def test_another_dtype_has_no_kernel_and_gets_the_same_tokens():
     logits = torch.ones(3, 40, dtype=torch.float64)
     logits[:, 7] += 1e-12
     assert kernels_for("cpu", logits.dtype) is None
-    rows = HeadRows.of_logits(logits)
+    rows = HeadRows(logits, lambda hidden: hidden)
     assert torch.equal(FewLogits().try_sample(rows, greedy_rows(3)), torch.zeros(3, dtype=torch.int64))
 
 
