@@ -27,6 +27,7 @@ from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear, fuse
+from nanoinfer.fast.sampling.exponentials import use_kernel
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.greedy import GreedyKernel
 from nanoinfer.fast.trace import Trace, copied
@@ -138,6 +139,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     sizes = runtime.model.config
     routes: tuple[Route, ...] = (FewLogits(),)
     with suppress(UnsupportedError):
+        use_kernel()
         routes = GreedyKernel(runtime.dtype, sizes.vocab_size), *routes
     runtime = replace(runtime, routes=routes)
     try:
