@@ -261,10 +261,11 @@ class LLM:
 
     @property
     def batch_independent(self) -> bool:
-        """Whether a prompt's logits have the same bits in any batch on this machine, as tested when the model is loaded.
+        """Whether a prompt's logits have the same bits in any batch on this machine.
 
-        If True, a seed gives the same tokens in any batch. Prefix hits and preemptions may still change the last bits, unless
-        batch_invariant=True. It is False on a GPU, and while torch uses another number of threads than at loading.
+        It is tested when the model is loaded, with every number of threads up to torch's. If True, a seed gives the same tokens
+        in any batch. Prefix hits and preemptions may still change the last bits, unless batch_invariant=True. It is False on a
+        GPU.
         """
         return self.engine.executor.batch_independent
 

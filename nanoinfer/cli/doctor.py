@@ -173,9 +173,7 @@ def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         except UnsupportedError as error:
             kernels = f"torch, slowly: {error}"
         chosen["layers and attention computed by"] = kernels
-        policy = os.environ.get("OMP_WAIT_POLICY")
-        advice = "spin, then sleep; set OMP_WAIT_POLICY=passive where other programs use the cores"
-        chosen["threads that wait"] = f"OMP_WAIT_POLICY={policy}" if policy else advice
+        chosen["threads of the kernels"] = f"{torch.get_num_threads()}; those that wait spin briefly, then sleep"
     return chosen
 
 

@@ -168,7 +168,7 @@ def make_executor(
         make_runner(runtime, info),
         make_sampler(runtime, info, config),
         info,
-        is_batch_independent=runtime.is_batch_independent,
+        batch_independent=runtime.is_batch_independent,
         batch_invariant=config.scheduler.batch_invariant,
         tokenizer=tokenizer,
         tracer=tracer,

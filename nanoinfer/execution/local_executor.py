@@ -63,23 +63,17 @@ class LocalExecutor:
         sampler: Sampler,
         info: ExecutorInfo,
         *,
-        is_batch_independent: bool = False,
+        batch_independent: bool = False,
         batch_invariant: bool = False,
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """is_batch_independent: whether rows have the same bits in any batch, for the present number of torch's threads."""
+        """batch_independent: see LLM.batch_independent."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
-        self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()
-        self._batch_invariant = batch_invariant
+        self.batch_independent, self._batch_invariant = batch_independent, batch_invariant
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
-
-    @property
-    def batch_independent(self) -> bool:
-        """See LLM.batch_independent."""
-        return self._is_batch_independent and torch.get_num_threads() == self._num_threads
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:

@@ -3,7 +3,8 @@
 In: a compiled model, with its attention and its cache's sizes. Out: True or False. Rows of the kernels are independent by
 construction, so this checks the rest: a user's model or attention, and compilers that reorder additions.
 
-A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token.
+A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token, each
+with every number of threads up to torch's, because a team that is in use leaves a single thread (fast/cpu/program.cpp).
 """
 
 from functools import partial
@@ -19,6 +20,7 @@ from nanoinfer.fast.trace import copied
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.system.process import temporary_threads
 
 PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second prompt is compared
 COMPARED = 1
@@ -27,7 +29,7 @@ NUM_DECODES = 2
 
 @torch.inference_mode()
 def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
-    """Whether rows are independent of the batch, and with has_single_queries (batch_invariant) also of the chunk."""
+    """Whether rows are independent of batch and threads, and with has_single_queries (batch_invariant) also of the chunk."""
     config, num_groups = runtime.model.config, len(runtime.sizes.groups)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
@@ -42,10 +44,14 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.backend)
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
-    alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
-    together = run(sequences, [lengths, *([num] * len(sequences) for num in decodes)])
-    others = [run([sequences[COMPARED]], [[1]] * len(alone))] if has_single_queries else []
-    return all(same_bits(other, alone) for other in (together, *others))
+    results = []
+    for num_threads in range(1, torch.get_num_threads() + 1):
+        with temporary_threads(num_threads):
+            results.append(run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)]))
+            results.append(run(sequences, [lengths, *([num] * len(sequences) for num in decodes)]))
+            if has_single_queries:
+                results.append(run([sequences[COMPARED]], [[1]] * len(results[0])))
+    return all(same_bits(result, results[0]) for result in results)
 
 
 def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: int = 1) -> list[Sequence]:

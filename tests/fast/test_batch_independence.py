@@ -101,13 +101,20 @@ def test_without_kernels_nothing_is_promised(qwen3_path, monkeypatch):
         LLM(qwen3_path, enforce_eager=True, kv_cache_memory=2**24, batch_invariant=True)
 
 
-def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
-    llm = LLM(qwen3_path, kv_cache_memory=2**24)
-    assert llm.batch_independent
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
+def test_a_sum_that_depends_on_the_number_of_threads_is_found(qwen3_path, monkeypatch):
+    """It differs with 2 threads only, with which the model is tried if torch has 3."""
+    before, prefill = torch.get_num_threads(), KernelBackend.prefill
+
+    def prefill_of_two_threads(self, *args):
+        return prefill(self, *args) * (1.001 if torch.get_num_threads() == 2 else 1.0)
+
+    monkeypatch.setattr(KernelBackend, "prefill", prefill_of_two_threads)
+    promised = []
     try:
-        assert not llm.batch_independent
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            promised.append(LLM(qwen3_path, kv_cache_memory=2**24).batch_independent)
+            assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
-    assert llm.batch_independent
+    assert promised == [True, False]

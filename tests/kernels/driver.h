@@ -124,7 +124,7 @@ inline Size size_of(int num_arguments, char** arguments) {
 
 inline std::vector<int> threads_of(Size size) {
     if (size == Size::COUNT) return {1};
-    return size == Size::FULL ? std::vector<int>{1, 2, 3, 4, 5} : std::vector<int>{1, 2, 5};
+    return size == Size::FULL ? std::vector<int>{1, 2, 3, 4, 5} : std::vector<int>{1, 2, 3, 5};
 }
 
 inline std::vector<int64_t> rows_of(Size size) {

@@ -8,23 +8,30 @@ namespace {
 struct MixCall {
     Slice x, out;
     int64_t size;
+    bool is_shared;
 };
 
 void mix(const MixCall* call, const Batch& batch, Member& me) {
     const Number* x = call->x.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);
-    for (int64_t i : me.tasks(call->size)) {
+    const auto compute = [&](int64_t i) {
         const float next = float_of(x[(i + 1) % call->size]), mirrored = float_of(x[call->size - 1 - i]);
         out[i] = number_of(0.75f * float_of(x[i]) - 0.5f * next + 0.125f * mirrored);
+    };
+    if (call->is_shared) {
+        for (int64_t i : me.share(call->size)) compute(i);
+    } else {
+        for (int64_t i : me.tasks(call->size)) compute(i);
     }
 }
 
-void drive(int threads, int64_t num_calls, int64_t width) {
+void drive(int threads, int64_t num_calls, int64_t width, bool is_shared) {
     Random random;
     const auto x = numbers(random, width, 3);
     Exact<Number> first(width), second(width);
     std::copy(x.begin(), x.end(), first.begin());
-    const MixCall there{{0, 0, width}, {1, 0, width}, width}, back{{1, 0, width}, {0, 0, width}, width};
+    const MixCall there{{0, 0, width}, {1, 0, width}, width, is_shared};
+    const MixCall back{{1, 0, width}, {0, 0, width}, width, is_shared};
     Exact<KernelCall> calls(num_calls);
     for (int64_t i = 0; i < num_calls; i++) calls[i] = {(void (*)(const void*, const Batch&, Member&))mix, i % 2 ? &back : &there};
     Exact<int64_t> batch(3);
@@ -41,12 +48,14 @@ void drive(int threads, int64_t num_calls, int64_t width) {
 int main(int num_arguments, char** arguments) {
     const Size size = size_of(num_arguments, arguments);
     if (size == Size::COUNT) {
-        drive(1, 100 * std::atoi(arguments[2]), 0);  // the calls themselves
+        drive(1, 100 * std::atoi(arguments[2]), 0, true);  // the calls themselves
         return 0;
     }
-    for (int threads : threads_of(size)) {
-        for (int64_t num_calls : {1, 2, size == Size::FULL ? 100 : 25}) {
-            for (int64_t width : {1, 65}) drive(threads, num_calls, width);
+    for (bool is_shared : {true, false}) {
+        for (int threads : threads_of(size)) {
+            for (int64_t num_calls : {1, 2, size == Size::FULL ? 100 : 25}) {
+                for (int64_t width : {1, 65}) drive(threads, num_calls, width, is_shared);
+            }
         }
     }
     std::printf("tiles: %d\n", has_tiles() == may_use_tiles());

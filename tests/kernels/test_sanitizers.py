@@ -1,8 +1,9 @@
-"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, and in memory that ends with a guard page.
+"""The C++ kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, and in memory before a guard page.
 
 Drivers without Python call every function with buffers of exactly the size that its contract states (driver.h).
 """
 
+import re
 import shutil
 import signal
 from functools import cache
@@ -17,6 +18,7 @@ from tests.kernel_drivers import (
     ONE_TARGET,
     PACKAGE,
     SANITIZED,
+    THREADED,
     build,
     can_build,
     digests_of,
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 class Fault(NamedTuple):
-    """A read out of range, planted by replacing a text that occurs once in a file of the package."""
+    """A fault that is planted by replacing a text that occurs once in a file of the package."""
 
     file: str
     text: str
@@ -43,7 +45,7 @@ FAULTS = [
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
     Fault("fast/cpu/quantized_linear.cpp", "i < group; i++) largest", "i <= group; i++) largest", "quantized_linear"),
     Fault("fast/cpu/linear.h", "load(call.bias + first, num)", "load(call.bias + first)", "dense_linear"),
-    Fault("fast/cpu/lora.h", "i < change.rank", "i <= change.rank", "dense_linear"),
+    Fault("fast/cpu/lora.h", "i < change.rank", "i <= change.rank", "tile_linear"),
     Fault("fast/cpu/vectors.h", "memcpy(&numbers, from, num *", "memcpy(&numbers, from, (num + 1) *", "layers"),
     Fault("fast/cpu/layers.cpp", "(LANES, size - i)", "(LANES, size - i + 1)", "layers"),
     Fault("fast/cpu/pages.h", "= load(head + i * LANES,", "= load(head + 8 + i * LANES,", "paged_decode"),
@@ -54,6 +56,14 @@ FAULTS = [
     Fault("fast/cpu/team.h", "(index + 1) / num_threads}", "(index + 1) / num_threads + 1}", "layers"),
     Fault("fast/cpu/program.h", "+ first + row * stride", "+ first + (row + 1) * stride", "layers"),
 ]
+# Where a member no longer waits for the others: every call of wait, and the orders of memory that make it a barrier.
+RACES = [
+    Fault("fast/cpu/team.h", "count.load(std::memory_order_acquire)", "count.load(std::memory_order_relaxed)", "program"),
+    Fault("fast/cpu/team.h", "fetch_add(1, std::memory_order_acq_rel)", "fetch_add(1, std::memory_order_relaxed)", "program"),
+]
+for file, driver in {fault.file: fault.driver for fault in FAULTS}.items():
+    waits = re.findall(r".*\n.*me\.wait\(\);", (PACKAGE / file).read_text(encoding="utf-8"))
+    RACES += [Fault(file, lines, lines.replace("me.wait();", ";"), driver) for lines in waits]
 NUM_BY_DEFAULT = 2  # that are planted by default: those whose files compile in less than a second
 
 
@@ -77,6 +87,11 @@ def check(driver, size, *options):
 @pytest.mark.parametrize("name", DRIVERS)
 def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_threads(name):
     check(DRIVERS[name], "short", *SANITIZED)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "tile_linear")) for name in DRIVERS])
+def test_no_team_has_a_data_race(name):
+    check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)
 
 
 @pytest.mark.parametrize("name", [name for name, driver in DRIVERS.items() if driver.counted_rows])  # is built to be counted
@@ -110,17 +125,26 @@ def planted(fault, folder):
     return folder
 
 
-MARKED = [
-    pytest.param(fault, id=fault.file, marks=[pytest.mark.long] * (i >= NUM_BY_DEFAULT)) for i, fault in enumerate(FAULTS)
-]
+def marked(faults):
+    return [
+        pytest.param(fault, id=fault.file, marks=[pytest.mark.long] * (i >= NUM_BY_DEFAULT)) for i, fault in enumerate(faults)
+    ]
 
 
-@pytest.mark.parametrize("fault", MARKED)
+@pytest.mark.parametrize("fault", marked(FAULTS))
 def test_a_planted_read_out_of_range_is_reported(fault, tmp_path):
     needs(*SANITIZED)
     done = run(build(DRIVERS[fault.driver], *SANITIZED, package=planted(fault, tmp_path)), "short")
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr or "runtime error:" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("fault", marked(RACES))
+def test_a_wait_that_is_taken_out_is_reported(fault, tmp_path):
+    needs(*THREADED, *ONE_TARGET)
+    done = run(build(DRIVERS[fault.driver], *THREADED, *ONE_TARGET, package=planted(fault, tmp_path)), "short")
+    assert done.returncode != 0
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr, done.stderr
 
 
 def test_a_planted_read_of_what_is_mapped_meets_the_guard_page(tmp_path):

@@ -67,7 +67,7 @@ void multiply_by_a(const Call& call, const Batch& batch, Member& me) {
     if (!has_adapters(call.adapted, batch)) return;
     const Adapted& adapted = *call.adapted;
     const int64_t num_rank_blocks = adapted.max_rank / RANKS, width = adapted.num_layers * adapted.max_rank;
-    for (int64_t task : me.tasks(batch.num_rows * adapted.num_layers * num_rank_blocks)) {
+    for (int64_t task : me.share(batch.num_rows * adapted.num_layers * num_rank_blocks)) {
         const int64_t row = task / num_rank_blocks / adapted.num_layers, layer = task / num_rank_blocks % adapted.num_layers;
         const int64_t rank = task % num_rank_blocks * RANKS, adapter = adapted.mapping->indices[row];
         if (adapter < 0 || adapted.changes[adapter * adapted.num_layers + layer].rank <= rank) continue;

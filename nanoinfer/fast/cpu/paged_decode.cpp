@@ -109,12 +109,21 @@ Floats products(const Query& query, const Stored* key) {
 // Lane l of the result: in lanes without BIT those of x, in the others those of y, each added to the lane beside it.
 template <int BIT>
 Floats add_neighbours(Floats x, Floats y) {
+#ifdef __clang__  // which makes shuffles of this loop, and g++ does not
+    Floats own = {}, other = {};
+    for (int lane = 0; lane < LANES; lane++) {
+        own[lane] = lane & BIT ? y[lane] : x[lane];
+        other[lane] = lane & BIT ? y[lane ^ BIT] : x[lane ^ BIT];
+    }
+    return own + other;
+#else
     Ints own = {}, other = {};
     for (int lane = 0; lane < LANES; lane++) {
         own[lane] = lane & BIT ? LANES + lane : lane;
         other[lane] = own[lane] ^ BIT;
     }
     return __builtin_shuffle(x, y, own) + __builtin_shuffle(x, y, other);
+#endif
 }
 
 // Lane i of the result is the sum of x[i]. Every sum is added in the same order. It takes a third of the time of LANES sums.

@@ -4,49 +4,29 @@
 
 #include <pthread.h>
 
+#include <cfenv>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 
 #include "tiles.h"
 
 namespace {
 
-// While it lives, this thread computes with denormal numbers as they are. Flushing them to zero is a setting of each thread, so
-// without this a result would depend on which thread computes it.
-class Denormals {
+// While it lives, this thread computes with the default settings: it rounds to the nearest number, and does not flush denormal
+// numbers to zero. They are settings of each thread, so otherwise a result would depend on which thread computes it.
+class DefaultFloats {
   public:
-    Denormals() { set(before_ & ~FLUSHES); }
-    ~Denormals() { set(before_); }
+    DefaultFloats() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&before_); }
 
   private:
-#if defined(__x86_64__)
-    static constexpr uint64_t FLUSHES = 0x8040;  // FTZ and DAZ in MXCSR
-
-    static uint64_t get() { return _mm_getcsr(); }
-    static void set(uint64_t control) { _mm_setcsr(control); }
-#elif defined(__aarch64__)
-    static constexpr uint64_t FLUSHES = 1 << 24;  // FZ in FPCR
-
-    static uint64_t get() {
-        uint64_t control;
-        __asm__ volatile("mrs %0, fpcr" : "=r"(control));
-        return control;
-    }
-    static void set(uint64_t control) { __asm__ volatile("msr fpcr, %0" ::"r"(control)); }
-#else
-    static constexpr uint64_t FLUSHES = 0;
-
-    static uint64_t get() { return 0; }
-    static void set(uint64_t) {}
-#endif
-
-    const uint64_t before_ = get();
+    std::fenv_t before_;
 };
 
 // Threads that do one job after the other, together with the thread that calls `run`. Between jobs they wait in the dock: each
@@ -80,8 +60,8 @@ class Team {
     }
 
     void do_part(int index) {
-        const Denormals denormals;
-        Member me(index, num_threads_, barrier_, remaining_.data());
+        const DefaultFloats settings;
+        Member me{index, num_threads_, barrier_, remaining_.data()};
         (*job_)(me);
     }
 

@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
+#include <utility>
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -27,38 +29,37 @@ constexpr int LINE_BYTES = 128;  // two cache lines, because some processors fet
 // A number that a thread advances and that others wait for. They spin first, because it may be a matter of microseconds, and
 // then sleep. How long they spin is adapted to what pays: a wait that ends asleep halves the spins, because the late thread may
 // need this core, and any other wait raises them slowly.
-class alignas(LINE_BYTES) Round {
-  public:
-    explicit Round(int most_spins) : most_spins_(most_spins), num_spins_(most_spins) {}
+struct alignas(LINE_BYTES) Round {
+    static constexpr int LEAST_SPINS = 200;
+    const int most_spins;
+    std::atomic<int> num_spins{most_spins}, num_sleeping{0};
+    std::atomic<uint32_t> count{0};
 
-    uint32_t number() const { return number_.load(std::memory_order_acquire); }
+    explicit Round(int most_spins) : most_spins(most_spins) {}
+
+    uint32_t number() const { return count.load(std::memory_order_acquire); }
 
     // Return when the number is no longer `old`.
     void wait(uint32_t old) {
-        const int num_spins = num_spins_.load(std::memory_order_relaxed);
-        for (int i = 0; i < num_spins; i++) {
+        const int num = num_spins.load(std::memory_order_relaxed);
+        for (int i = 0; i < num; i++) {
             if (number() != old) {
-                num_spins_.store(std::min(num_spins + num_spins / 64, most_spins_), std::memory_order_relaxed);
+                num_spins.store(std::min(num + num / 64, most_spins), std::memory_order_relaxed);
                 return;
             }
             pause_briefly();
         }
-        num_spins_.store(std::max(num_spins / 2, LEAST_SPINS), std::memory_order_relaxed);
+        num_spins.store(std::max(num / 2, LEAST_SPINS), std::memory_order_relaxed);
         // Either this thread sees the new number, or `advance` sees that it sleeps: these operations have one order.
-        num_sleeping_.fetch_add(1);
-        while (number_.load() == old) sleep(old);
-        num_sleeping_.fetch_sub(1);
+        num_sleeping.fetch_add(1);
+        while (count.load() == old) sleep(old);
+        num_sleeping.fetch_sub(1);
     }
 
     void advance() {
-        number_.fetch_add(1);
-        if (num_sleeping_.load() > 0) wake();
+        count.fetch_add(1);
+        if (num_sleeping.load() > 0) wake();
     }
-
-    int num_sleeping() const { return num_sleeping_.load(); }
-
-  private:
-    static constexpr int LEAST_SPINS = 200;
 
     static void pause_briefly() {
 #if defined(__x86_64__)
@@ -70,36 +71,33 @@ class alignas(LINE_BYTES) Round {
 
 #ifdef __linux__
     void sleep(uint32_t old) {  // unless the number is another
-        syscall(SYS_futex, &number_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+        syscall(SYS_futex, &count, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
     }
 
     void wake() {
-        syscall(SYS_futex, &number_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        syscall(SYS_futex, &count, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 #else
-    std::mutex mutex_;
-    std::condition_variable changed_;
+    std::mutex mutex;
+    std::condition_variable changed;
 
     void sleep(uint32_t old) {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return number_.load() != old; });
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return count.load() != old; });
     }
 
     void wake() {
-        { std::lock_guard lock(mutex_); }  // a thread that has read the old number now sleeps
-        changed_.notify_all();
+        { std::lock_guard lock(mutex); }  // a thread that has read the old number now sleeps
+        changed.notify_all();
     }
 #endif
-
-    std::atomic<uint32_t> number_{0};
-    std::atomic<int> num_sleeping_{0};
-    const int most_spins_;
-    std::atomic<int> num_spins_;
 };
 
 // Where the members of a job wait for each other.
-class Barrier {
-  public:
+struct Barrier {
+    Round round{200000};
+    alignas(LINE_BYTES) std::atomic<int> num_arrived{0};
+
     void wait(int num_threads) {
         const uint32_t current = round.number();
         if (!arrive(num_threads)) round.wait(current);
@@ -107,86 +105,76 @@ class Barrier {
 
     // Do not wait, but let others go on. Returns whether this thread is the last to arrive.
     bool arrive(int num_threads) {
-        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) < num_threads - 1) return false;
-        num_arrived_.store(0, std::memory_order_relaxed);
+        if (num_arrived.fetch_add(1, std::memory_order_acq_rel) < num_threads - 1) return false;
+        num_arrived.store(0, std::memory_order_relaxed);
         round.advance();
         return true;
     }
-
-    Round round{200000};
-
-  private:
-    alignas(LINE_BYTES) std::atomic<int> num_arrived_{0};
 };
 
-// Tasks first .. last - 1.
-struct Range {
+// Tasks first .. last - 1. It is aligned so that every compiler changes it in a single instruction.
+struct alignas(8) Range {
     uint32_t first, last;
 };
 
 // What a member has not begun of its tasks, in this round of the barrier and in the next, in turns.
 struct alignas(LINE_BYTES) Remaining {
-    static constexpr Range UNTOUCHED{1, 0};  // nobody has asked for a task yet
+    static constexpr Range UNTOUCHED{1, 0};  // nobody has asked for a task yet: the whole share
     std::atomic<Range> ranges[2]{UNTOUCHED, UNTOUCHED};
 };
 
 // A thread's part in a job.
-class Member {
-  public:
+struct Member {
     const int index, num_threads;
-
-    // remaining: of each member, untouched.
-    Member(int index, int num_threads, Barrier& barrier, Remaining* remaining)
-        : index(index), num_threads(num_threads), barrier_(barrier), remaining_(remaining) {}
+    Barrier& barrier;
+    Remaining* remaining;  // of each member, untouched
+    uint32_t num_waits = 0;
+    bool has_tasks = false;  // since the last wait
 
     void wait() {
-        num_waits_++;
-        range_of(index, num_waits_).store(Remaining::UNTOUCHED, std::memory_order_relaxed);
-        barrier_.wait(num_threads);
+        num_waits++;
+        range_of(index).store(Remaining::UNTOUCHED, std::memory_order_relaxed);
+        barrier.wait(num_threads);
+        has_tasks = false;
     }
 
     struct Share {
-        struct Iterator {
-            int64_t i;
-            int64_t operator*() const { return i; }
-            void operator++() { i++; }
-            bool operator!=(const Iterator& other) const { return i != other.i; }
-        };
-        int64_t first, last;
-        Iterator begin() const { return {first}; }
-        Iterator end() const { return {last}; }
+        int64_t i, last;
+        Share begin() const { return *this; }
+        int64_t end() const { return last; }
+        int64_t operator*() const { return i; }
+        void operator++() { i++; }
+        bool operator!=(int64_t end) const { return i != end; }
     };
 
     // This member's part of 0 .. n - 1. It depends on the number of threads only.
     Share share(int64_t n) const { return {n * index / num_threads, n * (index + 1) / num_threads}; }
 
     struct Tasks {
-        struct Iterator {
-            Tasks& tasks;
-            int64_t task;
-            int64_t operator*() const { return task; }
-            void operator++() { task = tasks.me.next_task(tasks.n); }
-            bool operator!=(const Iterator& other) const { return task != other.task; }
-        };
         Member& me;
-        int64_t n;
-        Iterator begin() { return {*this, me.next_task(n)}; }
-        Iterator end() { return {*this, n}; }
+        int64_t task, n;
+        Tasks begin() const { return *this; }
+        int64_t end() const { return n; }
+        int64_t operator*() const { return task; }
+        void operator++() { task = me.next_task(n); }
+        bool operator!=(int64_t end) const { return task != end; }
     };
 
     // The tasks of 0 .. n - 1 that this member comes to do: its share, in order, and then those that others have not begun. At
     // most one such loop between two waits, with fewer than 2^32 tasks.
-    Tasks tasks(int64_t n) { return {*this, n}; }
+    Tasks tasks(int64_t n) {
+        assert(!std::exchange(has_tasks, true) && "a loop over tasks follows another without a wait");
+        return {*this, next_task(n), n};
+    }
 
-  private:
-    std::atomic<Range>& range_of(int member, uint32_t round) { return remaining_[member].ranges[round % 2]; }
+    std::atomic<Range>& range_of(int member) { return remaining[member].ranges[num_waits % 2]; }
 
     // Take the next of this member's tasks, or else the far half of those of another, which goes on with the near half, whose
     // weights it may have begun to fetch. n: all tasks have begun.
     int64_t next_task(int64_t n) {
         for (int i = 0; i < num_threads; i++) {
             const int owner = (index + i) % num_threads;
-            std::atomic<Range>& range = range_of(owner, num_waits_);
+            std::atomic<Range>& range = range_of(owner);
             Range seen = range.load(std::memory_order_relaxed);
             while (true) {
                 Range left = seen;
@@ -195,14 +183,10 @@ class Member {
                 const uint32_t taken = i == 0 ? left.first : left.first + (left.last - left.first) / 2;
                 const Range rest{taken + 1, left.last}, kept = i == 0 ? rest : Range{left.first, taken};
                 if (!range.compare_exchange_weak(seen, kept, std::memory_order_relaxed)) continue;
-                if (i > 0) range_of(index, num_waits_).store(rest, std::memory_order_relaxed);
+                if (i > 0) range_of(index).store(rest, std::memory_order_relaxed);
                 return taken;
             }
         }
         return n;
     }
-
-    Barrier& barrier_;
-    Remaining* remaining_;
-    uint32_t num_waits_ = 0;
 };

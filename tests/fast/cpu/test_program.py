@@ -1,65 +1,163 @@
-"""A team of more threads than the machine has cores: the threads that wait asleep are woken, and the bits are those of one."""
+"""The team of threads behind programs: what its members wait for, and what each of them does."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from nanoinfer.fast.cpu import program
+from nanoinfer.fast.cpu import native
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.slow]
 
-# One thread is late in each round: it waits until all others sleep at the barrier. Returns how often a thread went on
-# before all others had arrived.
-_LATE = f"""
-#include <omp.h>
-#include "{Path(program.__file__).with_name("program.h").as_posix()}"
+_KERNELS = f"""
+#include "{(native.HEADERS / "program.h").as_posix()}"
 
+#include <deque>
+#include <thread>
+
+// One thread is late in each round: it waits until all others sleep at the barrier. Returns how often a thread went on
+// before all others had arrived.
 extern "C" int num_too_early(int num_threads, int num_rounds) {{
     Barrier barrier;
     std::atomic<int> num_arrived{{0}}, num_early{{0}};
-#pragma omp parallel num_threads(num_threads)
-    for (int round = 0; round < num_rounds; round++) {{
-        const bool is_late = round % omp_get_num_threads() == omp_get_thread_num();
-        while (is_late && barrier.num_sleeping.load() < omp_get_num_threads() - 1) sched_yield();
-        num_arrived++;
-        barrier.wait(omp_get_num_threads());
-        num_early += num_arrived.load() < (round + 1) * omp_get_num_threads();
-    }}
+    std::deque<std::thread> threads;
+    for (int index = 0; index < num_threads; index++) threads.emplace_back([&, index] {{
+        for (int round = 0; round < num_rounds; round++) {{
+            const bool is_late = round % num_threads == index;
+            while (is_late && barrier.round.num_sleeping.load() < num_threads - 1) std::this_thread::yield();
+            num_arrived++;
+            barrier.wait(num_threads);
+            num_early += num_arrived.load() < (round + 1) * num_threads;
+        }}
+    }});
+    for (std::thread& thread : threads) thread.join();
     return num_early + (num_arrived.load() != num_threads * num_rounds);
+}}
+
+// Counts how often each of n tasks is done. The thread that has task 0 has lost its core until all others are done.
+extern "C" void count(const int64_t* n, const Batch& batch, Member& me) {{
+    auto* counts = static_cast<std::atomic<int64_t>*>(batch.arrays[0]);
+    for (int64_t task : me.tasks(*n)) {{
+        while (task == 0 && counts[*n] < *n - 1) std::this_thread::yield();
+        counts[task]++, counts[*n]++;
+    }}
+}}
+
+// Each member's product of two small numbers.
+extern "C" void multiply(const int64_t*, const Batch& batch, Member& me) {{
+    auto* x = static_cast<volatile float*>(batch.arrays[0]);
+    static_cast<float*>(batch.arrays[1])[me.index] = x[0] * x[1];
+}}
+
+// Returns when flags[1] is set. flags[0] tells that it has begun.
+extern "C" void hold(const int64_t*, const Batch& batch, Member&) {{
+    auto* flags = static_cast<std::atomic<int64_t>*>(batch.arrays[0]);
+    for (flags[0] = 1; flags[1] == 0;) std::this_thread::yield();
+}}
+
+extern "C" void release(const int64_t*, const Batch& batch, Member& me) {{
+    auto* flags = static_cast<std::atomic<int64_t>*>(batch.arrays[0]);
+    if (me.index == 0) flags[2] = me.num_threads, flags[1] = 1;
 }}
 """
 
-# Both in a process of its own, which is stopped if a thread is never woken.
-_MANY_THREADS = """
-import json, sys
+# In a process of its own, which is stopped if a thread is never woken.
+_SCRIPT = """
+import ctypes, json, sys, threading, time
 from pathlib import Path
 import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.program import KernelCall, Program
 
-num_early = native.load(Path(sys.argv[1])).num_too_early
-answers = []
-for num_threads in (1, 5, 8):
-    torch.set_num_threads(num_threads)
+class Number(ctypes.Structure):
+    _fields_ = [("n", ctypes.c_int64)]
+
+def program(name, n=0):
+    return Program([KernelCall(getattr(kernels, name), Number(n))])
+
+def logprobs():
     llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**22)
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=3)
     outputs = llm.generate(["Once upon a time", "The end"], params, use_tqdm=False)
-    answers.append([str(output.outputs[0].logprobs) for output in outputs])
-print(json.dumps([num_early(5, 100), num_early(8, 100), *answers]))
+    return [str(output.outputs[0].logprobs) for output in outputs]
+
+kernels, found = native.load(Path(sys.argv[1])), {}
+found["too early"] = [kernels.num_too_early(5, 100), kernels.num_too_early(8, 100)]
+
+torch.set_num_threads(5)
+found["counts"] = []
+for n in (1, 4, 5, 37, 1000):
+    counts = torch.zeros(n + 1, dtype=torch.int64)
+    program("count", n)(1, [counts])
+    found["counts"].append(counts.tolist() == [*[1] * n, n])
+
+small, products = torch.tensor([1e-20, 1e-20]), torch.zeros(5)
+torch.set_flush_denormal(True)
+program("multiply")(1, [small, products])
+found["denormals"] = [products.view(torch.int32).unique().tolist(), (small[:1] * small[1:]).view(torch.int32).item()]
+torch.set_flush_denormal(False)
+found["denormals"].append((small[:1] * small[1:]).view(torch.int32).item())
+
+flags = torch.zeros(3, dtype=torch.int64)
+holder = threading.Thread(target=program("hold"), args=(1, [flags]))
+holder.start()
+while not flags[0]:
+    time.sleep(0.001)
+program("release")(1, [flags])
+holder.join()
+found["members of a second job"] = flags[2].item()
+
+answers = found["answers"] = []
+for num_threads in (1, 5, 8, 2):
+    torch.set_num_threads(num_threads)
+    answers.append(logprobs())
+engines = [threading.Thread(target=lambda: answers.append(logprobs())) for _ in range(2)]
+for engine in engines:
+    engine.start()
+for engine in engines:
+    engine.join()
+
+time.sleep(0.2)
+before = time.process_time()
+time.sleep(1)
+found["idle"] = time.process_time() - before
+print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
-def test_more_threads_than_cores_end_and_give_the_bits_of_one_thread(tmp_path):
-    """5 and 8 threads. On a machine with more cores the barrier's test still makes them sleep."""
-    source = tmp_path / "late.cpp"
-    source.write_text(_LATE)
-    command = [sys.executable, "-c", _MANY_THREADS, str(source)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    source = tmp_path_factory.mktemp("team") / "kernels.cpp"
+    source.write_text(_KERNELS)
+    child = subprocess.run([sys.executable, "-c", _SCRIPT, str(source)], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
-    early_of_five, early_of_eight, expected, five, eight = json.loads(child.stdout)
-    assert (early_of_five, early_of_eight) == (0, 0)
-    assert five == eight == expected
+    return json.loads(child.stdout)
+
+
+def test_no_thread_passes_the_barrier_early_and_sleepers_are_woken(found):
+    assert found["too early"] == [0, 0]
+
+
+def test_every_task_is_done_once_while_a_thread_has_lost_its_core(found):
+    assert all(found["counts"])
+
+
+def test_every_member_computes_with_denormal_numbers_and_restores_its_setting(found):
+    """1e-20 * 1e-20 is the 71362nd denormal number."""
+    assert found["denormals"] == [[71362], 0, 71362]
+
+
+def test_a_second_job_at_the_same_time_has_a_single_thread_and_does_not_wait(found):
+    assert found["members of a second job"] == 1
+
+
+def test_any_number_of_threads_and_two_engines_at_once_give_the_same_bits(found):
+    first, *others = found["answers"]
+    assert len(others) == 5
+    assert all(other == first for other in others)
+
+
+def test_an_idle_team_sleeps(found):
+    assert found["idle"] < 0.1
