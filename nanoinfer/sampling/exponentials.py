@@ -1,7 +1,8 @@
 """Exponentials as integers, with the same bits on every processor, from which weights and log-probabilities are made.
 
-In: logits in fp32. Out: floor(2^bits * exp(logit - largest)), where exp is a number in fp32. torch's own exp has other bits with other instructions. Here every
-operation is rounded once, as IEEE 754 defines it, and sums of the integers are exact. On a GPU, torch's exp is used.
+In: logits in fp32. Out: floor(2^bits * exp(logit - largest)), where exp is a number in fp32. torch's own exp has other bits
+with other instructions. Here every operation is rounded once, as IEEE 754 defines it, and sums of the integers are exact. On
+a GPU, torch's exp is used.
 """
 
 from collections.abc import Callable

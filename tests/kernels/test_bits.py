@@ -17,21 +17,22 @@ class Target:
     options: tuple[str, ...]
     emulator: tuple[str, ...] = ()
 
-    @cache
-    def why_not(self):
-        """Why this machine cannot compile or run it, or None."""
-        for program in (self.compiler, *self.emulator):
-            if shutil.which(program) is None:
-                return f"there is no {program}"
-        if not self.emulator and not can_build(*self.options, compiler=self.compiler):
-            return f"{self.compiler} does not compile for {' '.join(self.options)}, or the processor does not run it"
-        return None
-
     def digests(self, driver, *options):
         program = build(driver, *self.options, *options, compiler=self.compiler)
         done = run(self.emulator[0], str(program), "short") if self.emulator else run(program, "short")
         assert done.returncode == 0, done.stderr
         return digests_of(done.stdout)
+
+
+@cache
+def why_not(target):
+    """Why this machine cannot compile for a target or run what is compiled, or None."""
+    for program in (target.compiler, *target.emulator):
+        if shutil.which(program) is None:
+            return f"there is no {program}"
+    if not target.emulator and not can_build(*target.options, compiler=target.compiler):
+        return f"{target.compiler} does not compile for {' '.join(target.options)}, or the processor does not run it"
+    return None
 
 
 HERE = Target("g++", ("-march=native",))
@@ -72,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kernel", "target"), CASES)
 def test_a_kernel_has_the_same_bits_on_another_processor(kernel: Driver, target: Target):
-    if reason := HERE.why_not() or target.why_not():
+    if reason := why_not(HERE) or why_not(target):
         pytest.skip(reason)
     here = HERE.digests(kernel)
     assert here

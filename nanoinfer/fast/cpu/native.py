@@ -29,7 +29,8 @@ from nanoinfer.errors import UnsupportedError, first_line
 logger = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
+OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=off -pthread -fPIC -Wno-psabi -c -I"
+COMPILE = (*OPTIONS.split(), str(HEADERS))
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 
