@@ -65,6 +65,7 @@ DRIVERS = {
     "delta": _delta(20, 24, 2, 4, "BF16"),
     "program": Driver("fast/cpu/vectors.h", "program", ("BF16", "LANES=16"), (1,)),
     "sampling": Driver("fast/sampling/kernels.cpp", "sampling", counted_rows=(1,)),
+    "exponentials": Driver("fast/sampling/exponentials.cpp", "exponentials", counted_rows=(1,)),
     "exchange": Driver("distributed/exchange.cpp", "exchange", (), (9,)),
 }
 
@@ -103,16 +104,18 @@ class BuildError(Exception):
     """The compiler failed. The message is the compiler's."""
 
 
-def build(driver: Driver, *options: str, package: Path = PACKAGE) -> Path:
+def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str | None = None) -> Path:
     """Compile a driver, unless an equal one is kept beside the kernels' libraries (native.py).
 
     Args:
         options: of the compiler, after those that kernels are compiled with.
         package: the folder of the package, or a copy of it.
+        compiler: the compiler, whose target the options name. None: the one that compiles the kernels, for this processor.
     """
     source, headers = package / driver.source, package / "fast/cpu"
-    compiler, *kernels_options = native.find_compiler().command
-    command = [compiler, "-I", str(headers), *kernels_options, *options]
+    command = [compiler, *native.OPTIONS] if compiler else [*native.find_compiler().command]
+    command[1:1] = ["-I", str(headers)]
+    command += options
     command += [f"-D{definition}" for definition in ("STREAMED=3", f'SOURCE="{source}"', *driver.definitions)]
     command.append(str(FOLDER / f"{driver.driver}.cpp"))
     parts = {source, headers / "program.cpp", *headers.glob("*.h"), *FOLDER.glob("*.h"), FOLDER / f"{driver.driver}.cpp"}
@@ -148,13 +151,14 @@ def digests_of(output: str) -> dict[str, set[str]]:
     return dict(digests)
 
 
-def can_build(*options: str) -> bool:
-    """Whether the compiler knows the options, and what they link."""
+def can_build(*options: str, compiler: str | None = None) -> bool:
+    """Whether the compiler, by default the one of the kernels, knows the options, and what they link."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
             command = [*native.find_compiler().command, *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [*_command(compiler), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:

@@ -21,6 +21,7 @@ import nanoinfer
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.cli.bits import SAME, compare
 from nanoinfer.cli.options import print_table
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_runtime
@@ -58,10 +59,15 @@ class Report:
     engine: dict[str, str]
     checks: list[Check]
     model: dict[str, str] | None = None  # which modules were compiled
+    bits: dict[str, str] | None = None  # of the bundled models' answers (bits.py)
+
+    @property
+    def has_other_bits(self) -> bool:
+        return self.bits is not None and set(self.bits.values()) != {SAME}
 
 
-def examine(model: str | None = None, *, with_model: bool = False) -> Report:
-    """Examine the machine, and run every backend that can run on it. With a model, compile it.
+def examine(model: str | None = None, *, with_model: bool = False, with_bits: bool = False) -> Report:
+    """Examine the machine, and run every backend that can run on it. With a model, compile it. With bits, compare them.
 
     Raises: the errors of loading.
     """
@@ -70,7 +76,8 @@ def examine(model: str | None = None, *, with_model: bool = False) -> Report:
     checks = [_check(name, device) for name in BACKENDS]
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))
-    return Report(_machine(device), _engine(device, dtype), checks, examine_model(model) if with_model else None)
+    compiled, compared = examine_model(model) if with_model else None, compare() if with_bits else None
+    return Report(_machine(device), _engine(device, dtype), checks, compiled, compared)
 
 
 def print_report(report: Report, *, with_kernels: bool = False) -> None:
@@ -83,6 +90,7 @@ def print_report(report: Report, *, with_kernels: bool = False) -> None:
         "what the engine will use": report.engine | summary,
         "attention backends, compared with the reference": {check.backend: check.result for check in listed},
         "what was compiled of the model": report.model,
+        "tokens and log-probabilities in float32": report.bits,
     }
     for title, pairs in tables.items():
         if pairs:

@@ -61,15 +61,19 @@ def doctor(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="List each attention backend, and what is compiled of the model.")
     ] = False,
+    bits: Annotated[
+        bool,
+        typer.Option("--bits", help="Compare tokens and log-probabilities in float32 with the published ones."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what a bug report needs: this machine, and what the engine will use on it. Check each attention backend."""
     with busy("Examining this machine"):
         from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
-        report = examine(model, with_model=kernels or model is not None)
+        report = examine(model, with_model=kernels or model is not None, with_bits=bits)
     print_result(report, as_json, partial(print_report, with_kernels=kernels))
-    if any(check.failed for check in report.checks):
+    if any(check.failed for check in report.checks) or report.has_other_bits:
         raise typer.Exit(1)
 
 

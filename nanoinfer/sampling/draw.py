@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.sampling.exponentials import exponentials
+
 ONE = 2.0**32  # the weight of the most probable token
 
 MASK = 0xFFFFFFFF  # the largest 32-bit word
@@ -30,9 +32,7 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
 
     A row without a finite logit gets weights of 0.
     """
-    largest = logits.amax(dim=-1, keepdim=True)
-    ratio = (logits - largest.clamp(min=torch.finfo(logits.dtype).min)).exp()  # clamped: -inf - -inf would be NaN
-    return (ratio * ONE).to(torch.int64)
+    return exponentials(logits, 32)
 
 
 def argmax(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:

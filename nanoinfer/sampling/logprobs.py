@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.system.transfer import on_device
 
 
@@ -24,7 +25,7 @@ def token_logprobs(
         num_top: for each row, the number of most probable ids to return, 0 .. vocab.
         as_logits: whether to return the logits instead of log-probabilities.
     """
-    logprobs = logits if as_logits else logits.log_softmax(dim=-1)
+    logprobs = logits if as_logits else log_softmax(logits)
     tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
     launched = []
     for num in sorted(set(num_top)):  # rows with the same number are computed together. In most steps these are all rows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError
 from nanoinfer.sampling.batch import SamplingBatch, TokenEntries
-from nanoinfer.sampling.draw import integer_weights
+from nanoinfer.sampling.draw import ONE, integer_weights
 
 Logits = Float[Tensor, "batch vocab"]
 
@@ -143,7 +143,7 @@ def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """
     if (min_p := batch.columns.min_p) is None:
         return logits
-    ratio = (logits - logits.amax(dim=-1, keepdim=True)).exp()  # p / p_max, without the sum of a softmax
+    ratio = integer_weights(logits).float() / ONE  # p / p_max, without the sum of a softmax
     return logits.masked_fill(ratio < min_p.unsqueeze(-1), float("-inf"))
 
 

@@ -1,6 +1,10 @@
 """`nanoinfer doctor` reports the machine and the engine's choices, and detects a backend that computes wrongly."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,6 +15,7 @@ import nanoinfer
 from nanoinfer.attention.base import BACKENDS
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.cli import doctor
+from nanoinfer.cli.bits import compare
 from nanoinfer.cli.main import app
 from tests.helpers import tiny_models
 
@@ -120,3 +125,35 @@ def test_a_model_is_reported_with_what_was_compiled_and_what_was_not_and_why(rep
     assert found["layers.1.mlp"].startswith("runs as it is: it cannot be traced")
     assert found["layers.1.mlp.experts.0"] == "compiled, 3 kernel calls"
     assert found["a row's bits"] == "the same in any batch"
+
+
+def bits(**environment):
+    command = [sys.executable, "-m", "nanoinfer", "doctor", "--bits", "--json"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    return done.returncode, json.loads(done.stdout)["bits"]
+
+
+needs_kernels = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+
+@needs_kernels
+@pytest.mark.parametrize("capability", ["default", None])
+def test_a_seed_gives_the_published_tokens_and_log_probabilities(capability):
+    environment = {} if capability is None else {"ATEN_CPU_CAPABILITY": capability}
+    assert bits(**environment) == (0, {"tiny-gpt2": "the published bits", "tiny-qwen3": "the published bits"})
+
+
+@needs_kernels
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["g++ -mno-avx512f", "g++ -mno-fma -mno-avx512f", "clang++"])
+def test_kernels_of_other_compilers_and_instructions_give_the_published_bits(compiler):
+    if shutil.which(compiler.split()[0]) is None:
+        pytest.skip(f"there is no {compiler}")
+    assert set(bits(CXX=compiler)[1].values()) == {"the published bits"}
+
+
+def test_other_bits_are_found(monkeypatch):
+    monkeypatch.setattr("nanoinfer.cli.bits.SETTINGS", ({"temperature": 1.0},))  # another text
+    report = replace(doctor.Report({}, {}, []), bits=compare())
+    assert report.has_other_bits
+    assert all(text.startswith("other bits: digest ") for text in report.bits.values())

@@ -7,6 +7,7 @@ as they are, and one log line says so.
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -27,6 +28,7 @@ from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
+from nanoinfer.fast.sampling.exponentials import use_kernel
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import Trace, copied
 from nanoinfer.loading.held_weights import HeldWeights
@@ -134,6 +136,8 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
+    with suppress(UnsupportedError):
+        use_kernel()
     runtime = replace(runtime, routes=(FewLogits(),))
     try:
         kernels = KernelBackend(
