@@ -2,7 +2,7 @@
 
 Each message says what is wrong, what was given, what is allowed, and the way out.
 
-A prompt that is only too long for the engine raises no error. Its result has finish_reason "error", and others are answered.
+A prompt that is only too long for the engine raises no error. Its result has finish_reason "error". Other prompts are answered.
 """
 
 import difflib

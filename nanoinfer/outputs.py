@@ -91,10 +91,10 @@ class CompletionOutput(_ShortRepr):
         sampling_mask: for every id of token_ids, the ids that could be drawn, itself included, in
             rising order. None: without SamplingParams(return_sampling_mask=True).
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
-            "timeout" (that of SamplingParams), "error".
+            "timeout" (SamplingParams.timeout has passed), or "error".
         stop_reason: the stop string or stop id that ended the answer. None: EOS or another reason ended it.
-        error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", the pause that came before
-            the request had begun.
+        error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", it names the pause that
+            came before the request had begun.
     """
 
     index: int
@@ -185,7 +185,7 @@ class BeamSearchOutput(_ShortRepr):
     """A prompt with its beam_width best answers, the best first.
 
     Attributes:
-        error: why the prompt has no answers. None: it was not too long.
+        error: why the prompt has no answers. None: the prompt was searched.
     """
 
     prompt: str | None

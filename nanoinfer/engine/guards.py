@@ -77,7 +77,7 @@ class EngineGuard:
             yield
 
     def defer_abort(self, request_ids: tuple[str, ...]) -> bool:
-        """During a step, keep these ids until its end and return True."""
+        """If a step is running, keep these ids until its end. Returns whether it is."""
         if self.is_stepping:
             self._pending_aborts += request_ids
         return self.is_stepping

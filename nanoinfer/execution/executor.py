@@ -91,7 +91,7 @@ class Executor(Protocol[Step]):
         """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
         prompt log-probabilities or num_top_logprobs are requested.
 
-        previous: the step in flight, whose sampled tokens may be input before the host knows them. None: there is none.
+        previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """
         ...
 

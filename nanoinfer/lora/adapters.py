@@ -111,7 +111,7 @@ class Adapters:
         if adapter.request != request:
             raise InvalidValueError(
                 f"lora_int_id {request.lora_int_id} is {adapter.request}, got {request}; give each adapter an id of its own, "
-                "or remove the first one"
+                "or remove the first adapter"
             )
         return adapter
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
-Ids = Int[Tensor, " num_tokens"]  # also positions
+Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Layer = Callable[[Hidden], Hidden]  # the call of a module, whose type nn.Module leaves open
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads

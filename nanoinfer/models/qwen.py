@@ -25,7 +25,7 @@ from nanoinfer.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig:
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the layers, the heads and the last rows
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # the class of every norm
     vocab_size: int
     hidden_size: int
     intermediate_size: int

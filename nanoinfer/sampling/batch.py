@@ -35,7 +35,7 @@ class TokenEntries:
 
     rows: Int[Tensor, " entries"]
     ids: Int[Tensor, " entries"]
-    values: Float[Tensor, " entries"] | Int[Tensor, " entries"] | None = None  # None: the stage needs none
+    values: Float[Tensor, " entries"] | Int[Tensor, " entries"] | None = None  # None: the stage needs no values
 
     def read(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, " entries"]:
         return logits.view(-1).take(self.rows * logits.shape[-1] + self.ids)  # half the time of logits[rows, ids]
@@ -109,7 +109,7 @@ class SamplingBatch:
         """Gather the parameters of the sequences.
 
         Args:
-            sequences: the sequence of each row, in order. A sequence with drafts is there again for each draft.
+            sequences: the sequence of each row, in order. A sequence with drafts is repeated for each draft.
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same. If these
                 are also greedy and have no state, the batch itself is returned. None: nothing is reused.
         """

@@ -193,7 +193,7 @@ class Sampler:
             }
             logprobs = {} if logprob_logits is None else self._logprobs(logprob_logits, batch, sampled)
             masks = {}
-            if logits is not None:  # true if a row asks for its mask, since then every stage runs
+            if logits is not None:  # always the case if a row asks for its mask
                 masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.row_groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 

@@ -37,7 +37,7 @@ class _StageChange:
 class StageTracer:
     """Emits the events of a step after its draw, since every event includes the sampled token.
 
-    Until then it keeps the probabilities of all rows after every stage that changed a row. `seconds` is its own time.
+    Until then it keeps all rows' probabilities after every stage that changed a row. `seconds` is the time spent on tracing.
     """
 
     def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:

@@ -32,7 +32,7 @@ class Answers:
         self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
-        self._num_tokens = 0  # of all answers so far
+        self._num_tokens = 0  # the tokens of all answers so far
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: Sequence[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
@@ -64,7 +64,7 @@ class Answers:
             yield updates
 
     def choice_index(self, number: int, index: int) -> int:
-        """Return the index among all choices of an answer to the prompt with this number."""
+        """Return an answer's index among all choices. number: the index of its prompt."""
         return number * self._n + index
 
     async def finished(self) -> list[RequestOutput]:

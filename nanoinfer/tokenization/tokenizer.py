@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-# A text with at least this many characters is encoded as a batch of one text: without Python's lock, which encode would hold
-# while other streams wait, 25 ms for 100,000 characters. Batches use threads, about which tokenizers warns in a later fork.
+# A text with at least this many characters is encoded as a batch of one text, which does not hold Python's lock. `encode` holds
+# it for 25 ms per 100,000 characters. Batches use threads, so tokenizers warns if the process forks later.
 LONG_TEXT = 2**14
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")

@@ -26,7 +26,7 @@ class Workload:
     output_lens: tuple[int, ...]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # arguments of SamplingParams
     arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. (): all requests arrive at the start
-    hash_ids: tuple[tuple[int, ...], ...] = ()  # of each request's blocks of HASHED_TOKENS tokens: equal ids are equal blocks
+    hash_ids: tuple[tuple[int, ...], ...] = ()  # per request, an id for each HASHED_TOKENS tokens of the prompt
 
     @property
     def num_tokens(self) -> list[int]:
