@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
     from nanoinfer.lora.request import LoRARequest
 
-NUM_GRAMMAR_THREADS = 8  # most wait for the process that tries new grammars, and give up after MAX_WAIT_SECONDS
+NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the process that tries new grammars
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So streams hold
 # tokens for 1 ms, to deliver them together, which limits the cost to about 5% of the time.
 HOLD_SECONDS_PER_STREAM = 0.001
 MAX_HOLD_SECONDS = 0.05
-POLL_SECONDS = 0.02  # between two checks whether the requests have ended
+POLL_SECONDS = 0.02  # seconds between two checks whether all requests have ended
 
 T = TypeVar("T")
 

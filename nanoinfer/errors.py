@@ -64,7 +64,7 @@ class EngineDeadError(NanoinferError):
 
 
 def is_one_of(value: object, allowed: Sequence[object]) -> bool:
-    """Whether a value equals an allowed value. An array equals none."""
+    """Whether a value equals an allowed value. False for an array."""
     try:
         return value in allowed
     except Exception:  # comparing an array gives an array

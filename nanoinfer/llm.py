@@ -358,7 +358,7 @@ class LLM:
         is a reranker, which reads each pair.
 
         Args:
-            use_tqdm, pooling_params, truncate_prompt_tokens: As for embed().
+            use_tqdm, pooling_params, truncate_prompt_tokens: The arguments of embed().
             instruction: The criterion by which a reranker judges. None: INSTRUCTION of embedding/pooling.py.
 
         Raises: As embed does.
@@ -438,7 +438,7 @@ class LLM:
         rollouts.sleep(self.engine, level)
 
     def wake_up(self, tags: "Sequence[Tag] | None" = None) -> None:
-        """End sleep(). The system gives the memory back when it is first written.
+        """End sleep(). Linux provides the memory when it is first written.
 
         Args:
             tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
@@ -458,8 +458,8 @@ class LLM:
         """Compute the log-probability of every token after the first, as the sampler would have reported it.
 
         If batch_independent holds and the LLM was made with batch_invariant=True, the results are the very log-probabilities
-        that were returned when the same tokens were sampled: those of SamplingParams(logprobs=0), or with another temperature
-        those of LLM(logprobs_mode="processed") and a request that sets nothing but this temperature. Otherwise a prefill rounds
+        that SamplingParams(logprobs=0) returned when the same tokens were sampled. With another temperature, compare with a
+        request to LLM(logprobs_mode="processed") that sets nothing but this temperature. Without both, a prefill rounds
         differently than a decode: results differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
 
         Args:

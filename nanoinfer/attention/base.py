@@ -151,7 +151,7 @@ def register_backend(name: str, backend_class: Any) -> None:
         backend_class: a class that implements AttentionBackend.
 
     Raises:
-        InvalidTypeError: backend_class is not such a class.
+        InvalidTypeError: backend_class is not a class, or lacks a part of the interface.
         InvalidValueError: the name is "auto".
     """
     if name == "auto":

@@ -134,7 +134,7 @@ class ChatParser:
         return self._deltas
 
     def _waits_for_more(self) -> bool:
-        """Whether a long beginning of a call has grown by less than an eighth, because each search reads all of it again."""
+        """Whether to put off the next search of a call's long beginning, until it has grown by an eighth."""
         is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 

@@ -33,7 +33,7 @@ class ExecutorInfo:
     num_state_slots: int = 0
 
 
-@dataclass(slots=True)  # not frozen: each step makes one per row, in a third of the time
+@dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
 class SequenceOutput:
     """The result of a step for one sequence.
 

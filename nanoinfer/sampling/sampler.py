@@ -114,7 +114,7 @@ class Sampler:
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
         """Choose a token per row. The stages may write into the logits of the rows.
 
-        tracer: receives the logits after every stage, so every row runs stage by stage. None: routes may be used.
+        tracer: the tracer that needs the logits after every stage, so every row runs stage by stage. None: routes may be used.
         """
         if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))

@@ -51,7 +51,7 @@ class StageTracer:
         self._changes: list[_StageChange] = []
 
     def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
-        """Note what a stage changed. The first call is stage "model" with the model's own logits."""
+        """Note what a stage changed. The first call has the stage "model" and the model's own logits."""
         with self._measure(logits):
             rows = list(range(len(logits)))
             if self._logits is not None:

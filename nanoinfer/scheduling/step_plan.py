@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanoinfer.scheduling.sequence import Sequence
 
 
-@dataclass(slots=True)  # not frozen: each step makes one per sequence, in a third of the time
+@dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
 class ScheduledSequence:
     """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 

@@ -1,6 +1,6 @@
 """Answer an HTTP request, as a JSON object or as server-sent events.
 
-In: the endpoint's Reply, whose Answers have a RequestStream for each prompt. Out: a Response. However that ends, and also if it
+In: the endpoint's Reply, whose Answers have a RequestStream for each prompt. Out: a Response. However it ends, and even if it
 never starts, the streams are closed, so that the engine frees their blocks.
 """
 

@@ -2,7 +2,7 @@
 
 In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason is added, and if they are
 requested token_ids, prompt_token_ids and prompt_logprobs. In log-probabilities, a token that is a part of a character keeps its
-true bytes: as "bytes" in a chat's, and as the text "bytes:\\xf0\\x9f" in a completion's.
+true bytes: as "bytes" in a chat, and as the text "bytes:\\xf0\\x9f" in a completion.
 """
 
 import codecs

@@ -52,7 +52,7 @@ class Metrics(Collector):
             for delta in deltas:
                 key = delta.request_id, delta.index
                 before = last_times.get(key)
-                if before is not None and before < now:  # a step may have several deltas of an answer
+                if before is not None and before < now:  # several deltas of a step have the same time
                     self._itl.observe(now - before)
                 last_times[key] = now
                 if delta.finish_reason is not None:

@@ -153,8 +153,8 @@ class Tokenizer:
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
 
-        Their numbers differ. Byte-level tokenizers have a single token for many words with a space before it, and several
-        without. Tokenizers that write a space before every text encode a word differently after a line break.
+        The number of ids differs. Byte-level tokenizers have a single token for many words with a space before them, and
+        several without it. Tokenizers that write a space before every text encode a word differently after a line break.
         """
         word = word.lstrip()
         try:

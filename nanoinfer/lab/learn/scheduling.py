@@ -266,7 +266,7 @@ TASKS = [
         "With blocks of 2, a table [0], 2 computed tokens and 3 new tokens, two blocks are appended.",
         (
             "Two things in turn: replace blocks that will be written and have several references, then append blocks.",
-            "For a shared block: take a new one, put it into the table, drop the old one, and note (old, new) to be copied.",
+            "For a shared block: take a new block, put it into the table, drop the old block, and note the copy (old, new).",
             "The table is long enough when len(table) * block_size >= num_computed_tokens + num_new_tokens.",
         ),
         lambda: _block_cases("allocate"),

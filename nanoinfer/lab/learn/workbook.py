@@ -130,7 +130,7 @@ class Workbook:
         return self._files[name]
 
     def status(self, name: str) -> str:
-        """ "missing", "empty", "written", or "passed": as it stands, the file has passed its check."""
+        """Return "missing", "empty", "written", or "passed" if the file has passed its check and is unchanged."""
         if not self.file(name).exists():
             return "missing"
         if self._progress["passed"].get(name) == self._digest(name):
