@@ -67,7 +67,8 @@ def run(
                 store_of(model, config, shards)  # only rank 0 has the store
             runtime = make_runtime(model, config, shards, weights, adapters)
             executor = make_executor(runtime, config)
-            serve(connection, executor.runner, executor.device)
+            with runtime.in_step():
+                serve(connection, executor.runner, executor.device)
         except EOFError:
             pass
         except RankLostError as error:

@@ -177,4 +177,5 @@ def make_executor(
         batch_invariant=config.scheduler.batch_invariant,
         tokenizer=tokenizer,
         tracer=tracer,
+        in_step=runtime.in_step,
     )

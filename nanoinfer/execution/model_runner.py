@@ -6,7 +6,7 @@ requests or how tokens are sampled.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,10 +18,20 @@ from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
-if TYPE_CHECKING:
-    from nanoinfer.fast.cuda.graphs import DecodeGraphs
-
 T = TypeVar("T")
+
+
+@runtime_checkable
+class StepGraphs(Protocol):
+    """Replays the forward pass of some steps, as fast/cuda/graphs.py does with CUDA graphs.
+
+    The KV cache has an extra block, unknown to the scheduler, into which a replay may write.
+    """
+
+    def supports(self, batch: ForwardBatch) -> bool: ...
+
+    # returns the hidden rows of run(batch)
+    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]: ...
 
 
 @dataclass(eq=False)
@@ -31,7 +41,7 @@ class ModelRunner:
     model: Model
     cache: KVCache
     backend: AttentionBackend
-    graphs: "DecodeGraphs | None" = None
+    graphs: StepGraphs | None = None
     weights: HeldWeights = field(default_factory=HeldWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:

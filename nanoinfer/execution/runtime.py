@@ -4,8 +4,10 @@ In: a model with its weights. Out: a Runtime, from which engine/build.py makes a
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,15 +16,19 @@ from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
-if TYPE_CHECKING:
-    from nanoinfer.fast.compile import CompiledModel
-    from nanoinfer.fast.cuda.graphs import DecodeGraphs
+
+@runtime_checkable
+class CompileReport(Protocol):
+    """Which modules of a model were compiled (fast/compile.py), by their paths. "" is the model."""
+
+    compiled: dict[str, int]  # path -> number of kernel calls
+    left: dict[str, str]  # path -> why the module runs as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Runtime:
         weights: the model's weights, as parameters and as kernels read them.
         wrappers: functions that wrap the runner, innermost first, for the other ranks, adapters or a drafter.
         kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
+        in_step: makes a context that surrounds the computations of each step.
     """
 
     model: Model
@@ -54,13 +61,14 @@ class Runtime:
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
-    make_decode_graphs: "Callable[[ExecutorInfo], DecodeGraphs] | None" = None
+    make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
-    report: "CompiledModel | None" = None
+    report: CompileReport | None = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
+    in_step: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def bytes_per_block(self) -> int:
@@ -108,7 +116,9 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
         )
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
-    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
+    # Triton launches kernels on the current device.
+    in_step = partial(torch.cuda.device, weight.device) if weight.is_cuda else nullcontext
+    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights(), in_step=in_step)
 
 
 def make_runner(runtime: Runtime, info: ExecutorInfo) -> ModelRunner:

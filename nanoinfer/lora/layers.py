@@ -6,8 +6,9 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. This file does not know requests or files.
 """
 
+import ctypes
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,9 +18,6 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
-
-if TYPE_CHECKING:
-    from nanoinfer.fast.cpu.lora import CPUAdapters, CPUMapping
 
 
 class AdapterMapping:
@@ -36,7 +34,7 @@ class AdapterMapping:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.num_rows = 0
         self.rows: dict[int, Tensor] = {}
-        self.kernels: CPUMapping | None = None
+        self.kernels: KernelMapping | None = None
 
     def set(self, indices: list[int], device: torch.device) -> None:
         """Note the step's rows. indices: the adapter index of each row. -1: the row has no adapter."""
@@ -50,6 +48,24 @@ class AdapterMapping:
             self.kernels.set(indices if rows else [])
 
 
+@runtime_checkable
+class KernelMapping(Protocol):
+    """The adapter indices of a step's rows, as kernels read them (fast/cpu/lora.py)."""
+
+    width: int
+
+    @property
+    def arguments(self) -> ctypes.Structure: ...
+    def set(self, indices: list[int]) -> None: ...
+
+
+@runtime_checkable
+class KernelAdapters(Protocol):
+    """The adapters of layers that a single kernel computes (fast/cpu/lora.py)."""
+
+    def put(self, adapter_index: int, layer_index: int, update: LowRankUpdate | None) -> None: ...
+
+
 class AdaptedLinear(HookInKernels):
     """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
 
@@ -59,7 +75,7 @@ class AdaptedLinear(HookInKernels):
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, mapping: AdapterMapping) -> None:
         self.mapping = mapping
-        self.kernels: WeakKeyDictionary[CPUAdapters, int] = WeakKeyDictionary()
+        self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
         self._updates: dict[int, LowRankUpdate] = {}  # adapter index -> update
         linear.register_forward_hook(self)
 

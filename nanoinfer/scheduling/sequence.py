@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.sampling.grammar import GrammarState
+    from numpy import ndarray
 
 
 class SequenceStatus(Enum):
@@ -20,6 +20,17 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # new or preempted: it holds no block
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Grammar(Protocol):
+    """The state of an answer in its grammar, for params.structured_outputs (sampling/grammar.py)."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    def advance(self, token_id: int) -> None: ...
+    def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
 
 
 @runtime_checkable
@@ -50,7 +61,7 @@ class Sequence:
     max_num_tokens: int  # of prompt and output, at which the answer ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: "GrammarState | None" = None  # the answer's state in params.structured_outputs: request.py
+    grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
     reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
