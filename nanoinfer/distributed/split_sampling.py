@@ -34,7 +34,7 @@ from nanoinfer.system.transfer import on_device
 
 Shard = Float[Tensor, "batch local_vocab"]
 Ids = Int[Tensor, " batch"]
-Largest = Float[Tensor, " batch"]  # for each full row
+Largest = Float[Tensor, " batch"]  # the largest logit of each full row
 
 
 def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: VocabularyHead) -> Ids:

@@ -56,7 +56,7 @@ class Adapters:
         shards: the ranks that share the model. None: this process has the whole model.
 
     Attributes:
-        layers: path -> linear layer that can be adapted.
+        layers: linear layer -> its AdaptedLinear, for the layers that can be adapted.
 
     Raises:
         InvalidValueError: max_loras active adapters take more memory than is free.

@@ -14,7 +14,7 @@ NO_BLOCK = -1  # in a table: there is no block. As a state slot: the sequence ha
 
 
 class Pool:
-    """Ids 0 .. size - 1.
+    """The ids 0 .. size - 1, each of which is held, reusable or empty.
 
     Attributes:
         ref_counts: the reference count of each id.
