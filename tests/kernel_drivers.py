@@ -111,7 +111,8 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE) -> Path:
         package: the folder of the package, or a copy of it.
     """
     source, headers = package / driver.source, package / "fast/cpu"
-    command = [*native.find_compiler(), "-I", str(headers), *(option for option in native.COMPILE if option != "-c"), *options]
+    compiler, *kernels_options = native.find_compiler().command
+    command = [compiler, "-I", str(headers), *kernels_options, *options]
     command += [f"-D{definition}" for definition in ("STREAMED=3", f'SOURCE="{source}"', *driver.definitions)]
     command.append(str(FOLDER / f"{driver.driver}.cpp"))
     parts = {source, headers / "program.cpp", *headers.glob("*.h"), *FOLDER.glob("*.h"), FOLDER / f"{driver.driver}.cpp"}
@@ -153,7 +154,7 @@ def can_build(*options: str) -> bool:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
-            command = [*native.find_compiler(), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [*native.find_compiler().command, *options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:
@@ -163,7 +164,9 @@ def can_build(*options: str) -> bool:
 
 def circumstances() -> dict[str, str]:
     """What the numbers of instructions depend on, beside the sources."""
-    [version, *_] = subprocess.run([*native.find_compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
+    [version, *_] = subprocess.run(
+        [*native.find_compiler().command, "--version"], capture_output=True, text=True
+    ).stdout.splitlines()
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout.strip()
     return {"compiler": version, "library": libc or "", "counter": valgrind}

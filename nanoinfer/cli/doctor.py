@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -139,14 +140,14 @@ def _folder(path: Path) -> str:
 
 
 def _compiler() -> str:
-    """Return the compiler of the kernels and the first line of its --version, or why there is none."""
+    """Return the compiler of the kernels, the first line of its --version and its options, or why there is none."""
     try:
-        command = find_compiler()
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        path, *options = find_compiler().command
+        done = subprocess.run([path, *options, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     except (UnsupportedError, OSError, subprocess.TimeoutExpired) as error:
         return f"none: {first_line(error)}"
     version = done.stdout.strip().partition("\n")[0] or f"no --version, exit status {done.returncode}"
-    return f"{shutil.which(command[0])}: {version}"
+    return f"{path}: {version}, with {shlex.join(options)}"
 
 
 def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

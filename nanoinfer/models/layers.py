@@ -11,13 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from nanoinfer.models.rope import RopeConfig, rope_frequencies
+from nanoinfer.models.rope import RopeConfig, cos_and_sin, rope_frequencies
 
 Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Layer = Callable[[Hidden], Hidden]  # the type of a module's call, which nn.Module leaves open
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
 Heads = Float[Tensor, "num_tokens heads head_dim"]
+
+TABLE_STEP = 1024  # further positions whose cos and sin are computed with the first that is needed
 
 
 class Untraced(nn.Module):
@@ -100,12 +102,28 @@ class RotaryEmbedding(nn.Module):
         # Computed, not loaded, and always in fp32: an angle in bf16 is wrong by whole turns at position 10,000.
         self.register_buffer("inv_freq", rope_frequencies(head_dim, rope), persistent=False)
         self.attention_factor = rope.attention_factor
+        self._table = torch.empty(2, 0, head_dim // 2, device="cpu")  # cos and sin of the first positions, in fp32
 
     def forward(self, positions: Ids, dtype: torch.dtype) -> tuple[Angles, Angles]:
-        """Compute cos and sin for every token, once per step. All layers and heads share them."""
-        angles = positions.float().unsqueeze(-1) * self.inv_freq  # [num_tokens, head_dim / 2]
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [num_tokens, 1, head_dim]
-        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+        """Return cos and sin for every token, once per step. All layers and heads share them."""
+        if positions.device.type == "cpu":
+            both = self._table_of(int(positions.max()) + 1 if len(positions) else 0)[:, positions]
+        else:
+            angles = self._angles(positions)
+            both = torch.stack((angles.cos(), angles.sin()))
+        both = torch.cat((both, both), dim=-1).unsqueeze(2) * self.attention_factor  # [2, num_tokens, 1, head_dim]
+        cos, sin = both.to(dtype)
+        return cos, sin
+
+    def _table_of(self, num_positions: int) -> Float[Tensor, "2 positions half_head_dim"]:
+        table = self._table  # of this thread, in case that another extends it
+        if num_positions > table.shape[1]:
+            angles = self._angles(torch.arange(table.shape[1], num_positions + TABLE_STEP, device="cpu"))
+            self._table = table = torch.cat((table, torch.stack(cos_and_sin(angles)).float()), dim=1)
+        return table
+
+    def _angles(self, positions: Ids) -> Float[Tensor, "num_tokens half_head_dim"]:
+        return positions.float().unsqueeze(-1) * self.inv_freq
 
 
 def apply_rotary(

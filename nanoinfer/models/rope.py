@@ -1,6 +1,8 @@
 """Rotary positions of a checkpoint: config.json -> the angle of every pair of numbers per position.
 
 In: config.json. Out: a RopeConfig, and rope_frequencies, computed once when a model is built, by which layers.py rotates.
+Powers and logarithms are decimal's, and cosines and sines are computed here, because those of torch and of C libraries have
+other bits on other processors.
 
 A model is trained up to some length. Longer texts must not need angles that it has never seen, so a scaling slows pairs down:
 
@@ -12,6 +14,7 @@ A model is trained up to some length. Longer texts must not need angles that it 
 
 import math
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 
+PRECISE = Context(prec=40)  # digits
 ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
@@ -140,7 +144,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
         return float(rope["attention_factor"])
 
     def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
@@ -153,7 +157,8 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_he
     The device is given because models are built on "meta", and only their weights are filled later.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    plain = 1.0 / rope.theta**exponents
+    powers = [float(PRECISE.power(Decimal(rope.theta), Decimal(exponent))) for exponent in exponents.tolist()]
+    plain = 1.0 / torch.tensor(powers, device="cpu")
     if rope.factor == 1.0:
         return plain
     if rope.rope_type == "linear":
@@ -168,7 +173,7 @@ def _slowed_by_yarn(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_hea
     def pair_that_turns(num_turns: float) -> float:
         """Return the index of the pair that makes num_turns turns within the original context."""
         turns_at_one = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return head_dim * math.log(turns_at_one) / (2 * math.log(rope.theta))
+        return head_dim * _log(turns_at_one) / (2 * _log(rope.theta))
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
@@ -182,3 +187,21 @@ def _slowed_by_llama3(plain: Float[Tensor, " half_head_dim"], rope: RopeConfig) 
     """Return how much each pair is slowed, in 0 .. 1. The ramp is linear in the number of turns."""
     num_turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     return ((rope.high_freq_factor - num_turns) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+
+
+def _log(x: float) -> float:
+    return float(PRECISE.ln(Decimal(x)))
+
+
+def cos_and_sin(angles: Float[Tensor, "*angles"]) -> tuple[Float[Tensor, "*angles"], Float[Tensor, "*angles"]]:
+    """Compute cos and sin in float64, by additions and products alone. angles: in radians, below 10^6."""
+    x = angles.double()
+    turns = (x * (2 / math.pi)).round()  # in quarters
+    x = x - turns * 1.57079632673412561417 - turns * 6.07710050650619224932e-11  # pi / 2 in two parts, the first of 33 bits
+    square, cos, sin = x * x, torch.zeros_like(x), torch.zeros_like(x)
+    for i in range(7, -1, -1):  # Taylor series. |x| <= pi / 4, so the first term left out is below 10^-14
+        cos = cos * square + (-1) ** i / math.factorial(2 * i)
+        sin = sin * square + (-1) ** i / math.factorial(2 * i + 1)
+    sin, quarter = sin * x, turns.long() & 3
+    cos, sin = torch.where(quarter % 2 == 0, cos, sin), torch.where(quarter % 2 == 0, sin, cos)
+    return torch.where((quarter + 1) & 2 == 0, cos, -cos), torch.where(quarter & 2 == 0, sin, -sin)

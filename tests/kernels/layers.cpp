@@ -13,7 +13,7 @@ void drive_norms(Size size, int64_t rows, int64_t width, Values values) {
     for (int is_zero_centred : {0, 1}) {
         const NormCall call{{0, first, stride}, {1, 0, width}, weight.data(), bias.data(), width, 1e-6, is_zero_centred};
         for (int threads : threads_of(size)) {
-            for (const auto& [name, kernel] : {std::pair{"rms_norm", rms_norm}, std::pair{"layer_norm", layer_norm}}) {
+            for (const auto& [name, kernel] : {std::pair{"rms_norm", &rms_norm}, std::pair{"layer_norm", &layer_norm}}) {
                 fill(out, 7);
                 run_kernel(kernel, call, rows, threads, x, out);
                 Digest digest;

@@ -142,7 +142,7 @@ int main(int num_arguments, char** arguments) {
 #if defined(QUANTIZED) || defined(TILES)
     const std::vector<int64_t> inputs = {32, 64, 192};
 #else
-    const std::vector<int64_t> inputs = {2, 34, 2 * LANES};
+    const std::vector<int64_t> inputs = {2, 34, 32};
 #endif
     std::vector<int64_t> outputs = {1, 101};
     if (size == Size::FULL) outputs = {1, 24, 48, 101, 131};

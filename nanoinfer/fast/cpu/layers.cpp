@@ -18,7 +18,7 @@ float inverse_root_mean_square(const Number* x, int64_t size, double eps) {
     Floats squares = {};
     each(size, [&](int64_t i, int num) {
         const Floats part = load(x + i, num);
-        squares += part * part;
+        squares = multiply_add(part, part, squares);
     });
     return 1 / std::sqrt(sum(squares) / size + float(eps));
 }
@@ -59,7 +59,7 @@ extern "C" void layer_norm(const NormCall* call, const Batch& batch, Member& me)
         each(call->size, [&](int64_t i, int num) {
             Floats distance = load(x + i, num) - mean;
             for (int lane = num; lane < LANES; lane++) distance[lane] = 0;
-            squares += distance * distance;
+            squares = multiply_add(distance, distance, squares);
         });
         const float scale = 1 / std::sqrt(sum(squares) / call->size + float(call->eps));
         each(call->size, [&](int64_t i, int num) {

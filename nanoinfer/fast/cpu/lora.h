@@ -43,18 +43,22 @@ inline bool has_adapters(const Adapted* adapted, const Batch& batch) {
     return adapted && adapted->mapping->num_rows == batch.num_rows;
 }
 
-// Products of a row with RANKS rows of a, each one sum over the inputs in their order.
+// Products of a row with RANKS rows of a. Each is the sum of 16 sums over the inputs in their order, for any LANES.
 inline void multiply_row(const Number* x, const Number* a, int64_t num_in, float scale, float* products) {
-    Floats sums[RANKS] = {};
-    const int64_t num_whole = num_in / LANES * LANES, num_left = num_in - num_whole;
-    for (int64_t in = 0; in < num_whole; in += LANES) {
-        const Floats part = load(x + in);
-        for (int i = 0; i < RANKS; i++) sums[i] += part * load(a + i * num_in + in);
+    constexpr int VECTORS = 16 / LANES;
+    Floats sums[RANKS][VECTORS] = {};
+    const auto add = [&](int64_t in, int vector, int num) {
+        const Floats part = load(x + in, num);
+        for (int i = 0; i < RANKS; i++) {
+            sums[i][vector] = multiply_add(part, load(a + i * num_in + in, num), sums[i][vector]);
+        }
+    };
+    int64_t in = 0;
+    for (; in + 16 <= num_in; in += 16) {
+        for (int vector = 0; vector < VECTORS; vector++) add(in + vector * LANES, vector, LANES);
     }
-    for (int i = 0; i < RANKS; i++) {
-        if (num_left) sums[i] += load(x + num_whole, num_left) * load(a + i * num_in + num_whole, num_left);
-        products[i] = sum(sums[i]) * scale;
-    }
+    for (int vector = 0; in < num_in; vector++, in += LANES) add(in, vector, std::min<int64_t>(LANES, num_in - in));
+    for (int i = 0; i < RANKS; i++) products[i] = sum(VECTORS == 1 ? sums[i][0] : sums[i][0] + sums[i][VECTORS - 1]) * scale;
 }
 
 // Compute the products with a. Every member of the team calls this before it writes outputs.
@@ -85,7 +89,7 @@ inline void add_products_with_b(const Adapted& adapted, int64_t row, int64_t fir
         const float* products = adapted.mapping->products + (row * adapted.num_layers + layer) * adapted.max_rank;
         for (int64_t i = 0; i < change.rank; i++) {
             __builtin_prefetch(b + (i + FETCH_VECTORS * change.rank) * OUTPUTS, 0, 2);
-            sums += products[i] * load(b + i * OUTPUTS);
+            sums = multiply_add(products[i], load(b + i * OUTPUTS), sums);
         }
     }
 }

@@ -101,7 +101,7 @@ void load_query(Query& query, const Number* head) {
 Floats products(const Query& query, const Stored* key) {
     const Head head = load_stored(key);
     Floats sums = query.vectors[0] * head.vectors[0];
-    for (int i = 1; i < HEAD_VECTORS; i++) sums += query.vectors[i] * head.vectors[i];
+    for (int i = 1; i < HEAD_VECTORS; i++) sums = multiply_add(query.vectors[i], head.vectors[i], sums);
     return sums;
 }
 #endif
@@ -199,7 +199,7 @@ void attend(Partial& result, const Number* q, const Stored* k_pages, const Store
         for (int g = 0; g < GROUP; g++) {
             const float weight = ((float*)scores[g])[token];
 #pragma GCC unroll 16
-            for (int i = 0; i < HEAD_VECTORS; i++) sums[g][i] += weight * value.vectors[i];
+            for (int i = 0; i < HEAD_VECTORS; i++) sums[g][i] = multiply_add(weight, value.vectors[i], sums[g][i]);
         }
     }
     for (int g = 0; g < GROUP; g++) std::copy_n(sums[g], HEAD_VECTORS, result.values[g].vectors);
@@ -213,11 +213,11 @@ void merge(const Partial* partials, int64_t num_spans, int64_t stride, const flo
         Head merged = {};
         for (int64_t s = 0; s < num_spans; s++) {
             const Partial& partial = partials[s * stride];
-            const float scale = std::exp(partial.largest[g] - largest);
+            const float scale = exp_of(partial.largest[g] - largest);
             total += partial.total[g] * scale;
             for (int j = 0; j < HEAD_VECTORS; j++) merged.vectors[j] += partial.values[g].vectors[j] * scale;
         }
-        if (sinks) total += std::exp(sinks[g] - largest);
+        if (sinks) total += exp_of(sinks[g] - largest);
         Number* numbers = out + g * HEAD_DIM;
         for (int j = 0; j < HEAD_VECTORS; j++) {
             store(numbers + j * LANES, merged.vectors[j] / total, std::min(HEAD_DIM - j * LANES, LANES));
