@@ -119,7 +119,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "kernels are kept in": _folder(cache_folder()),
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
         "GPU": gpu,
-        "torch": torch.__version__,  # with the build, such as 2.13.0+cpu, which its metadata lacks
+        "torch": torch.__version__,  # has the build (2.13.0+cpu), which the metadata lacks
     }
     for package in ("transformers", "tokenizers", "safetensors", "numpy", "triton", "flash-attn", "fastapi", "llguidance"):
         try:
@@ -239,7 +239,7 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
     )
     generator = torch.Generator().manual_seed(0)
     out = torch.empty(0)
-    for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then one for the new
+    for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then a step for the new tokens
         scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
         batch = ForwardBatch.build(StepPlan(scheduled), block_size, device)
         q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(
