@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from nanoinfer.config import DTYPES, EngineConfig, SpeculativeConfig
 from nanoinfer.errors import (
@@ -25,7 +26,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -117,13 +118,17 @@ def _load_drafter(target: Loaded) -> Model:
     with torch.device("meta"):
         drafter = model.drafter_class(model.config)
     weight = next(model.parameters())
-    load_weights(drafter, weights, rules, weight.dtype, weight.device)
+    place_weights(drafter, weights, rules, weight.dtype)
+    fill(drafter, weight.device)
     loaded: Model = drafter.to(weight.device).eval()
     return loaded
 
 
 def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
-    """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
+    """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks.
+
+    The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
+    """
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(
@@ -141,17 +146,20 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
-    places = load_weights(model, weights, model.weight_rules, dtype, device)
+    places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
-    if shards is not None:
-        shards.join(model, vocab_size)
-    model.to(device).eval()
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
         quantize_model(model, config.quantization)
+    for_kernels = device.type == "cpu" and not config.enforce_eager
+    linears = [module for module in model.modules() if for_kernels and type(module) is nn.Linear]
+    fill(model, device, kept={linear.weight for linear in linears})
+    if shards is not None:
+        shards.join(model, vocab_size)
+    model.to(device).eval()
     return model, held, num_parameters
 
 
@@ -175,7 +183,7 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
     Args:
         dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
     """
-    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device)))[0]
+    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), enforce_eager=True))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:
