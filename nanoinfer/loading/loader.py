@@ -20,6 +20,7 @@ from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidValueError,
     NanoinferError,
+    OutOfMemoryError,
     UnsupportedError,
     WeightsError,
     shown,
@@ -28,7 +29,7 @@ from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
 from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
-from nanoinfer.system.process import set_cuda_device
+from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
     model, weights = on_meta(checkpoint)
+    stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
     if config.lora:
         from nanoinfer.loading.formats.lora import LoraWeights
@@ -150,17 +152,40 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
+    for_kernels = device.type == "cpu" and not config.enforce_eager
+    if device.type == "cpu":
+        _compare_memory(model, config, stored_as, num_ranks=1 if shards is None else shards.size)
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
         quantize_model(model, config.quantization)
-    for_kernels = device.type == "cpu" and not config.enforce_eager
     linears = [module for module in model.modules() if for_kernels and type(module) is nn.Linear]
     fill(model, device, kept={linear.weight for linear in linears})
     if shards is not None:
         shards.join(model, vocab_size)
     model.to(device).eval()
     return model, held, num_parameters
+
+
+def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str, int] | None, num_ranks: int) -> None:
+    """Refuse weights that this machine cannot hold, because the system would kill the process while they are read.
+
+    Log what `quantization` would save for a quantised file. num_ranks: the processes that load at the same time.
+    """
+    from nanoinfer.loading.quantization import num_weight_bytes
+
+    needed, available = num_weight_bytes(model, config.quantization), available_cpu_memory() // num_ranks
+    runs_in, smaller = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch."), "int4"
+    if stored_as is not None and not config.quantization:
+        smaller = "int4" if stored_as[1] <= 4 else "int8"
+        if needed - (num_bytes := num_weight_bytes(model, smaller)) >= 10**8:
+            text = "%s runs in %s and takes %.1f GB; quantization='%s' takes %.1f GB"
+            logger.warning(text, stored_as[0], runs_in, needed / 1e9, smaller, num_bytes / 1e9)
+    if needed > available:
+        raise OutOfMemoryError(
+            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; use "
+            + ("a smaller model" if runs_in == smaller else f"quantization={smaller!r} or a smaller model")
+        )
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:

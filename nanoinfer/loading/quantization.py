@@ -83,6 +83,22 @@ def stored_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     return first if first is not None and first.bits <= bits else None
 
 
+def num_weight_bytes(model: nn.Module, quantization: str | None) -> int:
+    """Return the bytes that a model's weights take in memory, as kernels have them. A tied head may be in it once."""
+    bits = BITS[quantization] if quantization else 0
+    rounded = {module.weight for module in model.modules() if bits and type(module) is nn.Linear}
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    total = 0
+    for weight in model.parameters():
+        first = stored_integers(weight, bits) if weight in rounded else None
+        if weight not in rounded or (weight in tables and first is None):
+            total += weight.numel() * (torch.bfloat16.itemsize if bits else weight.itemsize)
+        if weight in rounded:  # integers, and a scale in fp32 and a zero for each group
+            group_size = _group_size(weight.shape[1], bits) if first is None else first.group_size
+            total += weight.numel() * bits // 8 + 5 * (weight.numel() // group_size)
+    return total
+
+
 def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> Iterator[QuantizedWeight]:
     """Join matrices that have the same inputs into a single matrix, in integers. Yield its rows piece by piece.
 
@@ -119,7 +135,7 @@ def quantize(weight: Float[Tensor, "out in"], bits: int, group_size: int | None 
 
 
 def _group_size(num_inputs: int, bits: int) -> int:
-    return next(group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0)
+    return next((group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0), MULTIPLE)
 
 
 def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:

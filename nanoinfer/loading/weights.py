@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 2**24  # the names and shapes of about 100,000 tensors
 
 _PIECE = 2**20  # the number of elements that are read at a time, which stay in the processor's cache
-_PIECES_KEPT = 16  # pieces whose pages of the file stay in memory meanwhile
 
 # the names of safetensors
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -56,12 +55,13 @@ class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
     has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
+    stored_as: tuple[str, int] | None = None  # the format of most matrices, and its bits. None: floats
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
 
-    def integers(self, name: str, rows: slice) -> "QuantizedWeight | None":
+    def integers(self, name: str, rows: slice = slice(None)) -> "QuantizedWeight | None":
         """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
         return None
 
@@ -69,13 +69,11 @@ class Weights(dict[str, TensorInfo]):
         """Give the pages of the files that were read back to the system. They are read again when they are used."""
 
     def pieces(self, name: str) -> Iterator[slice]:
-        """Yield the rows of a tensor that are read together, and give the pages of the file back on the way."""
+        """Yield the rows of a tensor that are read together, and give the pages of the files back at the end."""
         shape = self[name].shape
         num_rows = max(1, _PIECE * shape[0] // max(1, math.prod(shape)))
         for start in range(0, shape[0], num_rows):
             yield slice(start, min(start + num_rows, shape[0]))
-            if start // num_rows % _PIECES_KEPT == _PIECES_KEPT - 1:
-                self.release()
         self.release()
 
 
@@ -115,9 +113,8 @@ class WeightFiles(Weights):
             raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        view = self._read[name](name)[rows]
-        self._views.append(view)
-        return view
+        self._views.append(self._read[name](name)[rows])
+        return self._views[-1]
 
     def release(self) -> None:
         for view in self._views:
@@ -152,7 +149,7 @@ class StoredParameter(nn.Parameter):
 
     Attributes:
         files, source: the checkpoint's tensors, and this one's name there.
-        is_transposed: whether the tensor has the parameter's axes in the other order.
+        is_transposed: whether the tensor has the parameter's axes in the other order. It is then read whole.
     """
 
     files: Weights
@@ -160,9 +157,10 @@ class StoredParameter(nn.Parameter):
     is_transposed: bool
 
     @classmethod
-    def of(cls, files: Weights, source: str, shape: torch.Size, dtype: torch.dtype, *, is_transposed: bool) -> "StoredParameter":
-        parameter = cls(torch.full((), math.nan, dtype=dtype).expand(shape), requires_grad=False)
-        parameter.files, parameter.source, parameter.is_transposed = files, source, is_transposed
+    def of(cls, like: Tensor, dtype: torch.dtype, files: Weights, source: str, rules: WeightRules) -> "StoredParameter":
+        """Return a parameter of the shape of another."""
+        parameter = cls(torch.full((), math.nan, dtype=dtype).expand(like.shape), requires_grad=False)
+        parameter.files, parameter.source, parameter.is_transposed = files, source, source.endswith(rules.transpose)
         return parameter
 
     def pieces(self) -> Iterator[slice]:
@@ -171,8 +169,8 @@ class StoredParameter(nn.Parameter):
 
     def read(self, rows: slice) -> Tensor:
         """Return rows of the parameter."""
-        read = self.files.read(self.source).T[rows] if self.is_transposed else self.files.read(self.source, rows)
-        return read.to(self.dtype)
+        values = self.files.read(self.source, rows)
+        return (values.T if self.is_transposed else values).to(self.dtype)
 
     def integers(self, rows: slice) -> "QuantizedWeight | None":
         """Return rows of the parameter as the integers in the file: see Weights.integers."""
@@ -184,9 +182,8 @@ class StoredParameter(nn.Parameter):
         if info.is_mapped and has_dtype and self.ndim > 1 and not self.is_transposed and device.type == "cpu":
             return nn.Parameter(self.files.read(self.source), requires_grad=False)
         weight = torch.empty(self.shape, dtype=self.dtype, device=device)
-        out = weight.T if self.is_transposed else weight
-        for rows in self.files.pieces(self.source):
-            out[rows].copy_(self.files.read(self.source, rows))
+        for rows in self.pieces():
+            weight[rows] = self.read(rows)
         return nn.Parameter(weight, requires_grad=False)
 
 
@@ -205,12 +202,7 @@ def place_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: t
     """Make every parameter of a model on the meta device a StoredParameter. Raises: WeightsError (match_tensors)."""
     targets = dict(model.named_parameters())  # a shared parameter is there once
     sources = match_tensors(targets, files, rules)
-    stored = {
-        target: StoredParameter.of(
-            files, sources[name], target.shape, dtype, is_transposed=sources[name].endswith(rules.transpose)
-        )
-        for name, target in targets.items()
-    }
+    stored = {target: StoredParameter.of(target, dtype, files, sources[name], rules) for name, target in targets.items()}
     names: dict[nn.Parameter, str] = {target: name for name, target in targets.items()}
     places: Places = {name: [] for name in targets}
     for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter is there once per module

@@ -85,8 +85,12 @@ def compile_model(
 
         def laid_out(fused: FusedLinear) -> Packed:
             key = *fused.linears, fused.activation
-            if key not in packs:
-                packs[key] = pack(fused, adapters=adapters)
+            try:
+                packs[key] = packs.get(key) or pack(fused, adapters=adapters)
+            except UnsupportedError:
+                for linear in fused.linears:
+                    fill(linear, linear.weight.device)
+                raise
             return packs[key]
 
         def packed(fused: FusedLinear) -> Packed:
@@ -109,10 +113,7 @@ def compile_model(
             modules = map(trace.module, trace.graph.nodes)
             num_uses.update(linear for fused in modules if isinstance(fused, FusedLinear) for linear in fused.linears)
             programs = compile_for_cpu(trace, packed, dtype, weights)
-            for plain in (module for node in trace.graph.nodes if isinstance(module := trace.module(node), FusedLinear)):
-                compiled.num_plain_linears += 1
-                for linear in plain.linears:
-                    fill(linear, linear.weight.device)
+            compiled.num_plain_linears += sum(isinstance(trace.module(node), FusedLinear) for node in trace.graph.nodes)
             return sum(len(program.operations) for program in programs)
 
         _share_tables(compiled.model, laid_out, keeps_plain=keeps_plain)
@@ -160,7 +161,6 @@ def _replace_linears(compiled: CompiledModel, linears: list[tuple[str, nn.Linear
         except UnsupportedError as error:
             compiled.left[path] = str(error)
             compiled.num_plain_linears += 1
-            fill(linear, linear.weight.device)
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -57,11 +57,12 @@ class PackedQuantizedLinear:
         weights, bias = [linear.weight for linear in fused.linears], fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
         self.is_exact = all(stored_integers(weight, bits) for weight in weights)
-        start = 0
+        self._arrays: tuple[Tensor, ...] = ()
+        start, num_tiles = 0, -(-self.num_out // TILE)  # the last tile is padded with zeros
         for piece in quantized(weights, bits):
-            if not start:
-                self._arrays = self._allocate(piece)
-            for tiles, values in zip(self._arrays, (_words(piece), piece.scales, piece.zeros), strict=True):
+            columns = _words(piece), piece.scales, piece.zeros
+            self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
+            for tiles, values in zip(self._arrays, columns, strict=True):
                 write_outputs(tiles, values, start)
             start += len(piece.scales)
         num_groups = self._arrays[1].shape[1]
@@ -69,16 +70,6 @@ class PackedQuantizedLinear:
         self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
         self._sizes = self.num_out, self.num_in, self.num_in // num_groups, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype, adapters)
-
-    def _allocate(self, piece: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate the arrays of the whole matrix: words, scales and zeros. The last tile is padded with zeros."""
-
-        def zeros(num_columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(-(-self.num_out // TILE), num_columns, TILE, dtype=dtype)
-
-        num_groups = piece.scales.shape[1]
-        words = zeros(self.num_in * piece.bits // 32, torch.int32)
-        return words, zeros(num_groups, torch.float32), zeros(num_groups, torch.uint8)
 
     def rows(self, outputs: Int[Tensor, " n"]) -> Float[Tensor, "n in"]:
         """Return the weights of some outputs."""

@@ -22,6 +22,7 @@ _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 class PackedWeights(DerivedWeights):
     """The tensors of a quantised checkpoint, with a `weight` for each quantised layer. settings: its quantization_config."""
 
+    bits: int  # of a stored number
     suffixes: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
     def __init__(self, files: Weights, settings: dict[str, Any], config_path: Path) -> None:
@@ -29,6 +30,7 @@ class PackedWeights(DerivedWeights):
         self._settings = settings
         self._config_path = config_path
         self.read_settings()
+        self.stored_as = str(settings.get("quant_method")), self.bits
         layers = [name.removesuffix(self.suffixes[0]) for name in files if name.endswith(f".{self.suffixes[0]}")]
         self._shapes = {layer: self.shape_of(layer) for layer in layers}  # "model.layers.0.mlp.up_proj." -> [out, in]
         hidden = {layer + suffix for layer in layers for suffix in self.suffixes}
@@ -96,6 +98,7 @@ class FP8Weights(PackedWeights):
     integrations/finegrained_fp8.py.
     """
 
+    bits = 8
     suffixes = ("weight_scale_inv", "weight")
 
     def read_settings(self) -> None:
@@ -133,7 +136,6 @@ Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 class IntegerWeights(PackedWeights):
     """The tensors of a checkpoint whose quantised layers are integers of `bits`."""
 
-    bits: int  # of an integer: 4 or 8
     group_size: int  # the number of inputs that share a scale. -1: all inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
@@ -147,7 +149,7 @@ class IntegerWeights(PackedWeights):
         integers, scales, zeros, groups = self.fields(layer, rows)
         return (integers - zeros[:, groups]) * scales[:, groups]
 
-    def integers(self, name: str, rows: slice) -> QuantizedWeight | None:
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
         layer = self._quantised_layer(name)
         if layer is None:
             return None

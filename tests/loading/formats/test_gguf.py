@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +23,9 @@ from nanoinfer.loading.formats.gguf import read_gguf
 from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
 from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.loading.formats.gguf_weights import GGUFWeights
-from nanoinfer.loading.quantization import QuantizedParameter, quantized
+from nanoinfer.loading.quantization import quantized
+from nanoinfer.loading.weights import StoredParameter
+from nanoinfer.models.registry import WeightRules
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import gguf_files, tiny_models
 from tests.helpers.gguf_files import floats, random_blocks
@@ -174,25 +175,29 @@ def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp
             tensor, unpacked = (floats(weight, kind), weight) if kind == "F16" else random_blocks(kind, (40, 256), number)
             tensors[f"blk.0.attn_{name}.weight"], expected[name] = tensor, unpacked
         weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", {"general.architecture": "qwen3"}, tensors)))
-        parameters = [QuantizedParameter.of(weights.read(name).bfloat16(), partial(weights.integers, name)) for name in weights]
-        linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in parameters]
-        for linear, parameter in zip(linears, parameters, strict=True):
-            linear.weight = parameter
-        joined = quantized(parameters, bits)
-        assert int(joined.integers.max()) < 2**bits
-        for found, kind, exact in zip(joined.widened().split(40), (first, second, third), expected.values(), strict=True):
+        linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in weights]
+        rules = WeightRules(prefix="", embedding="")
+        for linear, name in zip(linears, weights, strict=True):
+            linear.weight = StoredParameter.of(linear.weight, torch.bfloat16, weights, name, rules)
+        pieces = list(quantized([linear.weight for linear in linears], bits))
+        assert max(int(piece.integers.max()) for piece in pieces) < 2**bits
+        joined = torch.cat([piece.widened() for piece in pieces])
+        for found, kind, exact in zip(joined.split(40), (first, second, third), expected.values(), strict=True):
             if kind in ("Q4_0", "Q8_0")[: bits // 4]:  # these keep their integers
                 torch.testing.assert_close(found, exact, atol=0, rtol=1e-6)
             else:
-                groups = exact.unflatten(1, (-1, joined.group_size))
+                groups = exact.unflatten(1, (-1, pieces[0].group_size))
                 low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
                 step = (high - low) / 15 if bits == 4 else groups.abs().amax(2) / 127
                 allowed = 1.1 * step.unsqueeze(2) + 2**-8 * groups.abs()  # 0.5 to the next integer, and bfloat16's
-                assert ((found - exact).abs().unflatten(1, (-1, joined.group_size)) <= allowed).all(), (kind, joined.group_size)
+                assert ((found - exact).abs().unflatten(1, (-1, pieces[0].group_size)) <= allowed).all(), (
+                    kind,
+                    pieces[0].group_size,
+                )
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
         kernel = KernelLinear(PackedQuantizedLinear(FusedLinear(*linears), bits))
-        exact = x.float() @ joined.widened().T
-        rounding = x.float().abs().max() / 254 * joined.widened().abs().sum(1)  # of activations to 8 bits
+        exact = x.float() @ joined.T
+        rounding = x.float().abs().max() / 254 * joined.abs().sum(1)  # of activations to 8 bits
         assert ((kernel(x).float() - exact).abs() <= rounding + 2**-8 * exact.abs()).all()
 
 
