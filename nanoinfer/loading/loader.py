@@ -172,11 +172,13 @@ def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str
 
     Log what `quantization` would save for a quantised file. num_ranks: the processes that load at the same time.
     """
-    from nanoinfer.loading.quantization import num_weight_bytes
-
-    needed, available = num_weight_bytes(model, config.quantization), available_cpu_memory() // num_ranks
+    needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
     runs_in, smaller = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch."), "int4"
-    if stored_as is not None and not config.quantization:
+    if stored_as is not None or config.quantization:
+        from nanoinfer.loading.quantization import num_weight_bytes
+    if config.quantization:
+        needed = num_weight_bytes(model, config.quantization)
+    elif stored_as is not None:
         smaller = "int4" if stored_as[1] <= 4 else "int8"
         if needed - (num_bytes := num_weight_bytes(model, smaller)) >= 10**8:
             text = "%s runs in %s and takes %.1f GB; quantization='%s' takes %.1f GB"
@@ -285,7 +287,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
 def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
     """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
 
-    These limits hold for any architecture. load_weights compares every tensor.
+    These limits hold for any architecture. match_tensors compares every tensor.
     """
     problems = []
     if config.num_hidden_layers > len(files):

@@ -83,19 +83,18 @@ def stored_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     return first if first is not None and first.bits <= bits else None
 
 
-def num_weight_bytes(model: nn.Module, quantization: str | None) -> int:
-    """Return the bytes that a model's weights take in memory, as kernels have them. A tied head may be in it once."""
-    bits = BITS[quantization] if quantization else 0
-    rounded = {module.weight for module in model.modules() if bits and type(module) is nn.Linear}
+def num_weight_bytes(model: nn.Module, quantization: str) -> int:
+    """Return the bytes that a model's weights take in kernels with 8 or 4 bits. A tied head is in it once if it is exact."""
+    bits, total = BITS[quantization], 0
+    linears = {module.weight for module in model.modules() if type(module) is nn.Linear}
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    total = 0
     for weight in model.parameters():
-        first = stored_integers(weight, bits) if weight in rounded else None
-        if weight not in rounded or (weight in tables and first is None):
-            total += weight.numel() * (torch.bfloat16.itemsize if bits else weight.itemsize)
-        if weight in rounded:  # integers, and a scale in fp32 and a zero for each group
+        first = stored_integers(weight, bits) if weight in linears else None
+        if weight in linears:  # integers, and a scale in fp32 and a zero for each group
             group_size = _group_size(weight.shape[1], bits) if first is None else first.group_size
             total += weight.numel() * bits // 8 + 5 * (weight.numel() // group_size)
+        if weight not in linears or (weight in tables and first is None):
+            total += weight.numel() * torch.bfloat16.itemsize
     return total
 
 

@@ -97,14 +97,13 @@ def _packed(kind, num_outputs, num_inputs, generator):
 
 
 def peak_of(path, freed="return", **arguments):
-    """The peak above the process that imported the package, less the file. 1 is what the parameters take in bfloat16."""
+    """The peak above the process that imported the package. 1 is what the parameters take in bfloat16."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"MALLOC_MMAP_THRESHOLD_": str(2**16)} if freed == "return" else {})
     command = [sys.executable, "-c", _MEASURE, str(path), json.dumps(arguments), freed]
     child = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert child.returncode == 0, child.stderr
     *_, taken = child.stdout.split()
-    file = path if path.is_file() else path / "model.safetensors"
-    return (int(taken) - file.stat().st_size) / (NUM_PARAMETERS * 2)
+    return int(taken) / (NUM_PARAMETERS * 2)
 
 
 # (format, quantization, bar). With `quantization=`, a checkpoint in bfloat16 is rounded from the mapped file, matrix by matrix.

@@ -13,6 +13,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.chat.template import apply_chat_template
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
@@ -526,3 +527,26 @@ def test_a_gguf_file_chats_ends_its_text_and_runs_in_8_bits(tmp_path):
         answers.append(output.outputs[0].text)
     assert answers[1] == answers[0]
     assert answers[2]
+
+
+@pytest.mark.parametrize(("block_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(block_type, quantization, tmp_path):
+    model = tiny_models.build("qwen3_tied", hidden_size=64, intermediate_size=96)
+    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", (block_type,)))
+    llm = LLM(str(path), quantization=quantization)
+    table = loader.load_model(Checkpoint.open(str(path)), "bfloat16").embed_tokens.weight
+    embedding, ids = llm.engine.executor.runner.model.embed_tokens, torch.arange(len(table))
+    if isinstance(embedding, nn.Embedding):
+        pytest.skip("no C++ compiler")
+    assert torch.equal(embedding(ids), table)
+
+
+def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog):
+    model = tiny_models.build("qwen3_tied", hidden_size=512, vocab_size=160_000)  # 82 million weights
+    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", ("Q4_0",)))
+    for quantization, num_lines in ((None, 1), ("int4", 0)):
+        caplog.clear()
+        config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
+        loader.load_configured(Checkpoint.open(str(path)), config)
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert lines == ["Q4_0 runs in bfloat16 and takes 0.2 GB; quantization='int4' takes 0.1 GB"][:num_lines]
