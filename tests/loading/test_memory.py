@@ -106,12 +106,11 @@ def peak_of(path, freed="return", **arguments):
     return int(taken) / (NUM_PARAMETERS * 2)
 
 
-# (format, quantization, bar). With `quantization=`, a checkpoint in bfloat16 is rounded from the mapped file, matrix by matrix.
-# Any other format becomes parameters in bfloat16 first.
+# (format, quantization, bar). Each matrix is laid out for its kernel while it is read, and the file's pages are given back.
 CASES = [
-    ("Q4_0", None, 1.5), ("Q4_0", "int4", 1.4), ("Q4_K", None, 1.5), ("Q4_K", "int4", 1.4), ("Q8_0", None, 1.5),
-    ("Q8_0", "int8", 1.4), ("gptq", None, 1.5), ("gptq", "int4", 1.4), ("awq", None, 1.5), ("awq", "int4", 1.4),
-    ("plain", None, 1.4), ("plain", "int8", 0.9), ("plain", "int4", 0.7),
+    ("Q4_0", None, 1.5), ("Q4_0", "int4", 0.8), ("Q4_K", None, 1.5), ("Q4_K", "int4", 0.9), ("Q8_0", None, 1.5),
+    ("Q8_0", "int8", 1.0), ("gptq", None, 1.5), ("gptq", "int4", 0.8), ("awq", None, 1.5), ("awq", "int4", 0.8),
+    ("plain", None, 1.5), ("plain", "int8", 1.0), ("plain", "int4", 0.9),
 ]  # fmt: skip
 
 
@@ -120,7 +119,7 @@ CASES = [
     ("kind", "quantization", "bar"),
     [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])],
 )
-def test_the_peak_of_loading_is_the_file_and_little_more_than_the_parameters(write, kind, quantization, bar):
+def test_the_peak_of_loading_is_little_more_than_what_kernels_read(write, kind, quantization, bar):
     peak = peak_of(write(kind), **({"quantization": quantization} if quantization else {"dtype": "bfloat16"}))
     assert bar / 2 < peak <= bar  # so twice as much would be noticed
 

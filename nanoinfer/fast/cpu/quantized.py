@@ -96,5 +96,5 @@ def _words(weight: QuantizedWeight) -> Int32[Tensor, "out words"]:
     words = weight.integers.unflatten(1, (-1, 4))
     if weight.bits == 4:
         words = words[:, ::2] | words[:, 1::2] << 4
-    laid_out: Tensor = words.flatten(1).view(torch.int32)
+    laid_out: Tensor = words.flatten(1).contiguous().view(torch.int32)
     return laid_out
