@@ -71,7 +71,8 @@ class Weights(dict[str, TensorInfo]):
     def pieces(self, name: str) -> Iterator[slice]:
         """Yield the rows of a tensor that are read together, and give the pages of the files back at the end."""
         shape = self[name].shape
-        num_rows = max(1, _PIECE * shape[0] // max(1, math.prod(shape)))
+        size = _PIECE * (16 if self[name].is_mapped else 1)  # views take no memory
+        num_rows = max(1, size * shape[0] // max(1, math.prod(shape)))
         for start in range(0, shape[0], num_rows):
             yield slice(start, min(start + num_rows, shape[0]))
         self.release()
