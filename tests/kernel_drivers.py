@@ -157,8 +157,8 @@ def can_build(*options: str, compiler: str | None = None) -> bool:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
-            command = [*native.find_compiler().command, *options, str(source), "-o", str(source.with_suffix(""))]
-            command = [*_command(compiler), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [compiler, "-pthread"] if compiler else [*native.find_compiler().command]
+            command += [*options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:
