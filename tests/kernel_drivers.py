@@ -65,7 +65,6 @@ DRIVERS = {
     "delta": _delta(20, 24, 2, 4, "BF16"),
     "program": Driver("fast/cpu/vectors.h", "program", ("BF16", "LANES=16"), (1,)),
     "sampling": Driver("fast/sampling/kernels.cpp", "sampling", counted_rows=(1,)),
-    "exponentials": Driver("fast/sampling/exponentials.cpp", "exponentials", counted_rows=(1,)),
     "exchange": Driver("distributed/exchange.cpp", "exchange", (), (9,)),
 }
 

@@ -22,15 +22,20 @@ place of 19 MB. BENCHMARKS.md has the times. It suits ranks on CPUs or joined by
 In: logits after every stage before the temperature.
 """
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.distributed.sharding import Communicator, VocabularyHead
 from nanoinfer.fast.sampling import few_logits
+from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import thresholds
+from nanoinfer.sampling.draw import integer_weights, thresholds
 from nanoinfer.system.transfer import on_device
+
+SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
 
 Shard = Float[Tensor, "batch local_vocab"]
 Ids = Int[Tensor, " batch"]
@@ -45,8 +50,8 @@ def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: Vo
 def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Communicator) -> Ids:
     """Choose a token id per row, greedily or by the draw. The id of a row whose largest logit is not finite is -1.
 
-    The ids are the same on every rank, and equal Sampler's, if the ranks compute exp alike: with the same torch on the same
-    kind of CPU or GPU.
+    The ids are the same on every rank, and equal Sampler's. GPUs must be of the same kind, with the same torch, to compute exp
+    alike.
 
     Args:
         logits: the logits of the ids from rank * local_vocab on, in fp32. Columns beyond the vocabulary hold -inf.
@@ -70,11 +75,11 @@ def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communica
         token_ids[rows], is_undecided[rows] = few_logits.decide_few(*listed, batch.only_rows(rows))
     if groups.top_p_rows or groups.other_rows:
         rows = _index(groups.top_p_rows + groups.other_rows, logits)
-        chunks = few_logits.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
+        chunks = _weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
         sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in chunks]))  # [size, rows]
     if groups.top_p_rows:
         rows = _index(groups.top_p_rows, logits)
-        total = sums[:, :num_top_p].sum(dim=0).unsqueeze(-1).expand(-1, 2)
+        total = sums[:, :num_top_p].sum(dim=0)
         listed = candidates[num_top_k:], ids[num_top_k:]
         token_ids[rows], is_undecided[rows] = few_logits.decide_top_p(*listed, total, batch.only_rows(rows))
     if groups.other_rows:
@@ -129,10 +134,22 @@ def _draw(
     threshold = thresholds(ends[-1], batch.u) - (ends - sums)[communicator.rank]  # counted from this rank's first weight
     rows = ((threshold >= 0) & (threshold < sums[communicator.rank])).nonzero().squeeze(-1)
     token_ids = torch.full_like(threshold, -1)
-    for weights, chunk in few_logits.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows]):
+    for weights, chunk in _weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows]):
         columns = torch.searchsorted(weights.cumsum(dim=-1), threshold[rows[chunk]].unsqueeze(-1), right=True)
         token_ids[rows[chunk]] = columns.squeeze(-1) + communicator.rank * logits.shape[-1]
     return communicator.all_gather(token_ids).amax(dim=0)
+
+
+def _weights_in_chunks(
+    logits: Shard, batch: SamplingBatch, largest: Largest
+) -> Iterator[tuple[Int[Tensor, "some local_vocab"], slice]]:
+    """Yield draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows."""
+    num_at_a_time = max(SCRATCH_BYTES // (logits.shape[-1] * 4) if logits.device.type == "cpu" else len(logits), 1)
+    for start in range(0, len(logits), num_at_a_time):
+        rows = slice(start, start + num_at_a_time)
+        some = batch.only_rows(rows)
+        columns = torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)  # the weights are relative to the largest
+        yield integer_weights(stages.keep_min_p(stages.apply_temperature(columns, some), some))[:, :-1], rows
 
 
 def _index(row_numbers: tuple[int, ...], logits: Shard) -> Int[Tensor, " rows"] | slice:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nanoinfer.sampling.exponentials import exponentials
 
-ONE = 2.0**32  # the weight of the most probable token
+BITS = 32
+ONE = 2.0**BITS  # the weight of the most probable token
 
 MASK = 0xFFFFFFFF  # the largest 32-bit word
 FEW_ROWS = 8  # up to this number of rows, Python's integers take less time than arrays
@@ -32,7 +33,7 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
 
     A row without a finite logit gets weights of 0.
     """
-    return exponentials(logits, 32)
+    return exponentials(logits, BITS)
 
 
 def argmax(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:

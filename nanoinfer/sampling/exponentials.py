@@ -38,11 +38,12 @@ def by_torch(below: Float[Tensor, "batch vocab"], table: Float[Tensor, " steps"]
     return (((rest * SECOND + FIRST) * rest + 1) * table[(-steps).long()]).float().long()
 
 
-on_cpu: Exponentials = by_torch  # fast/sampling/exponentials.py puts a kernel with the same bits here
+on_cpu: Exponentials = by_torch  # fast/sampling/kernels.py puts a kernel with the same bits here
 
 
 def exponentials(logits: Float[Tensor, "batch vocab"], bits: int) -> Int[Tensor, "batch vocab"]:
     """Compute floor(2^bits * exp(logit - largest)). A row without a finite logit gets zeros. bits: at most 40."""
+    logits = logits.float()
     largest = logits.amax(dim=-1, keepdim=True)
     below = logits - largest.clamp(min=torch.finfo(logits.dtype).min)  # clamped: -inf - -inf would be NaN
     if below.device.type != "cpu":

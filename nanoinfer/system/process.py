@@ -13,6 +13,8 @@ logger `nanoinfer`:
                            when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
                            threads pass through. fast/trace.py.
+    exponentials           a kernel with the same bits computes those of sampling/exponentials.py on a CPU.
+                           `use_exponentials` in fast/sampling/kernels.py, when an engine is made.
     tiles                  on a processor with AMX, Linux is asked to keep the process's tiles. `has_tiles` in
                            fast/cpu/program.py, when an engine is made. It lasts as long as the process.
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler

@@ -101,6 +101,7 @@ STEPS = st.builds(
     bad=st.sampled_from([None, None, *BAD]),
 )
 SIZES = st.sampled_from([(0, 1), (1, 2), (3, 20), (32, 256)])  # TIE_MARGIN, NUM_TRIED
+SCRATCH_BYTES = st.sampled_from([1, 2000, 2**20])
 
 
 @pytest.mark.slow
@@ -108,8 +109,9 @@ def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
     sent_rows = []  # of each step, whether full rows were sent
 
     @settings(max_examples=200, database=None, derandomize=True)
-    @given(step=STEPS, num_ranks=st.integers(1, 4), sizes=SIZES)
-    def check(step, num_ranks, sizes):
+    @given(step=STEPS, num_ranks=st.integers(1, 4), sizes=SIZES, scratch_bytes=SCRATCH_BYTES)
+    def check(step, num_ranks, sizes, scratch_bytes):
+        monkeypatch.setattr(split_sampling, "SCRATCH_BYTES", scratch_bytes)
         for name, number in zip(("TIE_MARGIN", "NUM_TRIED"), sizes, strict=True):
             monkeypatch.setattr(few_logits, name, number)
         logits, batch = random_step(**step)

@@ -1,8 +1,20 @@
-// Drives fast/sampling/kernels.cpp: the largest logits with their ids, and the draw from all weights.
+// Drives fast/sampling/kernels.cpp: the largest logits with their ids, the draw from all weights, and exponentials.
 
 #include "numbers.h"
 
 namespace {
+
+// 2^32 * 2^(-i / 256), and the numbers of sampling/exponentials.py.
+struct Table {
+    Exact<double> steps{34 * 256};
+
+    Table() {
+        double value = 4294967296.0;
+        for (double& step : steps) step = value, value *= 0.99729605608547012;
+    }
+
+    Exponential exponential() { return {steps.data(), 256.0 - steps.size(), 369.3299304675746, 0.0027076061740622863, 3.6655655969e-6}; }
+};
 
 void drive(Size size, int64_t rows, int64_t vocab_size, int64_t num, Values values) {
     Random random;
@@ -20,14 +32,31 @@ void drive(Size size, int64_t rows, int64_t vocab_size, int64_t num, Values valu
         if (num > 1) continue;
         Exact<float> temperatures(rows);
         Exact<double> u(rows);
-        Exact<int64_t> totals(2 * rows);
+        Exact<int64_t> totals(rows);
+        Table table;
         for (int64_t row = 0; row < rows; row++) temperatures[row] = row % 2 ? 1.0f : 0.5f, u[row] = 0.37;
-        const DrawCall draw_call{{0, 0, vocab_size}, {1, 0, 1}, {2, 0, 1}, {3, 0, 1}, {4, 0, 1}, {5, 0, 1}, vocab_size};
-        run_kernel(draw, draw_call, rows, threads, logits, temperatures, u, ids, totals, largest);
+        const DrawCall draw_call{{0, 0, vocab_size}, {1, 0, 1}, {2, 0, 1}, {3, 0, 1},
+                                 {4, 0, 1},          {5, 0, 1}, vocab_size, table.exponential()};
+        run_kernel(draw, draw_call, rows, threads, logits, largest, temperatures, u, ids, totals);
         Digest drawn;
         drawn.add_bytes(ids.data(), rows * sizeof(int64_t));
-        drawn.add_bytes(totals.data(), 2 * rows * sizeof(int64_t));
+        drawn.add_bytes(totals.data(), rows * sizeof(int64_t));
         print(text("draw %ld x %ld values %d", rows, vocab_size, int(values)), threads, drawn);
+    }
+}
+
+void drive_exponentials(Size size, int64_t num, int64_t part) {
+    Random random;
+    Exact<float> below(num);
+    for (float& number : below) number = -std::fabs(value_of(random, 40, Values::SPECIAL));
+    for (int threads : threads_of(size)) {
+        Table table;
+        Exact<int64_t> out(num);
+        const ExponentialsCall call{{0, 0, part}, {1, 0, part}, num, part, table.exponential()};
+        run_kernel(exponentials, call, (num + part - 1) / part, threads, below, out);
+        Digest digest;
+        digest.add_bytes(out.data(), num * sizeof(int64_t));
+        print(text("exponentials %ld by %ld", num, part), threads, digest);
     }
 }
 
@@ -37,7 +66,11 @@ int main(int num_arguments, char** arguments) {
     const Size size = size_of(num_arguments, arguments);
     if (size == Size::COUNT) {
         drive(size, std::atoi(arguments[2]), 5001, 1, Values::ORDINARY);
+        drive_exponentials(size, 1000 * std::atoi(arguments[2]), 1000);
         return 0;
+    }
+    for (int64_t num : {1, 7, 64, 5001}) {
+        for (int64_t part : {1, 8, 1000}) drive_exponentials(size, num, part);
     }
     for (int64_t rows : rows_of(size)) {
         for (int64_t vocab_size : {1, 15, 16, 17, 1023, 1024, 1025, 2049}) {

@@ -54,9 +54,9 @@ def in_float32(name, *definitions):
     return replace(driver, definitions=(*(text for text in driver.definitions if text != "BF16"), *definitions))
 
 
-KERNELS = {name: in_float32(name) for name in ("layers", "dense_linear", "exponentials")}
+KERNELS = {name: in_float32(name) for name in ("layers", "dense_linear", "sampling")}
 MORE_KERNELS = {
-    **{name: in_float32(name) for name in ("paged_decode", "paged_prefill", "delta", "greedy")},
+    **{name: in_float32(name) for name in ("paged_decode", "paged_prefill", "delta")},
     "layers in float16": in_float32("layers", "FP16"),
     "paged_decode with pages in 8 bits": in_float32("paged_decode", "INT8_PAGES"),
     "layers in bfloat16": DRIVERS["layers"],

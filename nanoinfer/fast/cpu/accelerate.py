@@ -28,8 +28,8 @@ from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinea
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
-from nanoinfer.fast.sampling.exponentials import use_kernel
 from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
@@ -172,8 +172,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
     with suppress(UnsupportedError):
-        use_kernel()
-    runtime = replace(runtime, routes=(FewLogits(),))
+        use_exponentials()
+        runtime = replace(runtime, routes=(FewLogits(),))
     try:
         kernels = KernelBackend(
             runtime.dtype,

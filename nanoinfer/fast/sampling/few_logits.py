@@ -2,8 +2,8 @@
 
 In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
 draw.draw give. The same stages run here, on fewer columns. The result is exact for four reasons. Columns stay in the order of
-their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. torch's
-exp gives a number the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
+their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. A
+number's weight does not depend on its place.
 
     row has top_k    the k + 32 largest logits are enough, unless more tie with the k-th
     row has min_p    the 256 largest are enough, if min_p drops the smallest of them
@@ -13,27 +13,27 @@ exp gives a number the same bits at any index (tests/fast/sampling/test_few_logi
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU, reading a value is expensive, and reading all logits is cheap, so the threshold is found by bisection.
+On a GPU, reading a value is expensive, and reading all logits is cheap, so the threshold is found by bisection, as on a CPU
+without kernels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, kernels_for
+from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_kernels
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import draw, draw_from_weights, integer_weights, thresholds
+from nanoinfer.sampling.draw import draw, integer_weights, thresholds
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
 from nanoinfer.system.transfer import on_device
 
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
-SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
 NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
@@ -67,7 +67,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
         rows = on_device(torch.tensor(groups.greedy_rows), logits.device)
         token_ids[rows], largest[rows] = first_largest(logits[rows])
     routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...]
-    if can_read(logits):
+    if has_kernels(logits.device.type, logits.dtype):
         with_min_p = set() if batch.columns.min_p is None else set(batch.columns.min_p.nonzero().flatten().tolist())
         routes = (
             (tuple(sorted({*groups.top_k_rows, *with_min_p})), _sample_few),
@@ -83,11 +83,6 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
             rows = on_device(torch.tensor(row_numbers), logits.device)
             token_ids[rows], largest[rows] = route(logits[rows], batch.only_rows(rows))
     return token_ids, largest
-
-
-def can_read(logits: Logits) -> bool:
-    """Whether the next operation may depend on a value of the logits. Reading a value from a GPU waits for all queued work."""
-    return not logits.is_cuda
 
 
 def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
@@ -134,45 +129,34 @@ def decide_few(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) 
 
 def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from the largest logits and the total weight of all logits."""
-    _, totals, _ = _draw_from_all(logits, batch)
     candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
+    largest = candidates.amax(dim=-1)
+    _, totals = draw_from_all(logits, largest, batch)
     token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), totals, batch)
-    return _plainly_where(is_undecided, token_ids, logits, batch), candidates.amax(dim=-1)
+    return _plainly_where(is_undecided, token_ids, logits, batch), largest
 
 
 def decide_top_p(
-    candidates: Candidates, ids: CandidateIds, totals: Int[Tensor, "batch 2"], batch: SamplingBatch
+    candidates: Candidates, ids: CandidateIds, totals: Int[Tensor, " batch"], batch: SamplingBatch
 ) -> tuple[Ids, Bool[Tensor, " batch"]]:
-    """Draw from the largest logits of each section of the rows. totals: bounds of the weight of what min_p keeps.
+    """Draw from the largest logits of each section of the rows. totals: the weight of what min_p keeps.
 
     Returns:
-        The token ids, and which rows the candidates and the bounds do not decide. Which ids that tie with the smallest
-        candidate of a section are candidates is arbitrary, so the larger candidates must be enough.
+        The token ids, and which rows the candidates do not decide. Which ids that tie with the smallest candidate of a section
+        are candidates is arbitrary, so the larger candidates must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
-    kept, at_most = (stages.drop_beyond(scaled, batch.columns.top_p, total) for total in totals.unbind(dim=-1))
-    token_ids = _pick(ids.flatten(1), draw(kept, batch.u))
+    token_ids = _pick(ids.flatten(1), draw(stages.drop_beyond(scaled, batch.columns.top_p, totals), batch.u))
     above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
-    is_enough = (integer_weights(scaled) * above).sum(dim=-1) >= batch.columns.top_p * totals[:, 1]
-    return token_ids, ~is_enough | (kept != at_most).any(dim=-1)
+    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * totals
 
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from all weights, because every token may be drawn."""
-    token_ids, _, largest = _draw_from_all(logits, batch)
-    return _plainly_where(token_ids < 0, token_ids, logits, batch), largest
-
-
-def _draw_from_all(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Int[Tensor, "batch 2"], Largest]:
-    """See kernels.draw_from_all. Without kernels the bounds are equal and decide every row."""
-    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
-        return draw_from_all(kernels, logits, batch)
-    found = [
-        (draw_from_weights(weights, batch.u[rows]), weights.sum(dim=-1)) for weights, rows in weights_in_chunks(logits, batch)
-    ]
-    token_ids, total = (torch.cat(column) for column in zip(*found, strict=True))
-    return token_ids, total.unsqueeze(-1).expand(-1, 2), logits.amax(dim=-1).float()
+    _, largest = first_largest(logits)
+    token_ids, _ = draw_from_all(logits, largest, batch)
+    return token_ids, largest
 
 
 def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
@@ -228,8 +212,8 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
     The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
     """
-    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
-        largest, ids = find_largest(kernels, logits, 1)
+    if has_kernels(logits.device.type, logits.dtype):
+        largest, ids = find_largest(logits, 1)
         return ids.squeeze(-1), largest.squeeze(-1)
     width = min(max(logits.shape[-1] // NUM_SECTIONS, LEAST_WIDTH), logits.shape[-1])
     num_whole = logits.shape[-1] // width
@@ -244,29 +228,10 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
 def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
     """Return the largest logits of each row in fp32 with their ids, in the order of the ids."""
-    if num_columns == logits.shape[-1]:
-        return logits.float(), torch.arange(num_columns, device=logits.device).expand_as(logits)
-    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
-        return find_largest(kernels, logits, num_columns)
+    if has_kernels(logits.device.type, logits.dtype):
+        return find_largest(logits, num_columns)
     ids = logits.topk(num_columns, dim=-1, sorted=False).indices.sort(dim=-1).values
     return logits.gather(-1, ids).float(), ids
-
-
-def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
-    """Yield draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
-
-    largest: the largest logit of each full row, if the logits are only a part of it. It is an extra column.
-    """
-    vocab_size = logits.shape[-1]
-    num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
-    for start in range(0, len(logits), num_at_a_time):
-        rows = slice(start, start + num_at_a_time)
-        some = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
-        columns = logits[rows].float()
-        if largest is not None:
-            columns = torch.cat((columns, largest[rows].unsqueeze(-1)), dim=-1)
-        weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, some), some))
-        yield weights[:, :vocab_size], rows
 
 
 def _pick(ids: Tensor, columns: Ids) -> Ids:

@@ -1,7 +1,8 @@
-// The largest logits of each row, and the draw from all of its weights, on a CPU. kernels.py says what they replace.
+// The largest logits of each row, the draw from all of its weights, and exponentials, on a CPU. kernels.py calls them.
 
 constexpr int LANES = 16;
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "program.h"
@@ -62,71 +63,53 @@ void find_in_row(const Number* logits, int64_t vocab_size, int64_t num, float* v
     for (int64_t i = 0; i < num; i++) values[i] = found[i].value, ids[i] = found[i].id;
 }
 
-// Bounds of a weight, or of a sum of weights.
-struct Bounds {
-    int64_t low, high;
+// sampling/exponentials.py defines these numbers, and says why they have the same bits everywhere.
+struct Exponential {
+    const double* table;
+    double lowest, scale, first, second;
 
-    Bounds& operator+=(const Bounds& other) {
-        low += other.low, high += other.high;
-        return *this;
+    void compute(const float* below, int64_t num, int64_t* out) const {
+        for (int64_t i = 0; i < num; i++) {
+            const double scaled = below[i] * scale, x = scaled > lowest ? scaled : lowest;
+            const double shift = 6755399441055744.0, steps = (x + shift) - shift, rest = x - steps;  // 1.5 * 2^52 rounds
+            out[i] = float(((rest * second + first) * rest + 1) * table[int64_t(-steps)]);
+        }
     }
 };
 
-typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
-
-// The weights of draw.integer_weights for some logits of a row, which are first divided as stages.divided does.
+// The weights of draw.integer_weights for a row's logits, which are first divided as stages.divided does.
 struct Weights {
     const Number* logits;
     float shift, temperature, largest;  // of the divided logits
+    const Exponential& exponential;
 
-    // exp_of and torch's exp differ by less than 2^-21 of the number.
-    void at(int64_t i, int num, Longs& low, Longs& high) const {
-        const Floats ratio = exp_of((load(logits + i, num) - shift) / temperature - largest) * 4294967296.0f;
-        low = __builtin_convertvector(ratio * (1 - 0x1p-21f), Longs);
-        high = __builtin_convertvector(ratio * (1 + 0x1p-21f), Longs);
-        for (int lane = num; lane < LANES; lane++) low[lane] = high[lane] = 0;
-    }
-
-    Bounds sum(int64_t start, int64_t stop) const {
-        Longs low = {}, high = {};
+    // Compute the weights from id `start` to `stop`, at most a block, and return their sum.
+    int64_t compute(int64_t start, int64_t stop, int64_t* weights) const {
+        float below[BLOCK];
         for (int64_t i = start; i < stop; i += LANES) {
-            Longs least, most;
-            at(i, std::min<int64_t>(LANES, stop - i), least, most);
-            low += least, high += most;
+            const Floats x = load(logits + i, std::min<int64_t>(LANES, stop - i));
+            put(below + i - start, (x - shift) / temperature - largest);
         }
-        Bounds total{};
-        for (int lane = 0; lane < LANES; lane++) total += {low[lane], high[lane]};
-        return total;
+        exponential.compute(below, stop - start, weights);
+        return std::accumulate(weights, weights + stop - start, int64_t(0));
     }
 };
 
-// draw.thresholds
-int64_t threshold_of(int64_t total, double u) {
-    return std::min(int64_t(std::floor(u * double(total))), total - 1);
-}
-
-// The first id whose cumulative weight exceeds the threshold, and in `total` the sum of all weights. -1 if the bounds do not decide.
-int64_t draw_in_row(const Weights& weights, int64_t vocab_size, double u, Bounds& total) {
-    std::vector<Bounds> sums;
-    total = {};
+// The first id whose cumulative weight exceeds draw.thresholds, and in `total` the sum of all weights.
+int64_t draw_in_row(const Weights& weights, int64_t vocab_size, double u, int64_t& total) {
+    std::vector<int64_t> sums;
+    int64_t in_block[BLOCK];
     for (int64_t start = 0; start < vocab_size; start += BLOCK) {
-        sums.push_back(weights.sum(start, std::min(start + BLOCK, vocab_size)));
-        total += sums.back();
+        sums.push_back(weights.compute(start, std::min(start + BLOCK, vocab_size), in_block));
     }
-    const int64_t low = threshold_of(total.low, u), high = threshold_of(total.high, u);
-    Bounds before{};
-    size_t block = 0;
-    while (block + 1 < sums.size() && before.high + sums[block].high <= low) before += sums[block++];
-    for (int64_t i = block * BLOCK; i < vocab_size; i += LANES) {
-        Longs least, most;
-        const int num = std::min<int64_t>(LANES, vocab_size - i);
-        weights.at(i, num, least, most);
-        for (int lane = 0; lane < num; lane++) {
-            before += {least[lane], most[lane]};
-            if (before.high > low) return before.low > high ? i + lane : -1;
-        }
-    }
-    return -1;
+    total = std::accumulate(sums.begin(), sums.end(), int64_t(0));
+    int64_t after = std::min(int64_t(std::floor(u * double(total))), total - 1);  // the threshold, counted from the block on
+    int64_t start = 0;
+    for (size_t block = 0; sums[block] <= after; start += BLOCK) after -= sums[block++];
+    weights.compute(start, std::min(start + BLOCK, vocab_size), in_block);
+    int64_t i = 0;
+    while (in_block[i] <= after) after -= in_block[i++];
+    return start + i;
 }
 
 }  // namespace
@@ -148,23 +131,36 @@ extern "C" void find_largest(const LargestCall* call, const Batch& batch, Member
 }
 
 struct DrawCall {
-    Slice logits, temperatures, u, token_ids, totals, largest;
+    Slice logits, largest, temperatures, u, token_ids, totals;
     int64_t vocab_size;
+    Exponential exponential;
 };
 
 extern "C" const int64_t sizeof_DrawCall = sizeof(DrawCall);
 
-// A row whose largest logit is not finite gets any id.
 extern "C" void draw(const DrawCall* call, const Batch& batch, Member& me) {
     for (int64_t row : me.tasks(batch.num_rows)) {
-        const Number* logits = call->logits.row<Number>(batch, row);
-        float& largest = *call->largest.row<float>(batch, row);
-        int64_t& token_id = *call->token_ids.row<int64_t>(batch, row);
-        find_in_row(logits, call->vocab_size, 1, &largest, &token_id);
-        if (!std::isfinite(largest)) continue;
-        const float temperature = *call->temperatures.row<float>(batch, row), shift = temperature == 1.0f ? 0.0f : largest;
-        const Weights weights{logits, shift, temperature, (largest - shift) / temperature};
-        Bounds& total = *call->totals.row<Bounds>(batch, row);
-        token_id = draw_in_row(weights, call->vocab_size, *call->u.row<double>(batch, row), total);
+        const float largest = *call->largest.row<float>(batch, row), temperature = *call->temperatures.row<float>(batch, row);
+        const float shift = temperature == 1.0f ? 0.0f : largest;
+        const Weights weights{
+            call->logits.row<Number>(batch, row), shift, temperature, (largest - shift) / temperature, call->exponential
+        };
+        int64_t& total = *call->totals.row<int64_t>(batch, row);
+        *call->token_ids.row<int64_t>(batch, row) = draw_in_row(weights, call->vocab_size, *call->u.row<double>(batch, row), total);
+    }
+}
+
+struct ExponentialsCall {
+    Slice below, out;  // float, int64_t. A row is a part of them
+    int64_t num_numbers, part;
+    Exponential exponential;
+};
+
+extern "C" const int64_t sizeof_ExponentialsCall = sizeof(ExponentialsCall);
+
+extern "C" void exponentials(const ExponentialsCall* call, const Batch& batch, Member& me) {
+    for (int64_t row : me.tasks(batch.num_rows)) {
+        const int64_t num = std::min(call->num_numbers - row * call->part, call->part);
+        call->exponential.compute(call->below.row<float>(batch, row), num, call->out.row<int64_t>(batch, row));
     }
 }
