@@ -13,12 +13,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks import program
 from benchmarks.peers.process import Peer, PeerProcess, parse_peers
 from nanoinfer.cli.bench import ModelOptions, RunOptions, WorkloadOptions, pick_workloads
-from nanoinfer.cli.options import AsJson, new_table
+from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench.offline import load, run_workload
@@ -133,12 +132,13 @@ def main(
     if as_json:
         print(json.dumps([asdict(result) | {"ratios": result.ratios} for result in results], indent=1))
         return
-    table = new_table("workload", "engine", "output", "ratio")
+    rows: list[list[str]] = []
     for result in results:
         for name in result.speeds:
             ratio = f"{result.ratios[name]:.2f}" if name in result.ratios else ""
-            table.add_row(result.workload, name, result.show(name), ratio, end_section=name == list(result.speeds)[-1])
-    Console().print(table)
+            rows.append([result.workload, name, result.show(name), ratio])
+        rows.append([])
+    print_table(("workload", "engine", "output", "ratio"), rows)
     print("ratio: nanoinfer's speed divided by the engine's")
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from benchmarks import program
-from nanoinfer.cli.options import AsJson, new_table
+from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows
@@ -100,7 +99,7 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Draw:
     def draw(logits: Tensor) -> object:
         nonlocal batch
         batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)
-        output = sampler(HeadRows.of_logits(logits), batch).read()
+        output = sampler(HeadRows(logits, lambda logits: logits), batch).read()
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
         return output
@@ -143,11 +142,11 @@ def main(
     if as_json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
         return
-    table = new_table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", title=f"{NUM_ROWS} rows")
+    rows = []
     for result in results:
         numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
-        table.add_row(result.name, str(result.vocab_size), *numbers)
-    Console().print(table)
+        rows.append((result.name, str(result.vocab_size), *numbers))
+    print_table(("case", "vocabulary", "nanoinfer ms", "other ms", "ratio"), rows, title=f"{NUM_ROWS} rows")
 
 
 app = program(main)

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks import program
 from nanoinfer.cli.bench import ModelOptions, Repeats
-from nanoinfer.cli.options import AsJson, new_table
+from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.lab.bench.offline import run_workload
 from nanoinfer.lab.bench.random_models import checkpoint_of
 from nanoinfer.lab.bench.timing import figures
@@ -25,7 +24,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanoinfer.speculative.speculator import Proposer
+    from nanoinfer.engine.speculative.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 # (name, allowed_token_ids, number of requests)
@@ -123,11 +122,11 @@ def main(
     if as_json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
         return
-    table = new_table("case", "plain", "drafts", "ratio", "accepted", "us", title="output tokens per second")
+    rows = []
     for result in results:
         speeds = (f"{result.plain:.1f}", f"{result.drafting:.1f}", f"{result.ratio:.2f}")
-        table.add_row(result.name, *speeds, f"{result.accepted} of {result.drafted}", f"{result.propose_us:.0f}")
-    Console().print(table)
+        rows.append((result.name, *speeds, f"{result.accepted} of {result.drafted}", f"{result.propose_us:.0f}"))
+    print_table(("case", "plain", "drafts", "ratio", "accepted", "us"), rows, title="output tokens per second")
     print("accepted: draft tokens. us: microseconds of a proposal for one sequence.")
 
 

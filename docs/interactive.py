@@ -57,5 +57,5 @@ def with_data(page: str) -> str:
 def page_of(body: str, *, scheme: str = "default") -> str:
     """A page with interactive parts and nothing else, for tests and pictures. scheme: "default", or "slate", which is dark."""
     style, script = (FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("site.css", "interactive.js"))
-    head = f'<!doctype html><meta charset="utf-8"><title>nanoinfer</title><style>html {{ font-size: 125% }} {style}</style>'
+    head = f'<!doctype html><meta charset="utf-8"><title>nanoinfer</title><style>html {{font: 125% sans-serif}} {style}</style>'
     return f'{head}<body data-md-color-scheme="{scheme}">{with_data(body)}<script>{script}</script>'

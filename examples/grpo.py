@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.bundled import stories
+from nanoinfer.lab import stories
 from nanoinfer.training.policy import Policy
 
 PROMPTS = ["Once upon a time", "Lily was", "Once there lived", "Long ago", "Far away", "Max was", "Anna was", "Tom was"]

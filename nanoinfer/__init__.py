@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.config import AsyncEngineArgs as AsyncEngineArgs
     from nanoinfer.config import EngineArgs as EngineArgs
+    from nanoinfer.engine.prompts import PromptType as PromptType
+    from nanoinfer.engine.prompts import TextPrompt as TextPrompt
+    from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
-    from nanoinfer.prompts import PromptType as PromptType
-    from nanoinfer.prompts import TextPrompt as TextPrompt
-    from nanoinfer.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -44,7 +44,7 @@ _NAMES = {
     "async_llm": "AsyncLLM",
     "config": "EngineArgs AsyncEngineArgs",
     "sampling_params": "SamplingParams BeamSearchParams StructuredOutputsParams",
-    "prompts": "PromptType TextPrompt TokensPrompt",
+    "engine.prompts": "PromptType TextPrompt TokensPrompt",
     "outputs": "RequestOutput CompletionOutput BeamSearchOutput Delta",
     "errors": "NanoinferError",
     "tracing": "Recorder",

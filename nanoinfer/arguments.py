@@ -23,6 +23,7 @@ from typing_extensions import Doc
 
 from nanoinfer.errors import (
     InvalidTypeError,
+    InvalidValueError,
     UnsupportedError,
     check_flag,
     check_integer,
@@ -71,6 +72,11 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """A number of bytes, which a text gives as size_in_bytes reads it."""
+
+
+@dataclass(frozen=True)
 class Declaration:
     """A parameter as its class declares it. kind: its type without None. default: dataclasses.MISSING if there is none."""
 
@@ -78,7 +84,7 @@ class Declaration:
     kind: object
     or_none: bool
     default: object
-    markers: tuple[object, ...]  # Ge or Interval, Allowed, WayOut, Option and Doc
+    markers: tuple[object, ...]  # Ge or Interval, Allowed, WayOut, Option, Bytes and Doc
 
     def marker(self, kind: type[T]) -> T | None:
         return next((one for one in self.markers if isinstance(one, kind)), None)
@@ -257,19 +263,37 @@ def check_neutral(name: str, value: object, neutral: Neutral) -> None:
 
 def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, neutral: Neutral) -> None:
     """Add an option for each argument that a command line can give, and for each of vLLM's, which are left out if not given."""
-    options = [
-        (name, one.text_type, None if one.default is MISSING else one.default, " ".join(one.sentences).replace("%", "%%"))
-        for name, one in declarations(arguments).items()
-    ]
-    further = [(name, bool if isinstance(accepted[0][0], bool) else object) for name, accepted in neutral.items()]
-    for name, kind, default, text in [*options, *((*one, argparse.SUPPRESS, argparse.SUPPRESS) for one in further)]:
-        option = "--" + name.replace("_", "-")
-        if kind is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
-        elif kind is not None:
-            kind = (get_args(kind) or (kind,))[0]  # of a list, one
-            convert = {dict: json.loads, object: _json_or_text}.get(kind, kind)
-            parser.add_argument(option, type=convert, default=default, help=text)
+    for name, one in declarations(arguments).items():
+        text, default = " ".join(one.sentences).replace("%", "%%"), None if one.default is MISSING else one.default
+        _add_option(parser, name, size_in_bytes if one.marker(Bytes) else one.text_type, default, text)
+    for name, accepted in neutral.items():
+        kind = bool if isinstance(accepted[0][0], bool) else _json_or_text
+        _add_option(parser, name, kind, argparse.SUPPRESS, argparse.SUPPRESS)
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: object, text: str) -> None:
+    """kind: a type, or a function that reads a text. None: a text cannot give the argument, which gets no option."""
+    option = "--" + name.replace("_", "-")
+    options: dict[str, Any] = {"default": default, "help": text}
+    if kind is bool:
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, **options)
+    elif get_origin(kind) is list:  # `--lora a b` is `--lora a --lora b`
+        parser.add_argument(option, action="extend", nargs="+", type=get_args(kind)[0], **options)
+    elif kind is not None:
+        parser.add_argument(option, type=json.loads if kind is dict else kind, **options)
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a number of bytes, where K, M, G and T are powers of 1,024. Raises: InvalidValueError.
+
+    >>> size_in_bytes("1.5G"), size_in_bytes("512MiB"), size_in_bytes("4096")
+    (1610612736, 536870912, 4096)
+    """
+    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", text.strip().upper())
+    if matched is None:
+        raise InvalidValueError(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
+    number, unit = matched.groups()
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 def _json_or_text(text: str) -> object:

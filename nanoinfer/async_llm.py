@@ -27,11 +27,11 @@ from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.metrics import Metric
+from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
-from nanoinfer.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
-from nanoinfer.arguments import Allowed, Neutral, add_cli_arguments, declarations, declared, read_fields
+from nanoinfer.arguments import Allowed, Bytes, Neutral, add_cli_arguments, declarations, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -226,6 +226,8 @@ class EngineConfig:
         if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
             raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         read_fields(self, EngineArgs)
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise InvalidValueError(f"tokenizer={self.tokenizer!r} and skip_tokenizer_init=True were given; leave one out")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
@@ -368,7 +370,7 @@ class EngineArgs:
         "smaller.")] = SchedulerConfig.chunk_size
     max_model_len: Annotated[int | None, Ge(1),
         Doc("Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.")] = None
-    kv_cache_memory: Annotated[int | None, Ge(1), Doc(
+    kv_cache_memory: Annotated[int | None, Ge(1), Bytes(), Doc(
         "Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights, and on a "
         "CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.")] = None
     kv_cache_dtype: Annotated[str, Allowed("'auto' or 'int8'"), Doc(
@@ -381,7 +383,7 @@ class EngineArgs:
         Doc("Compute common prefixes of prompts once. None is the default.")] = CacheConfig.enable_prefix_caching
     prefix_cache_dir: Annotated[str | os.PathLike[str] | None,
         Doc("A folder that keeps the cached prefixes for the next process (docs/usage.md).")] = None
-    prefix_cache_size: Annotated[int, Ge(1),
+    prefix_cache_size: Annotated[int, Ge(1), Bytes(),
         Doc("The most bytes that the files in prefix_cache_dir may take.")] = CacheConfig.prefix_cache_size
     batch_invariant: Annotated[bool, Doc(
         "Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any batch, as prompt "

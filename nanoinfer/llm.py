@@ -21,10 +21,10 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.metrics import Metric
+from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
-from nanoinfer.prompts import NEUTRAL_IN, PromptType, TokensPrompt
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -252,6 +252,7 @@ class LLM:
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
             NanoinferError: the beams of a prompt do not fit into the KV cache.
+            UnsupportedError: the LLM was made with stages or logits_processors, which a search does not call.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")

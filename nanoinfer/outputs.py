@@ -5,7 +5,7 @@ No result holds a tensor or the engine.
 
 from dataclasses import Field, dataclass, fields
 from itertools import islice
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -219,3 +219,13 @@ class Delta(_ShortRepr):
     stop_reason: int | str | None = None
     error: str | None = None
     sampling_mask: list[list[int]] | None = None
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
+        import nanoinfer
+
+        if name.endswith("RequestOutput"):
+            return getattr(nanoinfer, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,13 @@
 
 In: keyword arguments with vLLM's names, each declared by a field: type, range, meaning (arguments.py). Out: a SamplingParams or
 BeamSearchParams that every later stage can trust, so that no later stage checks it again. Both know nothing of any model: what
-needs the vocabulary (lists of token ids) is checked where a request enters the engine. The engine keeps a copy, so an
+needs the vocabulary (lists of token ids, grammars) is checked where a request enters the engine. The engine keeps a copy, so an
 assignment never changes a request that has been submitted.
 """
 
 import copy
 import inspect
+import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,6 @@ from nanoinfer.errors import (
     out_of_range,
     shown,
 )
-from nanoinfer.structured.parameters import StructuredOutputsParams as StructuredOutputsParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,88 @@ _SIGNATURES = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
+
+_FORMATS = ("json", "regex", "choice", "grammar", "json_object")
+
+# vLLM's further arguments: the values that change nothing, and the way out of all others.
+STRUCTURED_NEUTRAL: Neutral = {
+    "backend": ((None, "auto", "guidance"), "llguidance is the one backend of structured outputs; leave it out"),
+    "disable_fallback": ((False, True), ""),
+    "disable_additional_properties": ((False,), ""),
+    "whitespace_pattern": ((None,), ""),
+    "structural_tag": ((None,), ""),
+}
+
+
+@declared(STRUCTURED_NEUTRAL)
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The value of SamplingParams(structured_outputs=...). Exactly one of the first five arguments is given.
+
+    Args: as declared below.
+
+    Raises:
+        InvalidValueError: no format, several formats, or text that is not JSON.
+        InvalidTypeError: a value of the wrong type, or an argument that does not exist.
+    """
+
+    # fmt: off
+    json: Annotated[str | Mapping[str, object] | None,
+        Doc("A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.")] = None  # kept as text
+    regex: Annotated[str | None,
+        Doc("A regular expression that the whole answer matches. Neither lookaround nor back-references.")] = None
+    choice: Annotated[Sequence[str] | None, Doc("The answer is one of these strings.")] = None  # kept as a tuple
+    grammar: Annotated[str | None, Doc("A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).")] = None
+    json_object: Annotated[bool | None, Doc("True: any JSON object.")] = None
+    disable_any_whitespace: Annotated[bool,
+        Doc("Write JSON without white space between its parts. vLLM's default is False.")] = True
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        read_fields(self)
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidValueError(
+                f"structured_outputs needs exactly one of {', '.join(_FORMATS)}, got {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+
+    @property
+    def kind(self) -> str:
+        """The name of the argument that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in _FORMATS if getattr(self, name) not in (None, False)]
+
+
+def _schema_text(schema: object) -> str:
+    """Return a JSON schema as JSON text, so that a later change of the user's dict changes no request."""
+    if not isinstance(schema, str | Mapping):
+        raise InvalidTypeError(
+            f"json must be a JSON schema, as a dict or as text, got {type(schema).__name__}; "
+            "of a pydantic model, pass Model.model_json_schema()"
+        )
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(parsed, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidValueError(f"json is not a JSON schema ({error})") from error
+    if not isinstance(parsed, Mapping):
+        raise InvalidValueError(f"json must be an object such as {{'type': 'object'}}, got {text[:100]}")
+    return text
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if not isinstance(choices, Sequence) or isinstance(choices, str) or not all(isinstance(text, str) for text in choices):
+        raise InvalidTypeError(f"choice must be a list of strings, got {choices!r}")
+    if not choices or "" in choices:
+        raise InvalidValueError(f"choice must hold at least one string, and no empty one, got {list(choices)!r}")
+    return tuple(choices)
+
 
 GuidedDecodingParams = StructuredOutputsParams  # its earlier name in vLLM
 
@@ -353,8 +435,9 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
         raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {shown(words)}")
-    if any(word is None for word in words):
-        raise InvalidTypeError("each of bad_words must be a list of token ids or a string, got None")
+    for word in words:
+        if not isinstance(word, Sequence) or isinstance(word, bytes):
+            raise InvalidTypeError(f"each of bad_words must be a string or a list of token ids, got {shown(word)}")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:
         if not (word.strip() if isinstance(word, str) else word):

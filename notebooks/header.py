@@ -110,14 +110,14 @@ NOTEBOOKS = {
     "16_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         35,
-        ("structured/parameters.py", "structured/grammar.py", "structured/mask.py"),
+        ("sampling_params.py", "sampling/grammar.py", "sampling/grammar_mask.py"),
         ("grammar", "sampler"),
         ("06", "08"),
     ),
     "13_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         35,
-        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py"),
+        ("engine/speculative/speculator.py", "engine/speculative/ngram.py", "engine/speculative/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "06"),
     ),

@@ -64,7 +64,7 @@ DRIVERS = {
     "paged_prefill": _prefill(40, "BF16"),
     "delta": _delta(20, 24, 2, 4, "BF16"),
     "program": Driver("fast/cpu/vectors.h", "program", ("BF16", "LANES=16"), (1,)),
-    "greedy": Driver("fast/sampling/greedy.cpp", "greedy", counted_rows=(1,)),
+    "sampling": Driver("fast/sampling/kernels.cpp", "sampling", counted_rows=(1,)),
     "exponentials": Driver("fast/sampling/exponentials.cpp", "exponentials", counted_rows=(1,)),
     "exchange": Driver("distributed/exchange.cpp", "exchange", (), (9,)),
 }
@@ -75,7 +75,7 @@ _DTYPES = {"float32": (), "bfloat16": ("BF16",), "float16": ("FP16",)}
 MORE_DRIVERS = {
     **{f"dense_linear {dtype}": Driver("fast/cpu/dense_linear.cpp", "linear", given) for dtype, given in _DTYPES.items()},
     **{f"layers {dtype}": Driver("fast/cpu/layers.cpp", "layers", given) for dtype, given in _DTYPES.items()},
-    **{f"greedy {dtype}": Driver("fast/sampling/greedy.cpp", "greedy", given) for dtype, given in _DTYPES.items()},
+    **{f"sampling {dtype}": Driver("fast/sampling/kernels.cpp", "sampling", given) for dtype, given in _DTYPES.items()},
     "tile_linear": DRIVERS["tile_linear"],
     "quantized_linear": DRIVERS["quantized_linear"],
     "quantized_linear in tiles": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *PLAYED)),

@@ -25,7 +25,7 @@ from nanoinfer.errors import (
     QueueFullError,
 )
 from nanoinfer.outputs import Delta
-from nanoinfer.structured import grammar
+from nanoinfer.sampling import grammar
 from tests.helpers import tiny_models
 from tests.helpers.limited_steps import limited_steps
 from tests.helpers.starts import recorded_starts

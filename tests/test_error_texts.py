@@ -30,7 +30,7 @@ CONTRADICTIONS = {
     "BeamSearchParams": ("width=3", "early_stopping='always'", "max_token=3"),
     "StructuredOutputsParams": ("", "json={}, regex='a'", "json='x'", "json='1'", "json=dict", "choice=[]", "jsn={}"),
     "EngineArgs": (
-        "quantization='int8', dtype='float16'", "max_loras=2", "max_lora_rank=8",
+        "quantization='int8', dtype='float16'", "tokenizer='a', skip_tokenizer_init=True", "max_loras=2", "max_lora_rank=8",
         "prefix_cache_dir='a', enable_prefix_caching=False",
         "scheduling_policy='priority', scheduler_cls=dict", "scheduler_cls='a.B'", "logits_processors=[dict]",
         "lora={'a': 1e9}",

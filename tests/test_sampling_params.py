@@ -71,7 +71,7 @@ WRONG_TYPE = [
     *[("logit_bias", {key: 1.0}, key, "an integer") for key in ("5", 1.0, True, None, (1,), INF)],
     *[("logit_bias", {5: value}, value, "a number") for value in ("1", None, True, [1.0], 1j)],
     *each("bad_words", ("a", b"a", 5, {"a"}, True, NAN), "a list of strings and lists of token ids"),
-    *[("bad_words", ["a", value], value, "a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
+    *[("bad_words", ["a", value], value, "a string or a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
     *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
     *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
     *each("structured_outputs", ("json", {"json": {}}, 5, [], True, NAN), "StructuredOutputsParams"),
@@ -474,3 +474,54 @@ def test_params_can_be_copied_and_pickled(given):
     params = SamplingParams(**given)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params
     assert params != SamplingParams()
+
+
+FORMATS = {"json": {"type": "object"}, "regex": "[a-z]+", "choice": ["a", "b"], "grammar": 'start: "a"', "json_object": True}
+
+
+@pytest.mark.parametrize("answer_format", FORMATS)
+def test_one_format_is_enough_and_is_named(answer_format):
+    assert StructuredOutputsParams(**{answer_format: FORMATS[answer_format]}).kind == answer_format
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({}, "got none"), ({"json_object": False}, "got none"), ({"regex": "a", "choice": ["a"]}, "got regex and choice")],
+    ids=str,
+)
+def test_none_and_two_are_refused(given, named):
+    with pytest.raises(InvalidValueError, match=f"exactly one of json, regex, choice, grammar, json_object, {named}"):
+        StructuredOutputsParams(**given)
+
+
+def test_a_schema_is_kept_as_text_so_that_a_later_change_of_the_dict_changes_nothing():
+    schema = {"type": "object"}
+    params = StructuredOutputsParams(json=schema)
+    schema["type"] = "array"
+    assert params.json == '{"type": "object"}' == StructuredOutputsParams(json='{"type":"object"}').json
+
+
+def test_choices_are_kept_as_a_tuple():
+    assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"json": 5}, InvalidTypeError, "json must be a JSON schema, as a dict or as text, got int; of a pydantic model"),
+        ({"json": "{"}, InvalidValueError, "json is not a JSON schema"),
+        ({"json": {"a": float("nan")}}, InvalidValueError, "json is not a JSON schema"),
+        ({"json": "[1]"}, InvalidValueError, r"json must be an object such as .*, got \[1\]"),
+        ({"regex": 5}, InvalidTypeError, "regex must be a string, got 5"),
+        ({"choice": "ab"}, InvalidTypeError, "choice must be a list of strings, got 'ab'"),
+        ({"choice": ["a", 1]}, InvalidTypeError, "choice must be a list of strings"),
+        ({"choice": []}, InvalidValueError, "choice must hold at least one string, and no empty one"),
+        ({"choice": ["a", ""]}, InvalidValueError, "and no empty one"),
+        ({"json_object": 1}, InvalidTypeError, "json_object must be True or False, got 1"),
+        ({"regex": "a", "disable_any_whitespace": "no"}, InvalidTypeError, "disable_any_whitespace must be True or False"),
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type_or_without_an_answer_are_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        StructuredOutputsParams(**given)

@@ -150,6 +150,7 @@ class KVCache:
     ) -> None:
         """groups: the KV groups of the layers. (): a single group without a window. states: None: no layer keeps a state."""
         self.states = states
+        self.attached: list[Tensor] = []  # what a drafter keeps of the same tokens
         self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -189,8 +190,8 @@ class KVCache:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of all blocks, and of the states."""
-        return [*chain.from_iterable(self._pool), *(() if self.states is None else self.states.tensors)]
+        """The tensors of all blocks, of the states, and those that are attached."""
+        return [*chain.from_iterable(self._pool), *(() if self.states is None else self.states.tensors), *self.attached]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, each in the cache's layout."""

@@ -17,9 +17,10 @@ from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.prompts import TokensPrompt
+    from nanoinfer.engine.prompts import TokensPrompt
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's. A chat template may name more
 
 
 def render_chat(
@@ -53,7 +54,14 @@ def render_chat(
     own |= {"add_generation_prompt", "continue_final_message"}
     if clash := own & (chat_template_kwargs or {}).keys():
         raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
-    if tools and not re.search(r"\btools\b", tokenizer.get_chat_template(chat_template, has_tools=True)):
+    template = tokenizer.get_chat_template(chat_template, has_tools=bool(tools))
+    for index, message in enumerate(conversation):
+        if (role := message.get("role", "user")) not in ROLES and f"'{role}'" not in template.replace('"', "'"):
+            raise InvalidValueError(
+                f"messages[{index}]: the role must be one of {', '.join(ROLES)}, or another that the chat template names, "
+                f"got {shown(role)}"
+            )
+    if tools and not re.search(r"\btools\b", template):
         raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
     text = apply_chat_template(
         tokenizer,

@@ -13,8 +13,8 @@ from typing import Any
 from nanoinfer.chat.harmony import MARKS
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
-from nanoinfer.structured.grammar import check_schema
-from nanoinfer.structured.parameters import StructuredOutputsParams
+from nanoinfer.sampling.grammar import check_schema
+from nanoinfer.sampling_params import StructuredOutputsParams
 
 Tool = Callable[..., object] | Mapping[str, object]
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tqdm import tqdm
@@ -19,25 +19,24 @@ from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.batch import Manifest, ResultFile
-    from nanoinfer.server.limits import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """The options of a job, besides the engine's."""
 
-    heading: ClassVar[str] = "Job"
     max_num_seqs: Annotated[int, EngineArgs] = 256
     batch_invariant: Annotated[bool, EngineArgs] = False
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="The job's, from which requests get their own. Default: drawn, and kept."),
     ] = None
-    served_model_name: options.ServedModelName = None
+    served_model_name: Annotated[list[str] | None, ServerSettings] = None
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Answer requests again that ended in an error.")] = False
     ray: Annotated[
         str | None,
@@ -67,7 +66,7 @@ def batch(
         raise InvalidValueError(f"cannot write {output}: there is no such folder; give another path")
     options.check_packages("server", *SERVER_PACKAGES)
     if job.ray is not None:
-        options.check_packages("ray", "ray", "pyarrow", "pandas")
+        options.check_packages("ray", "ray")
     elif job.replicas > 1:
         way_out = "give --ray local for several engines on this machine"
         raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")
@@ -111,9 +110,7 @@ def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions
 
 def _answer_all(input_file: Path, results: "ResultFile", engine: options.EngineOptions, job: JobOptions) -> None:
     """Answer the unfinished requests by an engine in this process, or by the replicas of a Ray cluster."""
-    from nanoinfer.server.limits import ServerSettings
-
-    settings = ServerSettings(served_model_names=served_names(job.served_model_name, str(engine.model)))
+    settings = ServerSettings(served_model_name=served_names(job.served_model_name, str(engine.model)))
     load = partial(
         options.load_async_llm,
         engine,
@@ -142,7 +139,7 @@ def _answer_all(input_file: Path, results: "ResultFile", engine: options.EngineO
         )
 
 
-async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", input_file: Path, results: "ResultFile") -> None:
+async def _answer(load: Callable[[], "AsyncLLM"], settings: ServerSettings, input_file: Path, results: "ResultFile") -> None:
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
     from nanoinfer.server.run import share_the_process

@@ -5,20 +5,22 @@ The functions import the modules that measure when they are called, because torc
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanoinfer.cli import options
 from nanoinfer.cli.commands import Command, Commands, complete_from
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from nanoinfer.lab.bench.offline import Measurement
     from nanoinfer.lab.bench.serve import ServeFigures
+    from nanoinfer.lab.bench.timing import Figures
     from nanoinfer.lab.bench.workloads import Workload
 
 app = typer.Typer(
@@ -61,18 +63,16 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 class ModelOptions:
     """The model, its dtype and its device."""
 
-    heading: ClassVar[str] = "Model"
     model: options.Model = None
     random_model: RandomModel = None
-    dtype: options.Dtype = "auto"
-    device: options.Device = "auto"
+    dtype: Annotated[str, EngineArgs] = "auto"
+    device: Annotated[str, EngineArgs] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Workloads by name, or a workload that the user describes."""
 
-    heading: ClassVar[str] = "Workload"
     workload: Named = None
     trace: Annotated[
         Path | None,
@@ -98,18 +98,12 @@ class WorkloadOptions:
 class RunOptions:
     """How to run the workloads."""
 
-    heading: ClassVar[str] = "Run"
-    quantization: options.Quantization = None
-    kv_cache_memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."
-        ),
-    ] = None
-    enforce_eager: options.EnforceEager = False
-    scheduling_policy: options.SchedulingPolicy = "fcfs"
-    scheduler_cls: options.SchedulerCls = None
-    block_manager_cls: options.BlockManagerCls = None
+    quantization: Annotated[str | None, EngineArgs] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None  # None: what the workloads need
+    enforce_eager: Annotated[bool, EngineArgs] = False
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
     repeats: Repeats = 3
 
 
@@ -143,7 +137,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 def roofline(
     *,
     measured: ModelOptions,
-    enforce_eager: options.EnforceEager = False,
+    enforce_eager: Annotated[bool, EngineArgs] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
@@ -175,14 +169,14 @@ def roofline(
 def _show_roofline(report: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
     print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
-    table = options.new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
+    rows: list[list[str]] = []
     for phase in report["phases"]:
         for part in phase["parts"]:
             numbers = (part["num_bytes"] / 1e6, part["num_operations"] / 1e9, part["least_ms"])
-            table.add_row("", part["name"], *(f"{number:.2f}" for number in numbers))
+            rows.append(["", part["name"], *(f"{number:.2f}" for number in numbers)])
         measured, share = f"{phase['measured_ms']:.2f}", f"{phase['share_of_limit']:.0%}"
-        table.add_row(phase["name"], "all", "", "", f"{phase['least_ms']:.2f}", measured, share, end_section=True)
-    options.print_table(table)
+        rows += [[phase["name"], "all", "", "", f"{phase['least_ms']:.2f}", measured, share], []]
+    options.print_table(("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit"), rows)
 
 
 LADDER_HELP = """\
@@ -204,7 +198,7 @@ def ladder(
         str | None, typer.Option("--model", "-m", help="As in `generate`. Default: random weights of GPT-2's sizes.")
     ] = None,
     random_model: RandomModel = None,
-    dtype: options.Dtype = "float32",
+    dtype: Annotated[str, EngineArgs] = "float32",
     repeats: Repeats = 3,
     as_json: options.AsJson = False,
 ) -> None:
@@ -224,11 +218,11 @@ def ladder(
 
 
 def _show_ladder(report: dict[str, Any]) -> None:
-    table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms")
-    for rung in report["rungs"]:
-        share, pause = f"{rung['bandwidth_share']:.1%}", f"{rung['longest_pause_ms']:.0f}"
-        table.add_row(rung["version"], f"{rung['tokens_per_s']:.1f}", share, pause)
-    options.print_table(table)
+    rows = [
+        (rung["version"], f"{rung['tokens_per_s']:.1f}", f"{rung['bandwidth_share']:.1%}", f"{rung['longest_pause_ms']:.0f}")
+        for rung in report["rungs"]
+    ]
+    options.print_table(("version", "tok/s", "bandwidth", "longest pause ms"), rows)
     print(report["machine"])
 
 
@@ -260,24 +254,28 @@ def _measure(
 
 
 def _show_throughput(results: list["Measurement"]) -> None:
-    table = options.new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
+    rows = []
     for result in results:
         figures = result.figures
         ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
-        table.add_row(result.workload, str(figures.num_requests), *speeds)
-    options.print_table(table)
+        rows.append((result.workload, str(figures.num_requests), *speeds))
+    options.print_table(("workload", "requests", "output tok/s", "total tok/s", "TTFT ms"), rows)
 
 
 def _show_latency(results: list["Measurement"]) -> None:
-    table = options.new_table("workload", "figure", "p50 ms", "p95 ms", "p99 ms")
-    for result in results:
-        figures = result.figures
-        for name, percentiles in {"TTFT": figures.ttft_ms, "TPOT": figures.tpot_ms, "ITL": figures.itl_ms}.items():
-            if percentiles is not None:
-                numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
-                table.add_row(result.workload, name, *numbers)
-    options.print_table(table)
+    _show_percentiles({result.workload: result.figures for result in results})
+
+
+def _show_percentiles(measured: Mapping[str, "Figures"]) -> None:
+    """Print every latency of each workload."""
+    rows = [
+        (workload, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
+        for workload, figures in measured.items()
+        for name, percentiles in asdict(figures).items()
+        if name.endswith("_ms") and percentiles is not None
+    ]
+    options.print_table(("workload", "figure", "mean ms", "p50 ms", "p95 ms", "p99 ms"), rows)
 
 
 @app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
@@ -316,21 +314,18 @@ def serve(
 
 
 def _show_serves(results: list["ServeFigures"]) -> None:
+    _show_percentiles({result.workload: result for result in results})
     for result in results:
-        table = options.new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
-        latencies = {"TTFT": result.ttft_ms, "TPOT": result.tpot_ms, "ITL": result.itl_ms, "E2EL": result.e2el_ms}
-        for name, percentiles in latencies.items():
-            if percentiles is not None:
-                table.add_row(name, *(f"{value:.2f}" for value in asdict(percentiles).values()))
-        options.print_table(table)
-        print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
-        print(f"{result.requests_per_s:.2f} requests/s", end="")
-        if result.goodput_requests_per_s is not None:
-            print(f", goodput {result.goodput_requests_per_s:.2f} requests/s", end="")
-        print(f", {result.output_tokens_per_s:.1f} output tokens/s, {result.total_tokens_per_s:.1f} with the prompts'")
-        print(f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk")
+        goodput = result.goodput_requests_per_s
+        shown_goodput = "" if goodput is None else f"goodput {goodput:.2f} requests/s, "
         per_token = result.client_cpu_s / max(result.num_output_tokens, 1)
         share = result.client_cpu_s / result.duration_s if result.duration_s else 0.0
-        print(f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token")
+        print(
+            f"{result.workload}: {result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed\n"
+            f"{result.requests_per_s:.2f} requests/s, {shown_goodput}{result.output_tokens_per_s:.1f} output tokens/s, "
+            f"{result.total_tokens_per_s:.1f} with the prompts'\n"
+            f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk\n"
+            f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token"
+        )
         for message, count in result.failures.items():
             print(f"failed {count} times: {message}")

@@ -18,7 +18,7 @@ import typer
 from nanoinfer import __version__
 from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoinfer.cli.chat_session import ChatSession, Conversation, complete, note
+from nanoinfer.cli.chat_session import ChatSession, complete, note
 from nanoinfer.cli.commands import print_error
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ def chat(
         params = SamplingParams(**{"max_tokens": None} | given)
         template_kwargs = options.resolve_chat_template_kwargs(None, template)
         model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)
-    session = ChatSession(Conversation(model, system), params, shows_stats=stats)
+    session = ChatSession(model, params, system, shows_stats=stats)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if question is None and is_terminal:
         _converse(session)
@@ -94,7 +94,7 @@ def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
 
 
 def _converse(session: ChatSession) -> None:
-    session.conversation.render("Hello")  # refuses a model without a chat template before the user types
+    session.render("Hello")  # refuses a model without a chat template before the user types
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
     messages = MessageInput(complete)
@@ -121,7 +121,9 @@ class MessageInput:
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             readline.set_history_length(MAX_HISTORY_LINES)
             readline.set_completer_delims(" ")
-            readline.set_completer(lambda _, index: [*complete(_line_before_cursor()), None][index])
+            readline.set_completer(
+                lambda _, index: [*complete(readline.get_line_buffer()[: readline.get_endidx()]), None][index]
+            )
             readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
             with suppress(OSError):  # there is no history yet
                 readline.read_history_file(self._history)
@@ -161,10 +163,6 @@ class MessageInput:
         while not text.endswith(QUOTES):
             text += "\n" + _input("... ").rstrip()
         return text.removesuffix(QUOTES).strip("\n")
-
-
-def _line_before_cursor() -> str:
-    return str(readline.get_line_buffer()[: readline.get_endidx()])
 
 
 def _input(prompt: str) -> str:

@@ -25,7 +25,102 @@ from nanoinfer.sampling_params import SamplingParams
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
 
 
-class ChatSession:
+class Conversation:
+    """A system message and the turns after it.
+
+    Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, unless turns
+    are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
+    """
+
+    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+        self.model = model
+        self.system = system  # the system message
+        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
+        self.num_dropped = 0  # the number of oldest messages that the model no longer reads
+
+    def render(self, question: str) -> tuple[Any, int]:
+        """Return the prompt for a question, and the number of oldest messages that it leaves out.
+
+        If less than a quarter of the context remains for the answer, the oldest turns are left out until the prompt takes at
+        most half. If single turns were left out, the beginning of every prompt would change, and nothing of it would be
+        in the prefix cache. Only add() changes the conversation itself.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt, start = self._render(messages[self.num_dropped :]), self.num_dropped
+        max_model_len = self.model.max_model_len
+        if max_model_len is not None and len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
+            questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            for start in (index for index in questions if index > self.num_dropped):
+                prompt = self._render(messages[start:])
+                if len(prompt["prompt_token_ids"]) <= max_model_len // 2:
+                    break
+        return prompt, start
+
+    def add(self, question: str, answer: str, num_dropped: int) -> None:
+        """Append a turn, with the num_dropped that render() returned for its prompt."""
+        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        self.num_dropped = num_dropped
+
+    def clear(self, _: str = "") -> None:
+        """Begin a new conversation."""
+        self.messages, self.num_dropped = [], 0
+        note("(a new conversation)")
+
+    def save(self, path: str) -> None:
+        """Write the conversation as JSON.
+
+        The file has a list of all messages, as LLM.chat takes it. Raises: NanoinferError if it cannot be written.
+        """
+        text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=1)
+        try:
+            Path(path).expanduser().write_bytes(text.encode())
+        except OSError as error:
+            raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
+        note(f"(saved {len(self.messages)} messages in {path})")
+
+    def load(self, path: str) -> None:
+        """Continue a conversation that was saved.
+
+        Raises:
+            InvalidValueError: the file is not a conversation. The present conversation is then unchanged.
+        """
+        try:
+            messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidValueError(f"cannot read {path} ({error.strerror}); give a file that /save wrote") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{path} is not JSON ({error}); give a file that /save wrote") from error
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            example = '[{"role": "user", "content": "Hello"}, ...]'
+            raise InvalidValueError(f"{path} must be a list such as {example}; give a file that /save wrote")
+        is_system = [message["role"] == "system" for message in messages]
+        if any(is_system[1:]):
+            raise InvalidValueError(f"{path} has a system message at {is_system.index(True, 1)}; only the first can be one")
+        self.system = messages[0]["content"] if any(is_system) else None
+        self.messages, self.num_dropped = messages[any(is_system) :], 0
+        note(f"(loaded {len(self.messages)} messages from {path})")
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, or remove it."""
+        self.system = text or None
+        note("(the system message is set)" if text else "(there is no system message)")
+
+    def _render(self, messages: list[dict[str, str]]) -> Any:
+        return self.model.render(self._with_system(messages))
+
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") in ("system", "user", "assistant")
+        and isinstance(message.get("content"), str)
+    )
+
+
+class ChatSession(Conversation):
     """A conversation, and the parameters of its next answer.
 
     Attributes:
@@ -34,9 +129,10 @@ class ChatSession:
         output: the newest RequestOutput. None: before the first answer and after an answer that Ctrl-C stopped.
     """
 
-    def __init__(self, conversation: "Conversation", params: SamplingParams, *, shows_stats: bool = False) -> None:
-        self.conversation = conversation
-        self.model = conversation.model
+    def __init__(
+        self, model: ChatModel, params: SamplingParams, system: str | None = None, *, shows_stats: bool = False
+    ) -> None:
+        super().__init__(model, system)
         self.params = self._first_params = _with_seed(params)
         self._first_given = set(self.model.given or ())
         self.output: RequestOutput | None = None
@@ -68,28 +164,25 @@ class ChatSession:
 
         An answer that Ctrl-C stopped is kept, too.
         """
-        prompt, num_dropped = self.conversation.render(question)
+        prompt, num_dropped = self.render(question)
         text, self.output = print_stream(self.model, prompt, self.params)
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
-            if num_dropped and not self.conversation.num_dropped:
+            if num_dropped and not self.num_dropped:
                 note("(the context is full: from now on the oldest turns are left out; /clear begins anew)")
-            self.conversation.add(question, text, num_dropped)
+            self.add(question, text, num_dropped)
         if self.output is None:
             note("(stopped)" if text else "(stopped before the answer; the question is not kept)")
         elif not text:
             note("(the answer is empty; the question is not kept)")
         elif self.output.outputs[0].finish_reason == "length":
-            note(f"(the answer is cut: {self._explain_length(self.output.metrics.num_output_tokens)})")
+            most, max_model_len = self.params.max_tokens, self.model.max_model_len
+            reason = "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
+            is_at_most = self.output.metrics.num_output_tokens == most
+            note(f"(the answer is cut: {f'max_tokens is {most}' if is_at_most else reason})")
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
-
-    def _explain_length(self, num_output_tokens: int) -> str:
-        if num_output_tokens == self.params.max_tokens:
-            return f"max_tokens is {self.params.max_tokens}"
-        max_model_len = self.model.max_model_len
-        return "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
 
     # ---- commands
 
@@ -99,11 +192,6 @@ class ChatSession:
             note(f"  {f'/{name} {argument}':24}{str(run.__doc__).splitlines()[0]}")
         note('  """                     Begin a message of several lines, which ends with """.')
         note("  Ctrl-C                  Stop an answer, or clear the line.")
-
-    def clear(self, _: str = "") -> None:
-        """Begin a new conversation."""
-        self.conversation.clear()
-        note("(a new conversation)")
 
     def set_parameter(self, assignment: str) -> None:
         """Change a sampling parameter, or show it, or all.
@@ -134,37 +222,22 @@ class ChatSession:
         is_known = self.model.given is None or name in self.model.given
         return getattr(self.params, name) if is_known else "as the server has it"
 
-    def set_system(self, text: str) -> None:
-        """Set the system message, or remove it."""
-        self.conversation.system = text or None
-        note("(the system message is set)" if text else "(there is no system message)")
-
-    def save(self, path: str) -> None:
-        """Write the conversation as JSON."""
-        self.conversation.save(Path(path).expanduser())
-        note(f"(saved {len(self.conversation.messages)} messages in {path})")
-
-    def load(self, path: str) -> None:
-        """Continue a conversation that was saved."""
-        self.conversation.load(Path(path).expanduser())
-        note(f"(loaded {len(self.conversation.messages)} messages from {path})")
-
     def retry(self, _: str = "") -> None:
         """Answer the last question again.
 
         The old answer stays if there is no new one.
         """
-        messages = self.conversation.messages
+        messages = self.messages
         questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not questions:
             raise InvalidValueError("there is no question to answer again; type one")
         is_answered = False
-        self.conversation.messages = messages[: questions[-1]]
+        self.messages = messages[: questions[-1]]
         try:
             is_answered = self.ask(messages[questions[-1]]["content"])
         finally:
             if not is_answered:
-                self.conversation.messages = messages
+                self.messages = messages
 
     def print_stats(self, _: str = "") -> None:
         """Show speed and context of the last answer."""
@@ -219,90 +292,6 @@ def _read_value(text: str) -> Any:
 def _with_seed(params: SamplingParams) -> SamplingParams:
     """Draw a seed if there is none. It has 32 bits, which are short enough to type."""
     return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
-
-
-class Conversation:
-    """A system message and the turns after it.
-
-    Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, unless turns
-    are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
-    """
-
-    def __init__(self, model: ChatModel, system: str | None = None) -> None:
-        self.model = model
-        self.system = system  # the system message
-        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
-        self.num_dropped = 0  # the number of oldest messages that the model no longer reads
-
-    def render(self, question: str) -> tuple[Any, int]:
-        """Return the prompt for a question, and the number of oldest messages that it leaves out.
-
-        If less than a quarter of the context remains for the answer, the oldest turns are left out until the prompt takes at
-        most half. If single turns were left out, the beginning of every prompt would change, and nothing of it would be
-        in the prefix cache. Only add() changes the conversation itself.
-        """
-        messages = [*self.messages, {"role": "user", "content": question}]
-        prompt, start = self._render(messages[self.num_dropped :]), self.num_dropped
-        max_model_len = self.model.max_model_len
-        if max_model_len is not None and len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
-            questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
-            for start in (index for index in questions if index > self.num_dropped):
-                prompt = self._render(messages[start:])
-                if len(prompt["prompt_token_ids"]) <= max_model_len // 2:
-                    break
-        return prompt, start
-
-    def add(self, question: str, answer: str, num_dropped: int) -> None:
-        """Append a turn, with the num_dropped that render() returned for its prompt."""
-        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        self.num_dropped = num_dropped
-
-    def clear(self) -> None:
-        """Begin a new conversation with the same system message."""
-        self.messages, self.num_dropped = [], 0
-
-    def save(self, path: Path) -> None:
-        """Write all messages as a JSON list, as LLM.chat takes it. Raises: NanoinferError if the file cannot be written."""
-        text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=1)
-        try:
-            path.write_bytes(text.encode())
-        except OSError as error:
-            raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
-
-    def load(self, path: Path) -> None:
-        """Replace the messages and the system message by those of a file.
-
-        Raises:
-            InvalidValueError: the file is not a conversation. The conversation is then unchanged.
-        """
-        try:
-            messages = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidValueError(f"cannot read {path} ({error.strerror}); give a file that /save wrote") from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidValueError(f"{path} is not JSON ({error}); give a file that /save wrote") from error
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            example = '[{"role": "user", "content": "Hello"}, ...]'
-            raise InvalidValueError(f"{path} must be a list such as {example}; give a file that /save wrote")
-        is_system = [message["role"] == "system" for message in messages]
-        if any(is_system[1:]):
-            raise InvalidValueError(f"{path} has a system message at {is_system.index(True, 1)}; only the first can be one")
-        self.system = messages[0]["content"] if any(is_system) else None
-        self.messages, self.num_dropped = messages[any(is_system) :], 0
-
-    def _render(self, messages: list[dict[str, str]]) -> Any:
-        return self.model.render(self._with_system(messages))
-
-    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
-
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") in ("system", "user", "assistant")
-        and isinstance(message.get("content"), str)
-    )
 
 
 def note(text: str) -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from nanoinfer.errors import NanoinferError, suggest
+from nanoinfer.errors import NanoinferError, shown, suggest
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click inside typer
@@ -100,7 +100,7 @@ def in_words_of(message: str, options: Mapping[str, str]) -> str:
         message = re.sub(rf"(\A|; leave ){name}(?= (?:must|out)\b|: )", rf"\1{option}", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w./'-]){name}(?![\w.('=])", option, message)
-    message = re.sub(r",? or None(?: for [^,;]*| to [^,;]*)?(?=[,;]|$)", "", message)
+    message = re.sub(r" or None(?= or )|,? or None(?: for [^,;]*| to [^,;]*)?(?=[,;]|$)", "", message)
     return "".join((message.replace(" must be None, ", " must be "), *quoted))
 
 
@@ -129,6 +129,8 @@ def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # `nanoinfer` alone, for which click prints the help
             raise
         message = error.format_message().rstrip(".")
+        if of_pydantic := getattr(error.__cause__, "errors", None):  # in newer versions of typer, which leave the value out
+            message += f", got {shown(of_pydantic()[0]['input'])}"
         is_helpful = error.ctx is None or message.endswith("?")
         print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help lists what there is")
         raise typer.Exit(2) from None

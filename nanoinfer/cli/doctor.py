@@ -21,7 +21,7 @@ from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, s
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli.bits import SAME, compare
-from nanoinfer.cli.options import new_table, print_table
+from nanoinfer.cli.options import print_table
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
@@ -93,10 +93,7 @@ def print_report(report: Report, *, with_kernels: bool = False) -> None:
     }
     for title, pairs in tables.items():
         if pairs:
-            table = new_table("", "", title=title, title_justify="left", show_header=False)
-            for pair in pairs.items():
-                table.add_row(*pair)
-            print_table(table)
+            print_table(("", ""), pairs.items(), title=title, title_justify="left")
             print()
 
 
@@ -106,13 +103,15 @@ def _machine(device: torch.device) -> dict[str, str]:
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
+    named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
+    cpu = named[1] if named else platform.processor() or platform.machine()
     limit_threads()
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
         "system": platform.platform(),
         "Python": f"{platform.python_version()}, {platform.python_implementation()}",
-        "CPU": f"{_cpu()}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
+        "CPU": f"{cpu}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
         "CPU threads torch uses": f"{torch.get_num_threads()} of {os.cpu_count()}{quota}",
         "memory": _memory(),
         "C++ compiler": _compiler(),
@@ -130,12 +129,6 @@ def _machine(device: torch.device) -> dict[str, str]:
     secret = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     settings = [name if any(word in name for word in secret) else f"{name}={os.environ[name]}" for name in sorted(names)]
     return found | {"environment": " ".join(settings) or "none of NANOINFER_*, OMP_*, MKL_*, KMP_*, HF_*, CXX"}
-
-
-def _cpu() -> str:
-    """Return the name of the processor, as the system reports it."""
-    named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
 
 
 def _memory() -> str:

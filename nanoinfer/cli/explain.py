@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from nanoinfer.cli import options
 from nanoinfer.cli.commands import complete_from, print_error
 from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
@@ -32,7 +32,7 @@ def explain(
     engine: options.EngineOptions,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
     sampling: options.SamplingOptions,
-    max_tokens: options.MaxTokens = 32,
+    max_tokens: Annotated[int, SamplingParams] = 32,
     demo: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +66,7 @@ def explain(
     if as_json:
         print(json.dumps(tokens, indent=1))
     elif tokens:
-        options.print_table(token_table(tokens))
+        print_tokens(tokens)
         print(LEGEND)
     remarks = sys.stderr if as_json else sys.stdout
     if tokens:
@@ -128,19 +128,19 @@ def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
     return rows
 
 
-def token_table(tokens: list[dict[str, Any]]) -> Table:
-    """Make a table of token_rows."""
-    table = options.new_table("at", "token", "p", "left", "u", "interval", "text")
-    for sequence_id, rows in groupby(tokens, key=itemgetter("sequence")):
-        table.add_row("", Text(f"sequence {sequence_id}", style="bold"))
-        for row in rows:
+def print_tokens(tokens: list[dict[str, Any]]) -> None:
+    """Print a table of token_rows."""
+    rows: list[list[str | Text]] = []
+    for sequence_id, of_sequence in groupby(tokens, key=itemgetter("sequence")):
+        rows.append(["", Text(f"sequence {sequence_id}", style="bold")])
+        for row in of_sequence:
             first, *after = row["left"].items()
             left = " > ".join([str(first[1]), *(f"{stage} {num}" for stage, num in after)])
             u = "greedy" if row["u"] is None else f"{row['u']:.3f}"
             interval = " - ".join(f"{bound:.3f}" for bound in row["interval"])
-            table.add_row(str(row["at"]), Text(repr(row["token"])), f"{row['p']:.3f}", left, u, interval, Text(row["text"]))
-        table.add_section()
-    return table
+            rows.append([str(row["at"]), Text(repr(row["token"])), f"{row['p']:.3f}", left, u, interval, Text(row["text"])])
+        rows.append([])
+    options.print_table(("at", "token", "p", "left", "u", "interval", "text"), rows)
 
 
 def _shown_text(event: TokenAppended) -> str:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from nanoinfer.cli import options
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: options.EngineOptions,
     sampling: options.SamplingOptions,
-    max_tokens: options.MaxTokens = 256,
+    max_tokens: Annotated[int, SamplingParams] = 256,
     n: Annotated[int, SamplingParams] = 1,
     logprobs: Annotated[int | None, SamplingParams] = None,
     json_schema: Annotated[
@@ -74,7 +73,7 @@ def generate(
                 print(f"[answer {answer.index + 1} of {len(output.outputs)}]\n{answer.text}\n")
     if logprobs is not None and not as_json:
         for answer in output.outputs:
-            options.print_table(logprobs_table(answer))
+            print_logprobs(answer)
     if stats:
         from nanoinfer.cli.chat_model import describe_speed
 
@@ -111,12 +110,12 @@ def print_stream(llm: "LLM | ChatModel", prompt: Any, params: SamplingParams) ->
     return text, output
 
 
-def logprobs_table(answer: CompletionOutput) -> Table:
-    """Make a table with each token's log-probability, and the most likely tokens at its position."""
-    table = options.new_table("token", "logprob", "rank", "most likely")
+def print_logprobs(answer: CompletionOutput) -> None:
+    """Print each token's log-probability, and the most likely tokens at its position."""
+    rows = []
     for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
         token = position[token_id]
         likeliest = sorted(position.values(), key=lambda entry: -entry.logprob)
         alternatives = "  ".join(f"{entry.decoded_token!r} {entry.logprob:.2f}" for entry in likeliest)
-        table.add_row(Text(repr(token.decoded_token)), f"{token.logprob:.2f}", str(token.rank), Text(alternatives))
-    return table
+        rows.append((Text(repr(token.decoded_token)), f"{token.logprob:.2f}", str(token.rank), Text(alternatives)))
+    options.print_table(("token", "logprob", "rank", "most likely"), rows)

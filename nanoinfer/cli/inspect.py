@@ -13,7 +13,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from nanoinfer.attention.kv_cache import CacheSizes
-from nanoinfer.cli.options import new_table, print_table
+from nanoinfer.cli.options import print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
@@ -60,11 +60,13 @@ def examine(
         InvalidValueError: num_tokens exceeds the model's positions, or the dtype is unknown.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)
+    settings = checkpoint.config.get("quantization_config") if checkpoint.gguf is None else "gguf"
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
     found = Inspection(
         path=str(checkpoint.path),
         architecture=_architecture(checkpoint),
         num_file_bytes=sum(path.stat().st_size for path in checkpoint.weight_files),
-        quantization=_quantization(checkpoint),
+        quantization=str(method) if method else None,
         special_ids={name: (checkpoint.config | checkpoint.generation_config).get(name) for name in _SPECIAL_IDS},
         num_users=num_users,
         num_tokens=num_tokens,
@@ -117,48 +119,35 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return ", ".join(map(str, checkpoint.config.get("architectures") or ()))
 
 
-def _quantization(checkpoint: Checkpoint) -> str | None:
-    if checkpoint.gguf is not None:
-        return "gguf"
-    settings = checkpoint.config.get("quantization_config")
-    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-    return str(method) if method else None
-
-
 def print_inspection(found: Inspection) -> None:
     """Print a table of what is known, followed by the reason why the checkpoint cannot be loaded."""
 
     def size(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
 
-    def number(value: object, unit: str = "") -> str | None:
+    def shown(value: object, unit: str = "") -> str | None:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         return f"{value:,}{unit}" if isinstance(value, int) else None
-
-    def answer(flag: bool | None) -> str | None:
-        return None if flag is None else "yes" if flag else "no"
 
     rows: list[tuple[str, str | None]] = [
         ("path", found.path),
         ("architecture", found.architecture),
-        ("supported", answer(found.unsupported_reason is None)),
-        *((name, number(value)) for name, value in found.sizes.items()),
-        ("LM head tied", answer(found.is_tied)),
-        ("parameters", number(found.num_parameters)),
+        ("supported", shown(found.unsupported_reason is None)),
+        *((name, shown(value)) for name, value in found.sizes.items()),
+        ("LM head tied", shown(found.is_tied)),
+        ("parameters", shown(found.num_parameters)),
         ("weights on the disk", size(found.num_file_bytes) if found.num_file_bytes else "not downloaded"),
         ("quantisation", found.quantization or "none"),
         ("dtype here", found.dtype),
         *((name, "none" if ids is None else str(ids)) for name, ids in found.special_ids.items()),
-        ("tokenizer", answer(found.has_tokenizer)),
-        ("chat template", answer(found.has_chat_template)),
+        ("tokenizer", shown(found.has_tokenizer)),
+        ("chat template", shown(found.has_chat_template)),
         ("weights in memory", size(found.num_weight_bytes)),
-        ("KV cache per token", number(found.num_cache_bytes_per_token, " bytes")),
+        ("KV cache per token", shown(found.num_cache_bytes_per_token, " bytes")),
         (f"memory for {found.num_users} x {found.num_tokens} tokens", size(found.num_bytes)),
     ]
-    table = new_table("", "", show_header=False)
-    for name, value in rows:
-        if value:
-            table.add_row(name, value)
-    print_table(table)
+    print_table(("", ""), [(name, value) for name, value in rows if value])
     if found.unsupported_reason is not None:
         print(f"not supported: {found.unsupported_reason}")
 
@@ -179,18 +168,27 @@ def installed_models() -> list[InstalledModel]:
     bundled = [
         (name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())) for name in bundled_models()
     ]
-    return [_installed_model(*found) for found in (*bundled, *sorted(_cached()))]
+    models = []
+    for name, folder, num_bytes in (*bundled, *sorted(_cached())):
+        architecture, num_parameters, reason = "", 0, None
+        try:
+            checkpoint = Checkpoint.open(str(folder))
+            architecture = _architecture(checkpoint)
+            num_parameters = sum(weight.numel() for weight in loader.on_meta(checkpoint)[0].parameters())
+        except NanoinferError as error:
+            reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
+        models.append(InstalledModel(name, architecture, num_parameters, num_bytes, reason))
+    return models
 
 
 def print_models(models: list[InstalledModel]) -> None:
     """Print a table of the models, followed by the reasons why some cannot be loaded."""
-    table = new_table("model", "architecture", "parameters", "MB", "supported")
-    table.columns[0].no_wrap = True  # so that names can be copied
+    rows = []
     for model in models:
         parameters = f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else ""
         is_supported = "no" if model.unsupported_reason else "yes"
-        table.add_row(model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported)
-    print_table(table)
+        rows.append((model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported))
+    print_table(("model", "architecture", "parameters", "MB", "supported"), rows)
     for model in models:
         if model.unsupported_reason:
             print(f"{model.name}: {model.unsupported_reason}")
@@ -206,14 +204,3 @@ def _cached() -> Iterator[tuple[str, Path, int]]:
         if repository.repo_type == "model" and repository.revisions:
             revision = max(repository.revisions, key=lambda found: ("main" in found.refs, found.last_modified))
             yield repository.repo_id, revision.snapshot_path, repository.size_on_disk
-
-
-def _installed_model(name: str, folder: Path, num_bytes: int) -> InstalledModel:
-    architecture, num_parameters, reason = "", 0, None
-    try:
-        checkpoint = Checkpoint.open(str(folder))
-        architecture = _architecture(checkpoint)
-        num_parameters = sum(weight.numel() for weight in loader.on_meta(checkpoint)[0].parameters())
-    except NanoinferError as error:
-        reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
-    return InstalledModel(name, architecture, num_parameters, num_bytes, reason)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.cli.options import MaxTokens, expand_options
+from nanoinfer.cli.options import expand_options
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoinfer.lab.learn.check import Failure, Task
@@ -104,7 +105,7 @@ def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[int, SamplingParams] = 256,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
     from nanoinfer.lab.learn.track import TRACK

@@ -16,8 +16,9 @@ from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
 from nanoinfer.cli.learn import app as learn_app
-from nanoinfer.cli.options import AsJson, Dtype, Model, busy, expand_options, print_result
+from nanoinfer.cli.options import AsJson, Model, busy, expand_options, print_result
 from nanoinfer.cli.serve import serve
+from nanoinfer.config import EngineArgs
 
 app = typer.Typer(
     cls=Commands,
@@ -96,7 +97,7 @@ def inspect(
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    dtype: Dtype = "auto",
+    dtype: Annotated[str, EngineArgs] = "auto",
     users: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory they take.")] = 1,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each. Default: the model's maximum.")] = None,
     as_json: AsJson = False,

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -17,16 +17,16 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
-from nanoinfer.arguments import Option, declarations
+from nanoinfer.arguments import Bytes, Option, declarations, size_in_bytes
 from nanoinfer.cli.commands import complete_from, complete_models, in_words_of
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
@@ -43,20 +43,12 @@ L = TypeVar("L", "LLM", "AsyncLLM")
 R = TypeVar("R")
 
 
-SIZES = ("kv_cache_memory", "prefix_cache_size")  # arguments that parse_size reads
-
-
 def parse_size(text: str | int) -> int:
-    """Read a number of bytes, where K, M, G and T are powers of 1,024.
-
-    >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
-    (1610612736, 536870912, 4096)
-    """
-    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", str(text).strip().upper())
-    if matched is None:
-        raise typer.BadParameter(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
-    number, unit = matched.groups()
-    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+    """Read the number of bytes of an option, or its default."""
+    try:
+        return size_in_bytes(str(text))
+    except InvalidValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_adapter(text: str) -> tuple[str, float]:
@@ -78,51 +70,41 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-# Options whose help is that of the class after the type, which declares an argument of the option's name.
-Dtype = Annotated[str, EngineArgs]
-Device = Annotated[str, EngineArgs]
-MaxTokens = Annotated[int, SamplingParams]
-Quantization = Annotated[str | None, EngineArgs]
-SchedulingPolicy = Annotated[str, EngineArgs]
-SchedulerCls = Annotated[str | None, EngineArgs]
-BlockManagerCls = Annotated[str | None, EngineArgs]
-EnforceEager = Annotated[bool, EngineArgs]
-ServedModelName = Annotated[
-    list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of LLM that every command takes, under the same names, and the number of torch's threads."""
+    """The arguments of LLM that every command takes, under the same names, and the number of torch's threads.
 
-    heading: ClassVar[str] = "Model and engine"
+    A class after a type declares an argument of the option's name, whose help the option has.
+    """
+
     model: Model = None
     revision: Annotated[str | None, EngineArgs] = None
     tokenizer: Annotated[str | None, EngineArgs] = None
-    dtype: Dtype = "auto"
-    quantization: Quantization = None
+    dtype: Annotated[str, EngineArgs] = "auto"
+    quantization: Annotated[str | None, EngineArgs] = None
     lora: Annotated[
         list[str] | None,
         typer.Option(
             help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
         ),
     ] = None
-    device: Device = "auto"
+    device: Annotated[str, EngineArgs] = "auto"
     tensor_parallel_size: Annotated[int, EngineArgs] = 1
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
-    enforce_eager: EnforceEager = False
+    enforce_eager: Annotated[bool, EngineArgs] = False
     max_model_len: Annotated[int | None, EngineArgs] = None
     attention_backend: Annotated[str, EngineArgs] = "auto"
     kv_cache_memory: Annotated[int | None, EngineArgs] = None
     prefix_cache_dir: Annotated[str | None, EngineArgs] = None
     prefix_cache_size: Annotated[int, EngineArgs] = EngineArgs.prefix_cache_size
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    scheduler_cls: SchedulerCls = None
-    block_manager_cls: BlockManagerCls = None
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
     kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
     speculative_config: Annotated[str | None, EngineArgs] = None
 
@@ -135,7 +117,6 @@ SamplingOptions = Annotated[dict[str, Any], SamplingParams]
 class ChatTemplateOptions:
     """Variables of the chat template."""
 
-    heading: ClassVar[str] = "Chat template"
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Answer without thinking first: enable_thinking is false.")
     ] = False
@@ -149,20 +130,22 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass, or the dict, that is built
     from them. The parameters of the command are keyword-only, and no two options have the same name: an option of the command
-    itself replaces one of SamplingOptions. A group's `heading` is the one above its options in the command's help.
+    itself replaces one of SamplingOptions. The name of a group, without "Options", is a heading in the command's help.
     """
     declared = signature(command).parameters
     groups: dict[str, Any] = {}
     options: list[Parameter] = []
     for name, one in declared.items():
-        members, heading, group = [one], None, one.annotation
+        members, owner, group = [one], None, one.annotation
         if is_dataclass(group):
-            members, heading = list(signature(group).parameters.values()), getattr(group, "heading", None)  # type: ignore[arg-type]
+            members, owner = list(signature(group).parameters.values()), group  # type: ignore[arg-type]
             groups[name] = group, [member.name for member in members]
         elif group == SamplingOptions:
             names = [each for each in option_names(SamplingParams) if each not in declared]
-            members, groups[name] = [_sampling_option(each) for each in names], (dict, names)
-        options += [_described(member, heading) for member in members]
+            kinds = {each: Annotated[declarations(SamplingParams)[each].text_type | None, SamplingParams] for each in names}
+            members = [Parameter(each, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for each, kind in kinds.items()]
+            groups[name] = dict, names
+        options += [_described(member, owner) for member in members]
 
     @wraps(command)
     def with_groups(**given: object) -> None:
@@ -179,11 +162,6 @@ def option_names(owner: type) -> list[str]:
     return [name for name, one in declarations(owner).items() if one.marker(Option) and one.text_type is not dict]
 
 
-def _sampling_option(name: str) -> Parameter:
-    kind = declarations(SamplingParams)[name].text_type
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, SamplingParams])
-
-
 def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:
     """Print a result, of dataclasses and of what JSON has, as JSON or by print_tables."""
     if as_json:
@@ -192,8 +170,22 @@ def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) ->
         print_tables(result)
 
 
-def print_table(table: Table) -> None:
-    """Print a table without spaces at the ends of lines."""
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> None:
+    """Print a table for 80 columns, without spaces at the ends of lines. Long cells are wrapped but in the first column.
+
+    Args:
+        headings: the text above each column. If all are empty, there is no line of headings.
+        rows: the cells of each row. A row without cells is an empty line.
+        style: further arguments of rich's Table.
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(headings), **style
+    )
+    for heading in headings:
+        width, is_first = max(map(len, heading.split()), default=None), not table.columns  # so that names can be copied
+        table.add_column(heading, overflow="fold", min_width=width, no_wrap=is_first)
+    for row in rows:
+        table.add_row(*row)
     console = Console()
     with console.capture() as captured:
         console.print(table)
@@ -203,17 +195,27 @@ def print_table(table: Table) -> None:
 METAVARS = {int: "N", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "FILE"}
 
 
-def _described(option: Parameter, heading: str | None) -> Parameter:
-    """Return an option with its help, a short word for its value and a heading in the help, unless it has its own."""
+def _described(option: Parameter, owner: Any) -> Parameter:
+    """Return an option with its help, a short word for its value and a heading in the help, unless it has its own.
+
+    owner: the group of the option, which declares it unless the option names another class. None: it is in no group.
+    """
     kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
-    if not more or not isinstance(more[0], OptionInfo | type):
+    if not more or isinstance(more[0], ArgumentInfo):
         return option
-    info = _declared_option(option, more[0]) if isinstance(more[0], type) else copy(more[0])
-    while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None
-        kind = get_args(kind)[0]
-    info.metavar = info.metavar or METAVARS.get(kind)
-    info.rich_help_panel = info.rich_help_panel or heading
-    return option.replace(annotation=Annotated[option.annotation.__origin__, info])
+    if isinstance(more[0], OptionInfo):
+        info = copy(more[0])
+    elif isinstance(more[0], type):
+        info = _declared_option(option, more[0])
+    else:
+        kind, info = declarations(owner)[option.name].text_type | None, _declared_option(option, owner)
+    of_value = kind
+    while of_value not in METAVARS and get_args(of_value):  # int | None, list[str] | None
+        of_value = get_args(of_value)[0]
+    info.metavar = info.metavar or METAVARS.get(of_value)
+    if owner is not None and info.rich_help_panel is None:
+        info.rich_help_panel = re.sub("(?!^)[A-Z]", r" \g<0>", owner.__name__.removesuffix("Options")).capitalize()
+    return option.replace(annotation=Annotated[kind, info])
 
 
 def _declared_option(option: Parameter, owner: type) -> OptionInfo:
@@ -225,14 +227,15 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
         names[0] += f"/--no-{names[0][2:]}"
     names += [marker.short_name] if marker and marker.short_name else []
     is_list = declared.text_type is not None and get_origin(declared.text_type) is list
-    more = " May be given several times." if is_list else " Also as 512M or 1.5G." if option.name in SIZES else ""
+    is_size = declared.marker(Bytes) is not None
+    more = " May be given several times, with one value each." if is_list else " Also as 512M or 1.5G." if is_size else ""
     info: OptionInfo = typer.Option(
         *names,
         help=in_words_of(declared.sentences[0].removesuffix("."), {}) + f".{more}",
         autocompletion=complete_from(*words) if words else None,
         rich_help_panel="Sampling" if owner is SamplingParams else None,
-        parser=parse_size if option.name in SIZES else None,
-        metavar="SIZE" if option.name in SIZES else "JSON" if declared.text_type is dict else None,
+        parser=parse_size if is_size else None,
+        metavar="SIZE" if is_size else "JSON" if declared.text_type is dict else None,
     )
     return info
 
@@ -374,11 +377,3 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
-
-
-def new_table(*headings: str, **style: Any) -> Table:
-    """Make a table for 80 columns, whose long cells are wrapped, with further arguments of rich's Table."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **style)
-    for heading in headings:
-        table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
-    return table

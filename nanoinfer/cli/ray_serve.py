@@ -4,16 +4,18 @@ In: the options of `nanoinfer serve` by their Python names, from the command lin
 application, whose replicas each have an engine and the endpoints. Ray's configuration decides how many replicas run, and where.
 """
 
-import os
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
-from nanoinfer.cli.options import SIZES, EngineOptions, parse_size, ray_resources
-from nanoinfer.cli.serve import API_KEY_VARIABLE, ServerOptions, check_api_keys, load_server_llm, make_settings
+from nanoinfer.arguments import Bytes, declarations, size_in_bytes
+from nanoinfer.cli.options import EngineOptions, ray_resources
+from nanoinfer.cli.serve import ServerOptions, api_keys, load_server_llm
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
 from nanoinfer.server.run import share_the_process
@@ -34,9 +36,8 @@ def build_app(args: dict[str, object]) -> serve.Application:
     if unknown := sorted(args.keys() - names):
         allowed = ", ".join(sorted(names))
         raise InvalidValueError(f"{', '.join(unknown)} is not an option of the server; the options are {allowed}")
-    keys = {"api_key": os.environ[API_KEY_VARIABLE].split()} if API_KEY_VARIABLE in os.environ else {}
-    engine, options = _read(EngineOptions, args), _read(ServerOptions, keys | args)
-    check_api_keys(options.api_key)
+    engine, options = _read(EngineOptions, args), _read(ServerOptions, args)
+    options = replace(options, api_key=api_keys(options.api_key))
     deployment = serve.deployment(
         name="nanoinfer",
         ray_actor_options=ray_resources(engine),
@@ -49,8 +50,7 @@ class ServeReplica:
     """An engine and its HTTP endpoints. Ray makes the application when the engine is loaded."""
 
     def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
-        self._async_llm = load_server_llm(engine, options)
-        self._settings = make_settings(engine, options)
+        self._async_llm, self._settings = load_server_llm(engine, options)
         share_the_process()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -63,12 +63,12 @@ class ServeReplica:
 
 def _read(group: type[G], args: dict[str, object]) -> G:
     """Make a group of options. A single string becomes a list if the option is a list."""
-    hints = get_type_hints(group)
+    hints, sizes = get_type_hints(group), [name for name, one in declarations(EngineArgs).items() if one.marker(Bytes)]
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():
-        if name in SIZES:
-            given[name] = parse_size(str(value))
-        elif isinstance(value, str) and hints[name] == list[str] | None:
+        if name in sizes:
+            given[name] = size_in_bytes(str(value))
+        elif isinstance(value, str) and hints[name] in (list[str] | None, Sequence[str], Sequence[str] | None):
             given[name] = [value]
     try:
         return TypeAdapter(group).validate_python(given)

@@ -121,7 +121,7 @@ def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Engin
         address = json.loads(store.get(_ADDRESS_KEY))
         connection = Client((address["host"], address["port"]), authkey=bytes.fromhex(address["key"]))
         connection.send(rank)
-        worker.run(connection, rank, device, store, is_one_machine=False)
+        worker.run(connection, rank, device, lambda: store, is_one_machine=False)
         sys.exit(0)
     of_workers = _config_of_workers(config, device)
     host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)

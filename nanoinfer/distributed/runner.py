@@ -5,7 +5,9 @@ step's batch is a few kilobytes of integers, plus an adapter if a step brings it
 connections instead of collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
 """
 
+import io
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -13,12 +15,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -55,12 +56,14 @@ class Workers:
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started."""
-        try:
-            for connection in self._connections:
-                connection.recv()
-        except (EOFError, OSError) as error:
-            raise RankLostError("a worker did not start") from error
+        """Wait until every worker has started. Raises: EngineDeadError with the report of a worker that has failed."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                report, text = connection.recv()
+            except (EOFError, OSError) as error:
+                raise RankLostError("a worker did not start") from error
+            if report != READY:
+                raise EngineDeadError(self._failure(rank, text))
 
     @contextmanager
     def together(self, *command: object) -> Iterator[None]:
@@ -77,9 +80,10 @@ class Workers:
 
     def send(self, message: object) -> None:
         """Send a message to all workers."""
+        packed = pack(message)
         try:
             for connection in self._connections:
-                connection.send(message)
+                connection.send_bytes(packed)
         except OSError as error:
             raise RankLostError("a worker has ended") from error
 
@@ -101,13 +105,16 @@ class Workers:
             self._close()
             raise EngineDeadError(self._error) from error
         except BaseException as error:
-            self._error = f"rank 0 of {self._size} failed: {first_line(error)}; make a new LLM"
+            self._error = self._failure(0, first_line(error))
             self._close()
             raise
 
     @property
     def _size(self) -> int:
         return len(self._connections) + 1
+
+    def _failure(self, rank: int, text: str) -> str:
+        return f"rank {rank} of {self._size} failed: {text}; make a new LLM"
 
     def _explain(self, error: BaseException) -> str:
         """Find the rank that ended first, because the other ranks lose their connection to it and end as well."""
@@ -121,7 +128,7 @@ class Workers:
                 except (EOFError, OSError):
                     return self._explain_end(pending[ready])
                 if report == FAILED:
-                    return f"rank {pending[ready]} of {self._size} failed: {text}; make a new LLM"
+                    return self._failure(pending[ready], text)
                 if report == LOST:
                     del pending[ready]
         return f"{first_line(error)}; make a new LLM"
@@ -180,7 +187,7 @@ class LeadingRunner(RunnerWrapper):
         self.workers = workers
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        with self.workers.together(FORWARD, pack(batch)):
+        with self.workers.together(FORWARD, batch):
             return self.inner.forward(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
@@ -193,7 +200,7 @@ class LeadingRunner(RunnerWrapper):
         return HeadRows(hidden[rows], head)
 
     def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
-        with self.workers.together(CALL, (function, [pack(argument) for argument in arguments])):
+        with self.workers.together(CALL, (function, arguments)):
             return function(self, *arguments)
 
 
@@ -208,7 +215,7 @@ class SplitSampling(Route):
         if not rows.is_raw:
             return None
         few = SamplingBatch(columns=batch.columns, row_groups=batch.row_groups, u=batch.u)
-        with self.workers.together(SAMPLE, pack(few)):
+        with self.workers.together(SAMPLE, few):
             return split_sampling.sample(rows.hidden, few, self.head)
 
 
@@ -219,43 +226,45 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
     batch: Any = None
     hidden = torch.empty(0)
     while True:
-        command, argument = connection.recv()
+        command, argument = unpack(connection.recv_bytes(), device)
         if command == FORWARD:
-            batch = unpack(argument, device)
+            batch = argument
             hidden = runner.forward(batch)
         elif command == LOGITS:
             model.compute_logits(hidden[batch.logits_indices if argument is None else argument])
         elif command == SAMPLE:
-            split_sampling.sample(hidden[batch.logits_indices], unpack(argument, device), model.lm_head)
+            split_sampling.sample(hidden[batch.logits_indices], argument, model.lm_head)
         elif command == CALL:
             function, arguments = argument
-            function(runner, *(unpack(argument, device) for argument in arguments))
+            function(runner, *arguments)
 
 
-def pack(value: object) -> object:
-    """Convert a command's argument so that it can be sent: tensors become arrays, because torch would share their memory."""
-    if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # a dtype that numpy does not know
-        return torch.bfloat16, pack(value.view(torch.int16))
-    if isinstance(value, Tensor):
-        return value.cpu().numpy()
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
-    if type(value) is dict:  # the updates of an adapter
-        return dict, [pack(item) for item in value.items()]
-    if type(value) is tuple:  # the metadata of several KV groups
-        return tuple, [pack(item) for item in value]
-    return value
+class _Packer(pickle.Pickler):
+    """Pickles tensors as arrays, because multiprocessing would share their memory between the processes."""
+
+    def persistent_id(self, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return None
+        bits = value.view(torch.int16) if value.dtype is torch.bfloat16 else value  # a dtype that numpy does not know
+        return value.dtype, bits.cpu().numpy()
 
 
-def unpack(packed: Any, device: torch.device) -> Any:
-    """Return the argument of pack(), with its tensors on this rank's device."""
-    if isinstance(packed, np.ndarray):
-        return on_device(torch.from_numpy(packed), device)
-    match packed:
-        case torch.dtype() as dtype, integers:
-            return unpack(integers, device).view(dtype)
-        case type() as kind, dict(values):
-            return kind(**{name: unpack(value, device) for name, value in values.items()})
-        case type() as kind, list(values):
-            return kind(unpack(value, device) for value in values)
-    return packed
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, packed: bytes, device: torch.device) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._device = device
+
+    def persistent_load(self, packed: Any) -> Tensor:
+        dtype, array = packed
+        return on_device(torch.from_numpy(array), self._device).view(dtype)
+
+
+def pack(message: object) -> bytes:
+    file = io.BytesIO()
+    _Packer(file, pickle.HIGHEST_PROTOCOL).dump(message)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, device: torch.device) -> Any:
+    """Return the message of pack(), with its tensors on this rank's device."""
+    return _Unpacker(packed, device).load()

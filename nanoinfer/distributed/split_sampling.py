@@ -67,14 +67,14 @@ def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communica
     if groups.top_k_rows:
         rows = _index(groups.top_k_rows, logits)
         listed = candidates[:num_top_k], ids[:num_top_k]
-        token_ids[rows], is_undecided[rows] = few_logits.decide_top_k(*listed, batch.only_rows(rows))
+        token_ids[rows], is_undecided[rows] = few_logits.decide_few(*listed, batch.only_rows(rows))
     if groups.top_p_rows or groups.other_rows:
         rows = _index(groups.top_p_rows + groups.other_rows, logits)
         chunks = few_logits.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
         sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in chunks]))  # [size, rows]
     if groups.top_p_rows:
         rows = _index(groups.top_p_rows, logits)
-        total = sums[:, :num_top_p].sum(dim=0)
+        total = sums[:, :num_top_p].sum(dim=0).unsqueeze(-1).expand(-1, 2)
         listed = candidates[num_top_k:], ids[num_top_k:]
         token_ids[rows], is_undecided[rows] = few_logits.decide_top_p(*listed, total, batch.only_rows(rows))
     if groups.other_rows:

@@ -9,8 +9,10 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
-from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
+from nanoinfer.distributed.runner import FAILED, LOST, READY, serve, unpack
 from nanoinfer.distributed.sharding import Shards
 from nanoinfer.engine.build import make_adapters, make_executor, make_runtime
 from nanoinfer.errors import NanoinferError, first_line
@@ -30,22 +32,29 @@ logger = logging.getLogger(__name__)
 
 
 def run(
-    connection: Connection, rank: int, device: str, store: dist.Store, *, is_one_machine: bool, shared_memory: int | None = None
+    connection: Connection,
+    rank: int,
+    device: str,
+    open_store: Callable[[], dist.Store],
+    *,
+    is_one_machine: bool,
+    shared_memory: int | None = None,
 ) -> None:
     """Work until rank 0 closes the connection.
 
     Args:
-        store: The store by which the ranks find each other.
+        open_store: Opens the store by which the ranks find each other. Its failure is reported to rank 0, too.
         is_one_machine: Whether all ranks are on this machine.
         shared_memory: An inherited file descriptor. None: there is none.
     """
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
-            of_rank_0, num_threads, matmul_precision = connection.recv()
+            of_rank_0, num_threads, matmul_precision = unpack(connection.recv_bytes(), torch.device(device))
             torch.set_num_threads(num_threads)
             torch.set_float32_matmul_precision(matmul_precision)
             logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
             config: EngineConfig = replace(of_rank_0, device=device)
+            store = open_store()
             connection.send((READY, ""))
             size = config.tensor_parallel_size
             communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
@@ -58,7 +67,8 @@ def run(
                 store_of(model, config, shards)  # only rank 0 has the store
             runtime = make_runtime(model, config, shards, weights, adapters)
             executor = make_executor(runtime, config)
-            serve(connection, executor.runner, executor.device)
+            with runtime.in_step():
+                serve(connection, executor.runner, executor.device)
         except EOFError:
             pass
         except RankLostError as error:
@@ -78,8 +88,8 @@ def _end_with_rank_0() -> None:
 def main() -> None:
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank, device, store_port, descriptor, *inherited = sys.argv[1:]
-    store, memory = dist.TCPStore("127.0.0.1", int(store_port), is_master=False), int(inherited[0]) if inherited else None
-    run(Connection(int(descriptor)), int(rank), device, store, is_one_machine=True, shared_memory=memory)
+    open_store, memory = partial(dist.TCPStore, "127.0.0.1", int(store_port)), int(inherited[0]) if inherited else None
+    run(Connection(int(descriptor)), int(rank), device, open_store, is_one_machine=True, shared_memory=memory)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from nanoinfer.arguments import Allowed, Neutral, declared, read_fields
 from nanoinfer.config import NEUTRAL as OF_LLM
 from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     CheckpointError,
     InvalidTypeError,
@@ -37,7 +38,6 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
-from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 
 if TYPE_CHECKING:
@@ -328,10 +328,11 @@ class Scoring:
         **options: Any,
     ) -> None:
         """options: the options of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
-        first, second = ([given] if isinstance(given, str) else list(given) for given in (queries, documents))
+        given: tuple[Any, Any] = queries, documents
+        first, second = (list(texts) if isinstance(texts, list | tuple) else [texts] for texts in given)
         for text in (*first, *second):
             if not isinstance(text, str):
-                raise InvalidTypeError(f"queries and documents must be strings, got {shown(text)}")
+                raise InvalidTypeError(f"queries and documents must be strings or lists of strings, got {shown(text)}")
         if not second or len(first) not in (1, len(second)):
             numbers = f"{len(first)} queries and {len(second)} documents"
             raise InvalidValueError(f"there must be documents, and one query, or one for each document, got {numbers}")
@@ -341,7 +342,7 @@ class Scoring:
             self.prepares = [partial(pooler.prepare, text, params, **options) for text in (*first, *second)]
             self.texts: list[tuple[int, ...]] = [(i % len(first), len(first) + i) for i in range(len(second))]
         else:
-            pairs = [(first[i % len(first)], document) for i, document in enumerate(second)]
+            pairs: list[tuple[Any, Any]] = [(first[i % len(first)], document) for i, document in enumerate(second)]
             self.prepares = [
                 partial(pooler.prepare_pair, *pair, instruction or INSTRUCTION, params, **options) for pair in pairs
             ]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nanoinfer.engine.inputs import PreparedRequest, as_list, with_prompt_index
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, UnsupportedError
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -33,7 +33,13 @@ class BeamSearch:
     """Runs the searches of one call: as many prompts at a time as the cache has room for."""
 
     def __init__(self, engine: LLMEngine, prompts: object, params: BeamSearchParams) -> None:
-        """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
+        """Raises: UnsupportedError; InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
+        if engine.config.stages is not None or engine.config.logits_processors:
+            of_user = "stages" if engine.config.stages is not None else "logits_processors"
+            raise UnsupportedError(
+                f"beam_search() with {of_user} of your own is not supported, since it ranks the model's own log-probabilities; "
+                f"make an LLM without {of_user}, or use generate()"
+            )
         engine.check_accepting()
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # the blocks that other requests leave free

@@ -10,17 +10,16 @@ from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.engine.speculative.speculator import Proposer
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.loading.held_weights import HeldWeights
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
-    from nanoinfer.speculative.speculator import Proposer
 
 
 def make_engine(
@@ -57,7 +56,7 @@ def make_engine(
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        proposer=make_proposer(draft, config, executor.info),
+        proposer=make_proposer(draft, config, executor),
         adapters=adapters,
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
@@ -113,12 +112,17 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def make_proposer(draft: "Runtime | None", config: EngineConfig, info: ExecutorInfo) -> "Proposer | None":
-    """Make the proposer of drafts. draft: the runtime of a draft model, or of a module of the model that `info` describes."""
+def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalExecutor") -> "Proposer | None":
+    """Make the proposer of drafts.
+
+    Args:
+        draft: the runtime of a draft model, or of a module of the model. None: no model drafts.
+        target: runs the model. The drafter's cache is attached to its cache, and has room for as many tokens.
+    """
     if config.speculative is None:
         return None
     if draft is None:
-        from nanoinfer.speculative.ngram import NGramProposer
+        from nanoinfer.engine.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
     if draft.sizes.num_state_layers:
@@ -126,13 +130,14 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, info: ExecutorI
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"
         )
-    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # for as many tokens as the model's cache has
+    num_blocks = -(-target.info.num_blocks * target.info.block_size // draft.block_size)
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
+    target.runner.cache.attached += executor.runner.cache.tensors()
     if config.speculative.method == "mtp":
-        from nanoinfer.speculative.mtp import MTPProposer
+        from nanoinfer.engine.speculative.mtp import MTPProposer
 
         return MTPProposer(executor, config.scheduler)
-    from nanoinfer.speculative.draft_model import DraftModelProposer
+    from nanoinfer.engine.speculative.draft_model import DraftModelProposer
 
     return DraftModelProposer(executor, config.scheduler)
 
@@ -172,4 +177,5 @@ def make_executor(
         batch_invariant=config.scheduler.batch_invariant,
         tokenizer=tokenizer,
         tracer=tracer,
+        in_step=runtime.in_step,
     )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.arguments import check_neutral
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.prompts import NEUTRAL_IN, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.prompts import NEUTRAL_IN, TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
     from nanoinfer.lora.adapters import Adapter, Adapters
     from nanoinfer.lora.request import LoRARequest
-    from nanoinfer.structured.grammar import GrammarCompiler, GrammarState
+    from nanoinfer.sampling.grammar import GrammarCompiler, GrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class InputProcessor:
 
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
-        from nanoinfer.structured.grammar import GrammarCompiler
+        from nanoinfer.sampling.grammar import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self._info.vocab_size)
 

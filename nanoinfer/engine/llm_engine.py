@@ -27,9 +27,9 @@ from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanoinfer.engine.speculative.speculator import Proposer, Speculator
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.scheduling.stored_blocks import BlockStore
-    from nanoinfer.speculative.speculator import Proposer, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class LLMEngine:
             store: receives cached blocks that leave the memory. None: they are dropped.
         """
         self.executor = executor
+        self.config = config
         self.tokenizer = tokenizer
         self.tracer = tracer
         info = executor.info
@@ -100,7 +101,7 @@ class LLMEngine:
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         if proposer is not None and config.speculative is not None:
-            from nanoinfer.speculative.speculator import Speculator
+            from nanoinfer.engine.speculative.speculator import Speculator
 
             num_rows = config.max_num_rows
             self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)

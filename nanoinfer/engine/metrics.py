@@ -14,7 +14,7 @@ from nanoinfer.engine.request import Request
 from nanoinfer.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from nanoinfer.speculative.speculator import Speculator
+    from nanoinfer.engine.speculative.speculator import Speculator
 
 BOUNDS = {  # upper bounds of the histograms' buckets in seconds, as in vLLM
     "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,

@@ -4,6 +4,7 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -67,18 +68,19 @@ class LocalExecutor:
         batch_invariant: bool = False,
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
+        in_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """batch_independent: see LLM.batch_independent."""
+        """batch_independent: see LLM.batch_independent. in_step: see Runtime."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
-        self.batch_independent, self._batch_invariant = batch_independent, batch_invariant
+        self.batch_independent, self._batch_invariant, self._in_step = batch_independent, batch_invariant, in_step
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
-        with self._on_device():
+        with self._in_step():
             start = time.perf_counter()
             before = None
             if previous is not None and previous.tokens is not None:
@@ -108,7 +110,7 @@ class LocalExecutor:
         if step.tokens is None:
             return StepOutput(step.top_logprobs)
         start = time.perf_counter()
-        with self._on_device():
+        with self._in_step():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
         outputs, end = [], 0  # end: where the rows of the sequence before end
@@ -174,10 +176,6 @@ class LocalExecutor:
                 logprobs = self.prompt_logprobs(hidden, chunk, self.info.vocab_size if num_top == -1 else num_top)
                 found.append(PromptLogprobs(seq, chunk.position + 1, logprobs))
         return found
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Make the model's GPU the current device, where Triton launches kernels."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:

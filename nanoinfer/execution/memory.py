@@ -83,10 +83,13 @@ def _most_that_fit(
     is_cuda, requested, shards = runtime.device.type == "cuda", config.cache.kv_cache_memory, runtime.weights.shards
     step_bytes = peak_step_bytes(runtime, config) if is_cuda else 0
     memory = memory_for_cache(
-        runtime.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=runtime.reserved_bytes
+        runtime.device,
+        requested,
+        config.cache.gpu_memory_utilization,
+        step_bytes=step_bytes,
+        lora_bytes=runtime.reserved_bytes,
+        num_ranks=1 if shards is None else shards.size,
     )
-    if shards is not None and not is_cuda and requested is None:
-        memory //= shards.size  # each process sees the same free memory
     block_bytes = runtime.bytes_per_block
     if draft is not None:
         block_bytes += draft.bytes_per_block * runtime.block_size // draft.block_size
@@ -113,11 +116,20 @@ def _most_that_fit(
 
 
 def memory_for_cache(
-    device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, step_bytes: int = 0, lora_bytes: int = 0
+    device: torch.device,
+    kv_cache_memory: int | None,
+    gpu_memory_utilization: float,
+    *,
+    step_bytes: int = 0,
+    lora_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> int:
-    """Return the bytes for the cache: kv_cache_memory, or else the memory that is free. Call it after loading weights.
+    """Return the bytes for this rank's cache: kv_cache_memory, or else the memory that is free. Call it after loading weights.
 
-    step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given. lora_bytes: kept free for adapters.
+    Args:
+        step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given.
+        lora_bytes: kept free for this rank's adapters.
+        num_ranks: the number of processes that share a CPU's memory.
 
     Raises: InvalidValueError if kv_cache_memory is more than is free.
     """
@@ -127,7 +139,7 @@ def memory_for_cache(
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
-        spare = min(DEFAULT_CPU_MEMORY, (free - lora_bytes) // 2)
+        spare = min(DEFAULT_CPU_MEMORY // num_ranks, (free // num_ranks - lora_bytes) // 2)
         way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
     free -= lora_bytes
     if kv_cache_memory is None:

@@ -50,6 +50,7 @@ class KeepingRunner(RunnerWrapper):
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
         kept.rows = self._kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
+        self.cache.attached.append(self._kept)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         for source, target in batch.block_copies:

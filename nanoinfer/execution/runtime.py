@@ -4,7 +4,9 @@ In: a model with its weights. Out: a Runtime, from which engine/build.py makes a
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -49,6 +51,7 @@ class Runtime:
         weights: the model's weights, as parameters and as kernels read them.
         wrappers: add to the runner's steps, the innermost first: the other ranks, adapters, a drafter.
         kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
+        in_step: makes a context that surrounds the computations of each step.
     """
 
     model: Model
@@ -65,6 +68,7 @@ class Runtime:
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
+    in_step: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def bytes_per_block(self) -> int:
@@ -112,7 +116,9 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
         )
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
-    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
+    # Triton launches kernels on the current device.
+    in_step = partial(torch.cuda.device, weight.device) if weight.is_cuda else nullcontext
+    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights(), in_step=in_step)
 
 
 def make_runner(runtime: Runtime, info: ExecutorInfo) -> ModelRunner:

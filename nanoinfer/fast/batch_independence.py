@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
+from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.trace import copied
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.system.process import temporary_threads
 
 PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second prompt is compared
 COMPARED = 1
@@ -46,7 +46,7 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
     results = []
     for num_threads in range(1, torch.get_num_threads() + 1):
-        with temporary_threads(num_threads):
+        with one_torch_thread(num_threads):
             results.append(run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)]))
             results.append(run(sequences, [lengths, *([num] * len(sequences) for num in decodes)]))
             if has_single_queries:

@@ -1,1 +1,1 @@
-"""What teaches and measures: the course of tasks, and the benchmarks."""
+"""What teaches and measures: the course of tasks, the benchmarks, and the stories of the bundled models."""

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-BUNDLED = Path(__file__).parent.parent / "bundled"
+BUNDLED = Path(__file__).with_name("bundled")
 
 
 def bundled_models() -> list[str]:

@@ -64,10 +64,9 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     checkpoint = Checkpoint.open(config.model, config.revision)
     model, weights, num_parameters = load_configured(checkpoint, config, shards)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(tokenizer_path, checkpoint.gguf if config.tokenizer is None else None)
-    if config.tokenizer is not None and tokenizer is None and not config.skip_tokenizer_init:
+    gguf = checkpoint.gguf if config.tokenizer is None else None
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_path, gguf)
+    if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:

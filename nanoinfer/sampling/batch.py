@@ -6,6 +6,7 @@ nothing. If any row uses it, the other rows hold the value that leaves their log
 
 import operator
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:
-    from nanoinfer.structured.mask import GrammarMask
+    from nanoinfer.sampling.grammar_mask import GrammarMask
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -217,30 +218,28 @@ def _columns_and_groups(
 
 def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, device: torch.device) -> StageEntries:
     """Gather the lists of ids: those of the parameters, and those that grow with the output."""
-    entries: dict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = {}
+    entries: defaultdict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = defaultdict(list)
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
         params = seq.params
         must_end = seq.grammar is not None and seq.grammar.is_complete
         if position - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids and not must_end:
-            entries.setdefault("min_tokens", []).append((row, seq.stop_ids, None))
+            entries["min_tokens"].append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
-            entries.setdefault("bad_words", []).append((row, completing, None))
+            entries["bad_words"].append((row, completing, None))
         if not params.needs_sampling_state:
             continue
-        sampling_state = SamplingState.of(seq)
-        if sampling_state.allowed_ids is not None:
-            entries.setdefault("allowed", []).append((row, sampling_state.allowed_ids, None))
-        if sampling_state.bias_ids is not None:
-            entries.setdefault("logit_bias", []).append((row, sampling_state.bias_ids, sampling_state.bias_values))
-        if sampling_state.token_counts is not None:
-            entries.setdefault("token_counts", []).append(
-                (row, sampling_state.token_counts.ids, sampling_state.token_counts.output_counts)
-            )
-        if sampling_state.ngrams is not None and (banned := sampling_state.ngrams.banned(seq.token_ids)):
-            entries.setdefault("repeated_ngrams", []).append((row, banned, None))
+        state = SamplingState.of(seq)
+        if state.allowed_ids is not None:
+            entries["allowed"].append((row, state.allowed_ids, None))
+        if state.bias_ids is not None:
+            entries["logit_bias"].append((row, state.bias_ids, state.bias_values))
+        if state.token_counts is not None:
+            entries["token_counts"].append((row, state.token_counts.ids, state.token_counts.output_counts))
+        if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
+            entries["repeated_ngrams"].append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
     if any(seq.grammar is not None for seq in sequences):
-        from nanoinfer.structured.mask import GrammarMask
+        from nanoinfer.sampling.grammar_mask import GrammarMask
 
         fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
     if "allowed" in entries:

@@ -32,11 +32,6 @@ class HeadRows:
         self.hidden, self.head = hidden, head
         self._logits = processed_logits
 
-    @classmethod
-    def of_logits(cls, logits: Float[Tensor, "num_rows vocab"]) -> "HeadRows":
-        """Return rows whose logits are known. The stages may write into them if they are fp32."""
-        return cls(logits, lambda hidden: hidden)
-
     @property
     def is_raw(self) -> bool:
         """Whether only the choice needs the logits. False once they were read, or stages have been applied to them."""

@@ -23,7 +23,7 @@ class SequenceStatus(Enum):
 
 
 class Grammar(Protocol):
-    """The state of an answer in its grammar, for params.structured_outputs (structured/grammar.py)."""
+    """The state of an answer in its grammar, for params.structured_outputs (sampling/grammar.py)."""
 
     @property
     def is_complete(self) -> bool: ...

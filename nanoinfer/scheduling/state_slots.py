@@ -12,10 +12,9 @@ its state becomes a checkpoint as it is.
     slot                                                ^        after nine tokens, which the next step reads
 
 State slots (short: slots) are counted like blocks. A sequence writes to the slot that it reads, unless this is a checkpoint or
-shared with another
-sequence: then it takes a new slot. Each draft has a slot, and the last accepted draft's stays. Checkpoints that no sequence
-has are taken when no slot is empty, the least recently used first. If there is none, a sequence overwrites its own checkpoint:
-running needs a slot for each sequence, and two where forks part.
+shared with another sequence: then it takes a new slot. Each draft has a slot, and the last accepted draft's stays. Checkpoints
+that no sequence has are taken when no slot is empty, the least recently used first. If there is none, a sequence overwrites its
+own checkpoint: running needs a slot for each sequence, and two where forks part.
 
 A slot that a step leaves is released by the next allocate of its sequence (_settle), not by the step. So no other sequence
 writes to it while it is still being read.

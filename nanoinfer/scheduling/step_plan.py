@@ -11,8 +11,8 @@ class ScheduledSequence:
     """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 
     Attributes:
-        draft_token_ids: a guess at the tokens that follow (speculative/). Each is computed as another single-token row after
-            the sequence's newest token. Only a decode step has drafts.
+        draft_token_ids: a guess at the tokens that follow (engine/speculative/). Each is computed as another single-token row
+            after the sequence's newest token. Only a decode step has drafts.
     """
 
     sequence: Sequence
@@ -65,8 +65,8 @@ class StepPlan:
         schedule_seconds: the seconds that the scheduler took to decide.
         num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
-        hidden_slots: in a drafter's step (speculative/mtp.py), each sequence with the slots of the model's hidden rows that its
-            tokens follow. An empty list: its token follows the drafter's own row of the step before.
+        hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
+            that its tokens follow. An empty list: its token follows the drafter's own row of the step before.
     """
 
     scheduled: tuple[ScheduledSequence, ...]

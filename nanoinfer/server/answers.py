@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
-from nanoinfer.server.errors import RequestError, json_response, without_paths
+from nanoinfer.server.errors import RequestError, without_paths
 from nanoinfer.server.protocol import JsonObject
 
 T = TypeVar("T")
@@ -147,17 +147,6 @@ class Reply(ABC):
                 yield b"".join(events)
         if end := self.end():
             yield end
-
-
-async def respond(request: Request, reply: Reply, *, is_stream: bool) -> Response:
-    """Answer an HTTP request whose prompts have been submitted."""
-    if is_stream:
-        return EventStream(reply.answers, reply.events())
-
-    async def whole() -> Response:
-        return json_response(reply.whole())
-
-    return await respond_whole(request, reply.answers, whole)
 
 
 async def respond_whole(request: Request, answers: Answers, make: Callable[[], Awaitable[Response]]) -> Response:

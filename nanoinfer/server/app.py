@@ -15,12 +15,14 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
-from nanoinfer.server.answers import Reply, respond
+from nanoinfer.server.answers import EventStream, Reply, respond_whole
 from nanoinfer.server.choices import ChatFormat, ChatReply, CompletionReply, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
-from nanoinfer.server.limits import RequestLimits, ServerSettings, StrictRequest, StrictRoute
+from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
 from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
@@ -28,41 +30,80 @@ from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
+from nanoinfer.server.settings import ServerSettings
 from nanoinfer.server.updates import add_adapters, add_weights
+from nanoinfer.tracing.recent import RecentRecorder
 
 STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down. Raises: as LLM.generate for a bad adapter."""
-    for adapter in settings.adapters.values():
+    models = Models(settings)
+    for adapter in models.adapters.values():
         async_llm.engine.inputs.adapter_of(adapter)  # read now, outside of the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
     add_error_handlers(app)
     app.add_middleware(RequestLimits, settings=settings)
-    if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    replays = None if settings.recorder is None else Replays(settings.recorder)
-    add_page(app, async_llm, settings.served_model_names[0], replays)
-    GenerationEndpoints(async_llm, settings, replays).add_to(app)
-    PoolingEndpoints(async_llm, partial(check_texts_body, settings=settings)).add_to(app)
-    _add_tokenizer(app, async_llm, settings)
-    _add_information(app, async_llm, settings)
-    if settings.weight_updates:
-        add_weights(app, async_llm, settings.weight_updates)
-    if settings.lora_updates:
-        add_adapters(app, async_llm, settings.adapters, settings.served_model_names)
+    if settings.cors_origin:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
+    tracer = None if async_llm.engine.tracer is None else async_llm.engine.tracer.tracer
+    replays = Replays(tracer) if isinstance(tracer, RecentRecorder) else None
+    add_page(app, async_llm, models.names[0], replays)
+    GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
+    PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
+    _add_tokenizer(app, async_llm, models)
+    _add_information(app, async_llm, models)
+    if settings.enable_weight_update:
+        add_weights(app, async_llm)
+    if settings.enable_lora_update:
+        add_adapters(app, async_llm, models.adapters, models.names)
     describe_errors(app.openapi())
     return app
+
+
+class Models:
+    """The names that requests may give as model: those of the model, and those of adapters, which clients may change."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Raises: InvalidValueError for a wrong lora_modules."""
+        self.names, self._accepts_unknown_fields = settings.served_model_name, settings.ignore_unknown_fields
+        self.adapters: dict[str, LoRARequest] = {}
+        for number, module in enumerate(settings.lora_modules, start=1):
+            name, _, path = module.partition("=")
+            if not (name and path) or name in self.adapters:
+                raise InvalidValueError(f"--lora-modules must be NAME=PATH with a new name, got {module!r}")
+            self.adapters[name] = LoRARequest(name, number, path)
+
+    def check(self, name: str | None) -> str:
+        """Return the model name for the answer. A model that is not served is refused."""
+        names = (*self.names, *self.adapters)
+        if name is not None and name not in names:
+            message = f"the model {name[:100]!r} is not served; this server has {', '.join(names)}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+    def check_body(self, body: protocol.ModelBody) -> str:
+        """Refuse unknown fields of a body, and a model that is not served. Returns the model name for the answer."""
+        if not self._accepts_unknown_fields:
+            body.check_unknown_fields()
+        return self.check(body.model)
+
+    def check_texts_body(self, body: TextsRequest) -> str:
+        """Check a body like check_body, and refuse adapters."""
+        if (model := self.check_body(body)) in self.adapters:
+            message = f"{model} is an adapter, which embeddings and scores do not use; name the model"
+            raise RequestError(400, message, param="model")
+        return model
 
 
 class GenerationEndpoints:
     """The endpoints that generate. Those of /v1/messages and /v1/responses convert their bodies to chat requests."""
 
-    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
-        self.async_llm, self.settings, self.replays = async_llm, settings, replays
+    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, models: Models, replays: Replays | None) -> None:
+        self.async_llm, self.models, self.replays = async_llm, models, replays
         self.inputs, self.tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
         self.default = async_llm.llm.get_default_sampling_params()
         template = "" if self.tokenizer is None else self.tokenizer.get_chat_template(has_tools=True)
@@ -79,20 +120,20 @@ class GenerationEndpoints:
         app.delete("/v1/responses/{response_id}")(self.delete_response)
 
     async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
-        reply = CompletionReply(body, check_body(body, self.settings), self.tokenizer)
+        reply = CompletionReply(body, self.models.check_body(body), self.tokenizer)
         prepares = [partial(self.inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await self._generate(http, body, prepares, reply)
 
     async def chat_completions(self, http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
-        return await self._chat(http, body, ChatReply(body, check_body(body, self.settings), self.tokenizer, self.chat_format))
+        return await self._chat(http, body, ChatReply(body, self.models.check_body(body), self.tokenizer, self.chat_format))
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
-        model = check_body(body, self.settings)
+        model = self.models.check_body(body)
         chat = await self.async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
     async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
-        check_body(body, self.settings)
+        self.models.check_body(body)
 
         def counted() -> Response:
             most = max(protocol.MAX_TOKENIZED, self.async_llm.engine.max_model_len)
@@ -102,7 +143,7 @@ class GenerationEndpoints:
         return await self.async_llm.threads.run(counted, is_large=http.is_large)
 
     async def responses(self, http: StrictRequest, body: ResponsesRequest) -> Response:
-        model = check_body(body, self.settings)
+        model = self.models.check_body(body)
         is_kept = self.store.keeps(body.store)
         messages: list[dict[str, object]] = []
         num_bytes = len(await http.body())
@@ -132,8 +173,8 @@ class GenerationEndpoints:
         reply: Reply,
     ) -> Response:
         """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
-        check_model(body.model, self.settings)  # again, because an adapter may have been dropped
-        lora_request = self.settings.adapters.get(body.model or "")
+        self.models.check(body.model)  # again, because an adapter may have been dropped
+        lora_request = self.models.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else self.inputs.adapter_of(lora_request)
         to_params = partial(protocol.to_sampling_params, body, self.default)
@@ -147,10 +188,16 @@ class GenerationEndpoints:
         await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
         if self.replays is not None:
             self.replays.add(reply.answers)
-        return await respond(http, reply, is_stream=bool(body.stream))
+        if body.stream:
+            return EventStream(reply.answers, reply.events())
+
+        async def whole() -> Response:
+            return json_response(reply.whole())
+
+        return await respond_whole(http, reply.answers, whole)
 
 
-def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
     engine, vocab_size = async_llm.engine, async_llm.llm.info.vocab_size
 
     def tokenizer() -> Any:
@@ -160,7 +207,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
 
     @app.post("/tokenize")
     async def tokenize(http: StrictRequest, body: protocol.TokenizeRequest) -> Response:
-        check_body(body, settings)
+        models.check_body(body)
         return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
 
     def tokenized(body: protocol.TokenizeRequest) -> Response:
@@ -180,7 +227,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
 
     @app.post("/detokenize")
     async def detokenize(http: StrictRequest, body: protocol.DetokenizeRequest) -> Response:
-        check_body(body, settings)
+        models.check_body(body)
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
 
     def detokenized(body: protocol.DetokenizeRequest) -> Response:
@@ -189,22 +236,22 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 
-def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
-    metrics = Metrics(async_llm, settings.served_model_names[0])
+    metrics = Metrics(async_llm, models.names[0])
 
     def card(name: str) -> dict[str, object]:
-        parent = {"parent": settings.served_model_names[0]} if name in settings.adapters else {}
+        parent = {"parent": models.names[0]} if name in models.adapters else {}
         return {"id": name, "object": "model", **facts, **parent}
 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": list(map(card, (*settings.served_model_names, *settings.adapters)))})
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": list(map(card, (*models.names, *models.adapters)))})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        return json_response(card(check_model(model, settings)))
+        return json_response(card(models.check(model)))
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
@@ -225,29 +272,3 @@ def check_length(tokens: list[int], most: int) -> list[int]:
     if len(tokens) > most:
         raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
     return tokens
-
-
-def check_body(body: protocol.ModelBody, settings: ServerSettings) -> str:
-    """Refuse unknown fields of a body, and a model that is not served. Returns the model name for the answer."""
-    if not settings.ignore_unknown_fields:
-        body.check_unknown_fields()
-    return check_model(body.model, settings)
-
-
-def check_texts_body(body: TextsRequest, settings: ServerSettings) -> str:
-    """Check a body like check_body, and refuse adapters."""
-    model = check_body(body, settings)
-    if model in settings.adapters:
-        raise RequestError(400, f"{model} is an adapter, which embeddings and scores do not use; name the model", param="model")
-    return model
-
-
-def check_model(name: str | None, settings: ServerSettings) -> str:
-    """Return the model name for the answer. A model that is not served is refused."""
-    names = (*settings.served_model_names, *settings.adapters)
-    if name is not None and name not in names:
-        served = ", ".join(names)
-        raise RequestError(
-            404, f"the model {name[:100]!r} is not served; this server has {served}", param="model", code="model_not_found"
-        )
-    return name or settings.served_model_names[0]

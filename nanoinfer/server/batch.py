@@ -4,9 +4,6 @@ In: a JSONL file in OpenAI's batch format. Out: a result per request, in the ord
 answered like a request to `nanoinfer serve`, with a seed that is computed from the job's seed and its custom_id unless it has a
 seed. So the answers do not depend on the order of the requests, nor, if LLM.batch_independent holds, on other requests.
 
-    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
-    {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
-
 Results are appended to OUTPUT.partial, after which an interrupted job continues, and which becomes OUTPUT at the end.
 OUTPUT.manifest.json identifies the job, so that a job with another model, input or seed is refused.
 """

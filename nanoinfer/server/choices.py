@@ -21,9 +21,9 @@ from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
+from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
-from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Reply
 from nanoinfer.server.errors import RequestError, error_body
@@ -47,14 +47,6 @@ class ChatFormat:
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
         """Choose by vLLM's names of parsers. None: the format that the chat template writes."""
         names = reasoning_parser, tool_call_parser
-        for option, name, known in (
-            ("--reasoning-parser", reasoning_parser, ("qwen3", "openai_gptoss")),
-            ("--tool-call-parser", tool_call_parser, ("hermes", "openai")),
-        ):
-            if name not in (None, "none", *known):
-                raise InvalidValueError(
-                    f"{option} must be {', '.join(known)} or none, got {name!r}; without it, the template decides"
-                )
         is_named = ["openai" in name for name in names if name not in (None, "none")]  # whether each name is harmony's
         if len({*is_named}) > 1:
             raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")

@@ -23,10 +23,11 @@ WITHOUT_EFFECT = frozenset(
 )
 # The other fields: the values besides null that change nothing here, and the way out if it is not to leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
+    **dict.fromkeys(
+        "audio moderation prompt_embeds kv_transfer_params container diagnostics access_programs".split(), ((), "")
+    ),
     # OpenAI's
-    "audio": ((), ""),
     "modalities": ((["text"],), "only text is generated"),
-    "moderation": ((), ""),
     "verbosity": (("medium",), "ask for the length in a message"),
     "web_search_options": ((), "offer a search as one of tools"),
     "functions": (([],), "use tools"),
@@ -37,30 +38,22 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
+    **{f"guided_{kind}": ((), f"use structured_outputs={{'{kind}': ...}}") for kind in ("json", "regex", "choice", "grammar")},
     "truncate_prompt_tokens": ((), "send the last ids that /tokenize returns as the prompt"),
     "add_special_tokens": ((), "send the ids that /tokenize returns as the prompt"),
-    "prompt_embeds": ((), ""),
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
     "mm_processor_kwargs": ((), "only text is read"),
     "include_reasoning": ((True,), "the reasoning is a field of its own"),
-    "kv_transfer_params": ((), ""),
     "logits_processors": (([],), ""),
-    "guided_json": ((), "use structured_outputs={'json': ...}"),
-    "guided_regex": ((), "use structured_outputs={'regex': ...}"),
-    "guided_choice": ((), "use structured_outputs={'choice': ...}"),
-    "guided_grammar": ((), "use structured_outputs={'grammar': ...}"),
     # those of Anthropic's Messages and OpenAI's Responses
-    "container": ((), ""),
     "context_management": (({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {"edits": []}), ""),
-    "diagnostics": ((), ""),
     "speed": (("standard",), ""),
     "mcp_servers": (([],), "call them from the client, and offer their tools"),
     "citations": (({"enabled": False},), ""),
     "defer_loading": ((False,), ""),
     "input_examples": (([],), "put them into the description"),
     "allowed_callers": ((["direct"],), ""),
-    "access_programs": ((), ""),
     "background": ((False,), ""),
     "background_options": ((), ""),
     "image": ((), ""),
@@ -105,15 +98,12 @@ def check_fields(extra: Mapping[str, object], known: Collection[str]) -> None:
         if name in WITHOUT_EFFECT:
             continue
         if name not in NEUTRAL_VALUES:
-            refused[name] = f"{name[:50]} is an unknown field ({_way_out(name, known)})"
+            close = difflib.get_close_matches(name[:50], known, n=1)
+            way_out = f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"
+            refused[name] = f"{name[:50]} is an unknown field ({way_out})"
         elif value is not None and not is_one_of(value, NEUTRAL_VALUES[name][0]):
             refused[name] = f"{name}={shown(value)} is not supported ({NEUTRAL_VALUES[name][1] or 'leave it out'})"
     if refused:
         name = next(iter(refused))
         code = "unsupported" if name in NEUTRAL_VALUES else "unknown_parameter"
         raise RequestError(400, "; ".join(refused.values()), param=name[:50], code=code)
-
-
-def _way_out(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name[:50], known, n=1)
-    return f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"

@@ -6,7 +6,6 @@ In: ASGI's scopes. Out: the request, passed on, or an error.
 import hashlib
 import hmac
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.lora.request import LoRARequest
 from nanoinfer.server.errors import RequestError, error_response
 from nanoinfer.server.listen import is_allowed
+from nanoinfer.server.settings import ServerSettings
 from nanoinfer.system.work_threads import LARGE
-from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_HEADER_BYTES = 2**15
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
@@ -30,31 +28,12 @@ MAX_VALUES, MAX_NESTED = 2**20, 2**16
 FILE = "application/octet-stream"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The server's settings for its clients."""
-
-    served_model_names: tuple[str, ...]  # names that a request's "model" may have. Answers contain the first
-    api_keys: tuple[str, ...] = ()  # POST requests, and those to /v1 and /trace, need one of these keys. (): they need none
-    allowed_hosts: tuple[str, ...] | None = None  # names that the Host header may have besides addresses. None: any name
-    max_body_bytes: int = 2**22  # the limit of a request's body
-    ignore_unknown_fields: bool = False  # accept unknown fields of a body
-    cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
-    reasoning_parser: str | None = None  # "qwen3", "openai_gptoss" or "none". None: by the chat template
-    tool_call_parser: str | None = None  # "hermes", "openai" or "none". None: by the chat template
-    max_stored_responses: int = 0  # the number of responses of /v1/responses that requests can continue by id
-    weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: no trainer may
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # names that lora_updates may change
-    lora_updates: bool = False
-    recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None: no replays
-
-
 class RequestLimits:
     """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
-        self._digests = [_digest(key.encode()) for key in settings.api_keys]
+        self._digests = [_digest(key.encode()) for key in settings.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -6,6 +6,7 @@ In: --host and --port. Out: bound sockets, before a model is loaded, or a senten
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 
@@ -59,12 +60,12 @@ def cannot_listen(host: str, port: int, error: OSError) -> NanoinferError:
     return NanoinferError(f"the server cannot listen on {host}, port {port}: {error.strerror or error}")
 
 
-def host_names(host: str, further: list[str]) -> tuple[str, ...]:
+def host_names(host: str, further: Sequence[str]) -> Sequence[str]:
     """Return the names that requests may address: this machine's, the given host, and further names."""
-    return tuple(name.lower() for name in ("localhost", socket.gethostname(), host, *further))
+    return "localhost", socket.gethostname(), host, *further
 
 
-def is_allowed(host_header: str, names: tuple[str, ...]) -> bool:
+def is_allowed(host_header: str, names: Sequence[str]) -> bool:
     """Whether a Host header has one of these names, or is an address, to which no DNS server can map another name.
 
     Otherwise a page whose name maps to 127.0.0.1 (DNS rebinding) could read the answers of a server without a key.
@@ -76,5 +77,5 @@ def is_allowed(host_header: str, names: tuple[str, ...]) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return "*" in names or name.lower().removesuffix(".") in names
+        return "*" in names or name.lower().removesuffix(".") in map(str.lower, names)
     return True

@@ -8,10 +8,10 @@ import base64
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from fastapi import FastAPI
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from starlette.responses import Response
 
 from nanoinfer.async_llm import AsyncLLM
@@ -49,21 +49,11 @@ class EmbeddingRequest(TextsRequest):
 
 
 class ScoreRequest(TextsRequest):
-    """The body of /v1/score, in which text_1 and text_2 are other names of queries and documents."""
+    """The body of /v1/score."""
 
-    queries: str | Texts | None = None
-    documents: str | Texts | None = None
-    text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
+    queries: Annotated[str | Texts, Field(validation_alias=AliasChoices("queries", "text_1"), description="Or text_1.")]
+    documents: Annotated[str | Texts, Field(validation_alias=AliasChoices("documents", "text_2"), description="Or text_2.")]
     instruction: str | None = None
-
-    @model_validator(mode="after")
-    def take_other_names(self) -> Self:
-        if (self.queries is None) == (self.text_1 is None) or (self.documents is None) == (self.text_2 is None):
-            raise ValueError("give queries and documents, or text_1 and text_2")
-        self.queries = self.text_1 if self.queries is None else self.queries
-        self.documents = self.text_2 if self.documents is None else self.documents
-        return self
 
 
 class RerankRequest(TextsRequest):
@@ -125,15 +115,13 @@ class PoolingEndpoints:
         self,
         http: StrictRequest,
         body: ScoreRequest | RerankRequest,
-        queries: str | list[str] | None,
+        queries: str | list[str],
         fields_of: Callable[[list[float]], JsonObject],
     ) -> Response:
-        model, documents = self._check_body(body), body.documents
-        assert queries is not None, "take_other_names has seen to it"
-        assert documents is not None, "take_other_names has seen to it"
+        model = self._check_body(body)
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         options = {"priority": body.priority, "timeout": body.timeout}
-        make = partial(Scoring, self._async_llm.pooler, queries, documents, params, body.instruction, **options)
+        make = partial(Scoring, self._async_llm.pooler, queries, body.documents, params, body.instruction, **options)
         scoring = await self._async_llm.threads.run(make, is_large=http.is_large)
         return await self._read(http, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))
 

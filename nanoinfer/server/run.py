@@ -15,7 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import create_app
-from nanoinfer.server.limits import MAX_HEADER_BYTES, ServerSettings
+from nanoinfer.server.limits import MAX_HEADER_BYTES
+from nanoinfer.server.settings import ServerSettings
 
 logger = logging.getLogger("uvicorn.error")  # uvicorn's, which also logs non-errors
 KEEP_ALIVE_SECONDS = 5
@@ -82,7 +83,7 @@ class Server(uvicorn.Server):
 
 def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> str:
     """Return the text that a server prints when it listens."""
-    info, name = async_llm.llm.info, settings.served_model_names[0]
+    info, name = async_llm.llm.info, settings.served_model_name[0]
     num_cached, num_bytes = info.num_blocks * info.block_size, info.num_cache_bytes
     num_seqs = async_llm.engine.scheduler.config.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -1,17 +1,7 @@
 """Endpoints that change the weights or the adapters of a server, under vLLM's names. Two options of `serve` add them.
 
-For a trainer, --enable-weight-update, with a checkpoint or its tensors:
-
-    POST /pause?mode=wait|abort   no further requests are accepted (503), and running requests end
-    POST /update_weights          {"path": folder}, which this machine can read: all weights are replaced
-                                  a safetensors file as application/octet-stream: the weights in it are replaced
-    POST /resume                  requests are accepted again
-    GET  /get_world_size          the number of ranks
-
-For adapters, --enable-lora-update:
-
-    POST /v1/load_lora_adapter     {"lora_name": name, "lora_path": folder}: a request's model may have this name from now on
-    POST /v1/unload_lora_adapter   {"lora_name": name}: running requests keep it, and new requests cannot use it
+In: folders that this machine can read, or a safetensors file as a body. Out: the same server with other weights (for a trainer,
+--enable-weight-update), or with further names of models (--enable-lora-update). docs/serving.md lists the endpoints.
 
 Their callers decide what this server answers, and may make it read any folder, or download any repository of the hub.
 Use them with --api-key.
@@ -35,6 +25,7 @@ from nanoinfer.server.errors import RequestError, json_response
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
 from nanoinfer.server.protocol import Body
 from nanoinfer.training import rollouts
+from nanoinfer.training.update import max_file_bytes
 
 
 class UpdateRequest(Body):
@@ -47,10 +38,11 @@ _CONTENT = {"application/json": UpdateRequest.model_json_schema(), FILE: {"type"
 _TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": content} for kind, content in _CONTENT.items()}}}
 
 
-def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
+def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
-    app.state.max_file_bytes = rollouts.max_file_bytes(llm.engine)
+    origin = rollouts.origin_of(llm.engine)
+    app.state.max_file_bytes = max_file_bytes(origin)
 
     def status() -> dict[str, object]:
         engine = async_llm.engine
@@ -69,7 +61,12 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     @app.post("/update_weights", openapi_extra=_TWO_BODIES)
     async def update_weights(http: StrictRequest) -> Response:
         if media_type(http.headers) != FILE:
-            await update(await _path_of(http))
+            try:
+                body = UpdateRequest.model_validate(await http.json())
+            except ValidationError as error:
+                raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
+            body.check_unknown_fields()
+            await update(body.path)
             return json_response(status())
         async with one_file_at_a_time:
             with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
@@ -87,16 +84,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
 
     @app.get("/get_world_size")
     async def get_world_size() -> Response:
-        return json_response({"world_size": world_size})
-
-
-async def _path_of(http: StrictRequest) -> str:
-    try:
-        body = UpdateRequest.model_validate(await http.json())
-    except ValidationError as error:
-        raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
-    body.check_unknown_fields()
-    return body.path
+        return json_response({"world_size": origin.config.tensor_parallel_size})
 
 
 # ---- adapters

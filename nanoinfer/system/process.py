@@ -8,7 +8,6 @@ logger `nanoinfer`:
     number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
                            made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
                            OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has a single thread.
-                           While a model is checked, they are lowered for milliseconds (fast/batch_independence.py).
     threads of kernels     the kernels' team keeps its threads, asleep, until the process ends. fast/cpu/program.cpp.
     current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
                            when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
@@ -29,8 +28,6 @@ interval, and exempt what was loaded from garbage collection.
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -94,17 +91,6 @@ def limit_threads() -> None:
         return
     torch.set_num_threads(num)
     log_once(f"torch computes in {num} threads, because the container may use {quota:g} CPUs; set OMP_NUM_THREADS for another")
-
-
-@contextmanager
-def temporary_threads(num: int) -> Iterator[None]:
-    """Let torch, and with it our kernels, compute in this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def set_cuda_device(device: torch.device) -> None:

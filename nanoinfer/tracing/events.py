@@ -259,7 +259,7 @@ class EventBuffer:
 
     def __init__(self, tracer: Tracer) -> None:
         self.wants_stages = bool(getattr(tracer, "wants_stages", False))
-        self._tracer = tracer
+        self.tracer = tracer
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
@@ -269,7 +269,7 @@ class EventBuffer:
         """Emit all events in order, including those that the tracer itself causes. If it raises, the rest is lost."""
         try:
             while self._events:
-                self._tracer.emit(self._events.popleft())
+                self.tracer.emit(self._events.popleft())
         except BaseException:
             self._events.clear()
             raise

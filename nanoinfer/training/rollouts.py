@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     EnginePausedError,
     InvalidValueError,
@@ -27,9 +28,9 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.loading.held_weights import Origin
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
-from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.training import update
 
@@ -59,7 +60,7 @@ class WeightsMissingError(EnginePausedError):
 def update_weights(engine: LLMEngine, pairs: Iterable[tuple[str, Tensor]]) -> int:
     """Replace weights by given tensors. Returns the new weights_version."""
     runner = _runner_of(engine)
-    weights = divided(update.GivenWeights(pairs), update.origin_of(runner.weights).rules)
+    weights = divided(update.GivenWeights(pairs), origin_of(engine).rules)
     _begin_update(engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
@@ -68,16 +69,15 @@ def update_weights(engine: LLMEngine, pairs: Iterable[tuple[str, Tensor]]) -> in
 
 def update_weights_from_path(engine: LLMEngine, path: str) -> int:
     """Replace weights by those in files. Returns the new weights_version."""
-    runner = _runner_of(engine)
-    weights = update.open_path(update.origin_of(runner.weights), path)
+    weights = update.open_path(origin_of(engine), path)
     _begin_update(engine, weights, must_be_whole=not update.is_file(path))
-    runner.on_all_ranks(update.fill_from, path)
+    _runner_of(engine).on_all_ranks(update.fill_from, path)
     return _finish_update(engine)
 
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
     """Check everything, then refuse requests until _finish_update is called."""
-    origin = update.origin_of(_runner_of(engine).weights)
+    origin = origin_of(engine)
     if engine.num_unfinished:
         raise NanoinferError(
             f"the weights cannot be replaced while {engine.num_unfinished} requests run; wait for their end, or call "
@@ -107,9 +107,9 @@ def _runner_of(engine: LLMEngine) -> "ModelRunner":
     return runner
 
 
-def max_file_bytes(engine: LLMEngine) -> int:
-    """The size of the largest .safetensors file for update_weights_from_path. Raises: UnsupportedError as update_weights."""
-    return update.max_file_bytes(update.origin_of(_runner_of(engine).weights))
+def origin_of(engine: LLMEngine) -> Origin:
+    """Return how the engine's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
+    return update.origin_of(_runner_of(engine).weights)
 
 
 # ---- pauses, and memory
@@ -134,7 +134,7 @@ def sleep(engine: LLMEngine, level: int) -> None:
     if not update.can_release or engine.executor.info.device != "cpu":
         raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
     if level == 2:
-        update.origin_of(runner.weights)
+        origin_of(engine)
     engine.reset_prefix_cache()
     for tag in TAGS[2 - level :]:
         without = "weights" if tag == "weights" else "KV cache"

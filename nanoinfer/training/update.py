@@ -8,12 +8,12 @@ other values. Names, shapes, transposed matrices, tied heads and parts of ranks 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
+from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
 from nanoinfer.loading.held_weights import HeldWeights, Origin
 from nanoinfer.loading.loader import divided, open_weights, read_config
@@ -115,32 +115,17 @@ def open_path(origin: Origin, path: str) -> Weights:
     return open_weights(checkpoint)
 
 
-@runtime_checkable
-class Runner(Protocol):
-    """The attributes of a rank's runner (execution/model_runner.py) that are used here."""
-
-    @property
-    def weights(self) -> HeldWeights: ...
-    @property
-    def cache(self) -> "HasTensors": ...
-
-
-@runtime_checkable
-class HasTensors(Protocol):
-    def tensors(self) -> list[Tensor]: ...
-
-
-def fill(runner: Runner, name: str, tensor: Tensor) -> None:
+def fill(runner: ModelRunner, name: str, tensor: Tensor) -> None:
     """Replace a weight on this rank. Call `finish` after the last weight."""
     _fill(runner.weights, GivenWeights([(name, tensor)]))
 
 
-def fill_from(runner: Runner, path: str) -> None:
+def fill_from(runner: ModelRunner, path: str) -> None:
     """Replace the weights on this rank by its part of those of a file or a checkpoint. Call `finish` afterwards."""
     _fill(runner.weights, open_path(origin_of(runner.weights), path))
 
 
-def finish(runner: Runner) -> None:
+def finish(runner: ModelRunner) -> None:
     """Renew everything that kernels computed from the weights on this rank."""
     runner.weights.finish()
 
@@ -154,7 +139,7 @@ def _fill(held: HeldWeights, weights: Weights) -> None:
         held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)
 
 
-def release(runner: Runner, *, weights: bool) -> None:
+def release(runner: ModelRunner, *, weights: bool) -> None:
     """Give the memory of the KV cache, or of the weights, back to the system on this rank. The contents are lost."""
     for tensor in runner.weights.tensors() if weights else runner.cache.tensors():
         release_pages(tensor)

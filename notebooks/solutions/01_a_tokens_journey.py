@@ -5,7 +5,7 @@ from definitions import definitions
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.bundled import stories
+from nanoinfer.lab import stories
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer

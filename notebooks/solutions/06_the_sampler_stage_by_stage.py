@@ -4,7 +4,7 @@ import torch
 from definitions import definitions
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bundled import stories
+from nanoinfer.lab import stories
 from nanoinfer.sampling.stages import keep_min_p, keep_top_k, keep_top_p
 
 notebook = definitions("06_the_sampler_stage_by_stage")

@@ -12,9 +12,9 @@ from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
+from nanoinfer.server.settings import ServerSettings
 from nanoinfer.tracing import StepScheduled
 
 notebook = definitions("15_serving")
@@ -33,7 +33,7 @@ def serving(max_num_seqs, max_queued):
         kv_cache_memory=2**22,
         seed=0,
     )
-    settings = ServerSettings(served_model_names=("tiny-qwen3",))
+    settings = ServerSettings(served_model_name=("tiny-qwen3",))
     server = Server(async_llm, settings, shutdown_timeout=5)
     sockets = bind("127.0.0.1", 0)
     for name in ("uvicorn.error", "uvicorn.access"):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat_model import LocalModel
-from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, Conversation, complete
+from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
@@ -30,7 +30,7 @@ def llm():
 
 @pytest.fixture
 def session(llm):
-    return ChatSession(Conversation(LocalModel(llm)), GREEDY)
+    return ChatSession(LocalModel(llm), GREEDY)
 
 
 def user(text):
@@ -38,7 +38,7 @@ def user(text):
 
 
 def said(session):
-    return [message["content"] for message in session.conversation.messages]
+    return [message["content"] for message in session.messages]
 
 
 def answer(llm, messages, params=GREEDY):
@@ -78,7 +78,7 @@ def test_a_full_context_is_noted_once_and_the_answers_go_on(llm, session, capsys
         assert session.output.metrics.num_output_tokens == 12
         assert "You tell stories." in session.output.prompt
     assert len(said(session)) == 18
-    assert session.conversation.num_dropped > 6
+    assert session.num_dropped > 6
     assert capsys.readouterr().err.count("the context is full: from now on") == 1
 
 
@@ -87,7 +87,7 @@ def test_a_question_that_does_not_fit_is_refused_and_the_conversation_stays(sess
     before = said(session)
     with pytest.raises(NanoinferError, match=r"maximum context length is 128 tokens"):
         session.handle(LILY * 100)
-    assert (said(session), session.conversation.num_dropped) == (before, 0)
+    assert (said(session), session.num_dropped) == (before, 0)
     session.handle(TOM)
     assert len(said(session)) == 4
 
@@ -149,7 +149,7 @@ def test_retry_draws_another_answer_and_a_seed_repeats_the_session(llm):
     params = replace(GREEDY, temperature=1.0, seed=5)
     texts = []
     for _ in range(2):
-        session = ChatSession(Conversation(LocalModel(llm)), params)
+        session = ChatSession(LocalModel(llm), params)
         session.handle(LILY)
         [_, first] = said(session)
         session.handle("/retry")
@@ -168,9 +168,9 @@ def test_retry_without_a_new_answer_keeps_the_old_one(session):
 
 
 def test_a_seed_is_drawn_where_none_is_given(llm):
-    seeds = {ChatSession(Conversation(LocalModel(llm)), GREEDY).params.seed for _ in range(3)}
+    seeds = {ChatSession(LocalModel(llm), GREEDY).params.seed for _ in range(3)}
     assert len(seeds) == 3
-    session = ChatSession(Conversation(LocalModel(llm)), replace(GREEDY, seed=7))
+    session = ChatSession(LocalModel(llm), replace(GREEDY, seed=7))
     session.handle("/set seed None")
     assert session.params.seed not in (None, 7)
 
@@ -282,16 +282,16 @@ def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
     session.handle("/system You tell stories.")
     session.handle(LILY)
     session.handle(f"/save {tmp_path}/my talk.json")
-    other = ChatSession(Conversation(LocalModel(llm)), GREEDY)
+    other = ChatSession(LocalModel(llm), GREEDY)
     other.handle(f"/load {tmp_path}/my talk.json")
     other.handle("/retry")
     assert said(other) == said(session)
     other.handle("/system")
-    assert (other.conversation.system, session.conversation.system) == (None, "You tell stories.")
+    assert (other.system, session.system) == (None, "You tell stories.")
 
 
 def test_stats_follow_each_answer_if_asked_for(llm, capsys):
-    session = ChatSession(Conversation(LocalModel(llm)), GREEDY, shows_stats=True)
+    session = ChatSession(LocalModel(llm), GREEDY, shows_stats=True)
     session.handle(LILY)
     stats = capsys.readouterr().err.splitlines()[-1]
     assert stats.startswith("(prompt ")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer.cli.chat_model import RemoteModel
-from nanoinfer.cli.chat_session import ChatSession, Conversation
+from nanoinfer.cli.chat_session import ChatSession
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def run(server, *arguments, stdin=""):
 
 def session_with(server, **options):
     model = RemoteModel(Client(server.url), "fake", set(options))
-    return ChatSession(Conversation(model), SamplingParams(**{"max_tokens": None} | options))
+    return ChatSession(model, SamplingParams(**{"max_tokens": None} | options))
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_what_was_shown_and_closes_the_connection(monkeypatch, caps
             assert server.has_left.wait(120)
     finally:
         signal.signal(signal.SIGINT, previous)
-    assert [message["content"] for message in session.conversation.messages] == ["Hello", "Once"]
+    assert [message["content"] for message in session.messages] == ["Hello", "Once"]
     assert capsys.readouterr() == ("Once\n", "(stopped)\n")
 
 
@@ -173,7 +173,7 @@ def test_after_an_error_the_session_goes_on():
         with pytest.raises(NanoinferError, match="busy"):
             session.handle("a")
         session.handle("b")
-        assert [message["content"] for message in session.conversation.messages] == ["b", "Hi"]
+        assert [message["content"] for message in session.messages] == ["b", "Hi"]
 
 
 @pytest.mark.parametrize(

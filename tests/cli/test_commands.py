@@ -32,7 +32,7 @@ def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_widt
     command = [sys.executable, "-m", "nanoinfer", "generate", "-h"]
     text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
     headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Arguments", "Options", "Model and engine", "Sampling", "Examples"]
+    assert headings == ["Arguments", "Options", "Engine", "Sampling", "Examples"]
     sampling = text.partition("Sampling:")[2]
     assert "--top-k N" in sampling
     assert "--max-tokens N" in sampling
@@ -51,7 +51,7 @@ def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_widt
         (("gen", "x"), "error: there is no command 'gen'; did you mean generate?\n"),
         (("bench", "throughputs"), "error: there is no command 'throughputs'; did you mean throughput?\n"),
         (("--nonsense",), "No such option: --nonsense; "),
-        (("generate", "x", "--max-tokens", "ten"), "--max-tokens"),
+        (("generate", "x", "--max-tokens", "ten"), "'ten'"),
         (("generate", "x", "--kv-cache-memory", "much"), "'much' is not a size"),
         (("batch",), "Missing argument 'INPUT'; "),
     ],
@@ -64,7 +64,7 @@ def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence
     assert result.stderr.count("\n") == 1
 
 
-OPTIONS = ("--max-tokens", "--dtype", "--quantization", "--stop")
+OPTIONS = ("--max-tokens", "--dtype", "--quantization", "--stop", "--seed")
 NAMES = {option.strip("-").replace("-", "_"): option for option in OPTIONS}
 
 
@@ -72,6 +72,7 @@ NAMES = {option.strip("-").replace("-", "_"): option for option in OPTIONS}
     ("message", "words"),
     [
         ("max_tokens must be >= 1, or None for the model's length, got 0", "--max-tokens must be >= 1, got 0"),
+        ("seed must be in 0 .. 9, or None or -1 to draw one, got -2", "--seed must be in 0 .. 9, or -1 to draw one, got -2"),
         ("quantization must be None, 'int8' or 'int4', got 3", "--quantization must be 'int8' or 'int4', got 3"),
         (
             "quantization='int8' computes in bfloat16, got dtype='float32'; leave dtype out",

@@ -37,6 +37,7 @@ def test_it_reports_what_the_machine_has_and_what_will_be_used(report):
     assert engine["attention"]
     if not torch.cuda.is_available():
         assert engine["layers and attention computed by"].startswith(("C++ kernels", "torch, slowly: "))
+        assert engine["threads of the kernels"] == f"{torch.get_num_threads()}; those that wait spin briefly, then sleep"
 
 
 def test_every_backend_is_compared(report):

@@ -9,14 +9,13 @@ from inspect import signature
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import bench
 from nanoinfer.cli.chat_session import PARAMETERS
 from nanoinfer.cli.commands import cli_errors
-from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, new_table, option_names, parse_size
+from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, option_names, parse_size, print_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +149,15 @@ def test_a_shell_completes_commands_without_importing_torch():
     assert done.stdout.split() == ["models", "False"]
 
 
-def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
-    table = new_table("requests", "transformers tok/s", "reason")
-    table.add_row("123456789", "123456.7", "a_word_of_many_letters" * 6)
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(table)
-    lines = captured.get().splitlines()
+def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(("requests", "transformers tok/s", "reason"), [("123456789", "123456.7", "a_word_of_many_letters" * 6)])
+    text = capsys.readouterr().out
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "requests" in lines[0] or "requests" in lines[1]
-    assert "…" not in captured.get()
-    assert captured.get().count("a_word") + captured.get().count("letters") > 6
+    assert "…" not in text
+    assert text.count("a_word") + text.count("letters") > 6
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """LLMEngine, whose steps the caller makes: the outputs are those of LLM.generate."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanoinfer import LLM, EngineArgs, LLMEngine, NanoinferError, SamplingParams
@@ -84,7 +86,8 @@ def test_arguments_come_from_a_command_line():
     parser.add_argument("--mine", default=1)
     given = parser.parse_args(
         "--model tiny-gpt2 --max-num-seqs 4 --no-enable-prefix-caching --gpu-memory-utilization 0.5 --trust-remote-code "
-        '--pipeline-parallel-size 1 --speculative-config {"method":"ngram"}'.split()
+        '--pipeline-parallel-size 1 --speculative-config {"method":"ngram"} --lora a b --lora c --kv-cache-memory 1.5G '
+        "--prefix-cache-size 4096".split()
     )
     args = EngineArgs.from_cli_args(given)
     assert args == EngineArgs(
@@ -93,7 +96,13 @@ def test_arguments_come_from_a_command_line():
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
         speculative_config={"method": "ngram"},
+        lora=["a", "b", "c"],
+        kv_cache_memory=3 * 2**29,
+        prefix_cache_size=4096,
     )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-cache-memory", "1X"])
+    args = replace(args, lora=None, kv_cache_memory=2**24)
     assert LLM.from_engine_args(args).engine.scheduler.config.max_num_seqs == 4
     with pytest.raises(UnsupportedError, match="pipeline_parallel_size=2 is not supported"):
         EngineArgs.from_cli_args(parser.parse_args(["--pipeline-parallel-size", "2"]))

@@ -203,7 +203,7 @@ def test_the_comparison_notices_ties_that_are_not_sent(params, monkeypatch):
     batch = batch_of([sequence(seed, **params) for seed in range(50)], 2000)
     expected = plain_ids(logits, batch)
     assert Ranks(2).sample(logits, batch) == expected
-    for name in ("decide_top_k", "decide_top_p"):
+    for name in ("decide_few", "decide_top_p"):
         decide = getattr(few_logits, name)
         decided = lambda *arguments, decide=decide: (decide(*arguments)[0], torch.zeros(50, dtype=torch.bool))  # noqa: E731
         monkeypatch.setattr(few_logits, name, decided)

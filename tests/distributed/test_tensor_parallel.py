@@ -1,6 +1,7 @@
 """LLM(tensor_parallel_size=N) with real processes: the answers of one rank, and clear errors when a rank ends."""
 
 import gc
+import logging
 import os
 import pickle
 import random
@@ -18,8 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
+from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, Workers
+from nanoinfer.distributed.worker import run as run_worker
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
@@ -521,3 +524,20 @@ def test_one_gpu_by_its_number_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UnsupportedError, match="device='cuda:1' names one GPU, and tensor_parallel_size=2 uses several"):
         LLM("tiny-gpt2", tensor_parallel_size=2, device="cuda:1")
+
+
+def test_a_store_that_does_not_open_is_reported_with_its_sentence():
+    ours, theirs = Pipe()
+
+    def open_store():
+        raise ConnectionError("the port is closed")
+
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    level = logging.getLogger("nanoinfer").level
+    workers = Workers([ours], [])
+    workers.send((EngineConfig(), threads, precision))
+    run_worker(theirs, 1, "cpu", open_store, is_one_machine=True)
+    logging.getLogger("nanoinfer").setLevel(level)  # a worker is otherwise a process of its own
+    theirs.close()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: ConnectionError: the port is closed; make a new LLM"):
+        workers.wait_until_ready()

@@ -12,9 +12,9 @@ import pytest
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
-VOCABULARY = ("errors", "prompts", "sampling_params", "outputs", "config", "arguments")
+VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
 
-# folder -> the folders that its files may import. "words" are VOCABULARY and structured/parameters.py, which need no torch.
+# folder -> the folders that its files may import. "words" are VOCABULARY, which needs no torch.
 ALLOWED = {
     "words": set(),
     "system": {"words"},
@@ -24,16 +24,14 @@ ALLOWED = {
     "attention": {"words", "system"},
     "models": {"words", "attention"},
     "loading": {"words", "system", "tokenization", "models"},
-    "structured": {"words", "system", "tokenization", "scheduling"},
-    "chat": {"words", "system", "tokenization", "structured"},
-    "sampling": {"words", "system", "tracing", "tokenization", "scheduling", "structured"},
+    "sampling": {"words", "system", "tracing", "tokenization", "scheduling"},
+    "chat": {"words", "system", "tokenization", "sampling"},
     "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
-    "speculative": {"words", "tracing", "scheduling", "execution"},
     "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
     "lora": {"words", "scheduling", "loading", "execution"},
     "engine": {
-        *("words", "system", "tracing", "tokenization", "scheduling", "loading", "structured", "chat", "execution"),
-        *("speculative", "lora", "fast"),
+        *("words", "system", "tracing", "tokenization", "scheduling", "loading", "sampling", "chat", "execution"),
+        *("lora", "fast"),
     },
     "distributed": {
         *("words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
@@ -45,10 +43,9 @@ ALLOWED = {
     "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
     "compat": {"words", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
-    "bundled": set(),
     "lab": {
-        *("words", "tracing", "scheduling", "attention", "loading", "structured", "sampling", "execution", "speculative"),
-        *("fast", "engine", "llm", "server"),
+        *("words", "tracing", "scheduling", "attention", "loading", "sampling", "execution", "fast"),
+        *("engine", "llm", "server"),
     },
     "cli": {
         *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
@@ -63,7 +60,7 @@ DOORS = {"engine/load.py": {"nanoinfer.distributed.launch"}}
 def folder_of(module: str) -> str | None:
     """nanoinfer.models.qwen -> models; the package itself, which imports nothing by itself -> None."""
     first = [*module.split("."), ""][1]
-    return "words" if first in VOCABULARY or module == "nanoinfer.structured.parameters" else first or None
+    return "words" if first in VOCABULARY else first or None
 
 
 def imports_of(path: Path) -> set[str]:
@@ -184,7 +181,7 @@ def run_python(code: str) -> str:
 
 
 def test_bookkeeping_imports_no_torch():
-    light = ("words", "tracing", "tokenization", "scheduling", "speculative", "chat", "engine")
+    light = ("words", "tracing", "tokenization", "scheduling", "chat", "engine")
     modules = [module for module in MODULES.values() if folder_of(module) in light and not module.endswith("__init__")]
     assert len(modules) > 15
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"

@@ -24,8 +24,8 @@ SENTENCES = {
 }
 # Parts that are imported when they are used.
 OPTIONAL = """
-    fast/ chat/ server/ cli/ lab/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
-    structured/grammar.py structured/mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
+    fast/ chat/ server/ cli/ lab/ distributed/ engine/speculative/ loading/formats/ loading/hub.py
+    sampling/grammar.py sampling/grammar_mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
     models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py training/ system/pages.py
     lora/ engine/reading.py embedding/ scheduling/stored_blocks.py execution/block_files.py
     attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
@@ -85,7 +85,8 @@ def test_every_module_of_the_core_has_a_file_of_tests():
 def test_a_part_that_is_used_would_be_seen():
     tracer, drafts = "from nanoinfer import Recorder", "speculative_config={'method': 'ngram'}"
     run = f"{tracer}; LLM('tiny-gpt2', kv_cache_memory=2**22, tracer=Recorder(), {drafts})"
-    assert {"fast/accelerate.py", "models/gpt2.py", "tracing/events.py", "speculative/speculator.py"} <= set(imported(run))
+    parts = {"fast/accelerate.py", "models/gpt2.py", "tracing/events.py", "engine/speculative/speculator.py"}
+    assert parts <= set(imported(run))
 
 
 if __name__ == "__main__":

@@ -254,8 +254,9 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
             numbers = f"{len(queries)} queries and {len(documents)} documents"
             with pytest.raises(InvalidValueError, match=f"must be documents, and one query, or one for each .* got {numbers}"):
                 llm.score(queries, documents)
-        with pytest.raises(InvalidTypeError, match="queries and documents must be strings"):
-            llm.score("a", [1])
+        for wrong in ([1], 5, None, {"content": "b"}):
+            with pytest.raises(InvalidTypeError, match="queries and documents must be strings or lists of strings, got"):
+                llm.score("a", wrong)
         assert_nothing_is_left(llm)
 
 

@@ -20,6 +20,7 @@ import torch
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.config import NEUTRAL, SchedulerConfig
 from nanoinfer.engine.metrics import Counter, Gauge, Histogram
+from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -29,7 +30,6 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.prompts import NEUTRAL_IN
 from nanoinfer.tracing import StepScheduled
 from tests.helpers import tiny_models
 from tests.helpers.threads import run_in_threads

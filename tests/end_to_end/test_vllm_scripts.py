@@ -15,15 +15,14 @@ from typing import get_type_hints
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config, sampling_params
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config
 from nanoinfer.compat.vllm.placeholders import Placeholder
 from nanoinfer.config import CompilationConfig
 from nanoinfer.embedding import pooling
+from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import METHODS
-from nanoinfer.prompts import NEUTRAL_IN
-from nanoinfer.sampling_params import BEAM_NEUTRAL
-from nanoinfer.structured import parameters
+from nanoinfer.sampling_params import BEAM_NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -149,7 +148,9 @@ def passed_on(path: Path) -> list[str]:
 
 def vllm_names() -> list[tuple[str, str]]:
     """(module, name) of all that a script for vLLM may import from nanoinfer, besides what nanoinfer has by itself."""
-    found = [("nanoinfer.config" if name.endswith("Config") else "nanoinfer", name) for name in passed_on(WING / "names.py")]
+    names = passed_on(WING / "names.py")
+    found = [("nanoinfer.config" if name.endswith("Config") else "nanoinfer", name) for name in names]
+    found += [("nanoinfer.outputs", name) for name in names if name.endswith("RequestOutput")]
     for path in sorted((WING / "modules").rglob("*.py")):
         parts = path.relative_to(WING / "modules").with_suffix("").parts
         found += [(".".join(("nanoinfer", *parts)).removesuffix(".__init__"), name) for name in passed_on(path)]
@@ -252,7 +253,7 @@ def tables() -> dict[str, str]:
     methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
     # Each name once, with what the last of these says of it.
     neutral = {**config.NEUTRAL}
-    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, sampling_params.NEUTRAL, parameters.NEUTRAL, BEAM_NEUTRAL):
+    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL, BEAM_NEUTRAL):
         neutral |= accepted
     arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
     arguments += [

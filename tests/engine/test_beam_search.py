@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.sampling.logits_processors import LogitsProcessor
+from nanoinfer.sampling.sampler import STAGES
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -235,3 +237,24 @@ def test_wrong_arguments_are_refused_by_name(path):
         BeamSearchParams(beam_width=2, length_penalty=math.inf)
     with pytest.raises(InvalidValueError, match="early_stopping must be True, False or 'never', got 'always'"):
         BeamSearchParams(beam_width=2, early_stopping="always")
+
+
+class Unchanging(LogitsProcessor):
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def apply(self, logits):
+        return logits
+
+    def is_argmax_invariant(self):
+        return True
+
+    def update_state(self, batch_update):
+        pass
+
+
+def test_code_of_ones_own_that_a_search_would_not_call_is_refused(path):
+    for name, given in (("stages", [*STAGES]), ("logits_processors", [Unchanging])):
+        llm = make(path, **{name: given})
+        with pytest.raises(UnsupportedError, match=rf"beam_search\(\) with {name} of your own is not supported.* use generate"):
+            llm.beam_search(PROMPTS, BeamSearchParams(beam_width=2))

@@ -7,10 +7,10 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
+from nanoinfer.engine.speculative.ngram import NGramProposer
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.speculative.ngram import NGramProposer
 
 CACHE = CacheConfig(kv_cache_memory=2**22, block_size=4)
 
@@ -50,7 +50,7 @@ def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
     plain = EngineConfig(cache=CACHE)
     engine = make_engine(model, EngineConfig(cache=CACHE, enforce_eager=True))
     assert make_adapters(model, plain) is None
-    assert make_proposer(None, plain, engine.executor.info) is None
+    assert make_proposer(None, plain, engine.executor) is None
     drafting = EngineConfig(cache=CACHE, speculative=SpeculativeConfig(method="ngram"))
-    assert isinstance(make_proposer(None, drafting, engine.executor.info), NGramProposer)
+    assert isinstance(make_proposer(None, drafting, engine.executor), NGramProposer)
     assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True)).layers

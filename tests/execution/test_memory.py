@@ -54,12 +54,19 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
 
 
 @pytest.mark.parametrize(
-    ("free", "lora_bytes", "expected"),
-    [(2**20, 0, 2**19), (2**20, 2**19, 2**18), (2**40, 0, memory.DEFAULT_CPU_MEMORY), (100, 200, 0)],
+    ("free", "lora_bytes", "num_ranks", "expected"),
+    [
+        (2**20, 0, 1, 2**19),
+        (2**20, 2**19, 1, 2**18),
+        (2**40, 0, 1, memory.DEFAULT_CPU_MEMORY),
+        (100, 200, 1, 0),
+        (2**20, 2**18, 2, 2**17),  # each rank has adapters, and half of the rest of its half
+        (2**40, 0, 2, memory.DEFAULT_CPU_MEMORY // 2),
+    ],
 )
-def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, expected):
+def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, num_ranks, expected):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: free)
-    assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes) == expected
+    assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes, num_ranks=num_ranks) == expected
 
 
 def test_more_than_is_free_is_refused(monkeypatch):

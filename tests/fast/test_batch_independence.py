@@ -10,6 +10,7 @@ from nanoinfer.attention.base import BACKENDS
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.batch_independence import one_layer_of_each_kind
+from nanoinfer.fast.cpu import threads
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -106,7 +107,7 @@ def test_a_sum_that_depends_on_the_number_of_threads_is_found(qwen3_path, monkey
     before, prefill = torch.get_num_threads(), KernelBackend.prefill
 
     def prefill_of_two_threads(self, *args):
-        return prefill(self, *args) * (1.001 if torch.get_num_threads() == 2 else 1.0)
+        return prefill(self, *args) * (1.001 if threads.num_threads() == 2 else 1.0)
 
     monkeypatch.setattr(KernelBackend, "prefill", prefill_of_two_threads)
     promised = []

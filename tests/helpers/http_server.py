@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import httpx2
 
 from nanoinfer import AsyncLLM
-from nanoinfer.server.limits import ServerSettings
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
+from nanoinfer.server.settings import ServerSettings
 from tests.helpers import tiny_models
 
 
@@ -52,7 +52,7 @@ class HttpServer:
 def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0, **settings):
     """Serve what load() returns. Afterwards every block is free and no task is left."""
     async_llm = load()
-    settings = ServerSettings(served_model_names=("tiny-qwen3", "alias"), **settings)
+    settings = ServerSettings(served_model_name=("tiny-qwen3", "alias"), **settings)
     server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout)
     [bound] = bind("127.0.0.1", 0)
     server.config.log_level = "warning"

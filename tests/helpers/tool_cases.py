@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 import nanoinfer
 from tests.helpers import tiny_models
 
-BUNDLED = Path(nanoinfer.__file__).parent / "bundled/tiny-qwen3"
+BUNDLED = Path(nanoinfer.__file__).parent / "loading/bundled/tiny-qwen3"
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 QUESTION = [{"role": "user", "content": "How warm is Oslo?"}]
 WEATHER = {

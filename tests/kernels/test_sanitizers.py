@@ -39,8 +39,8 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("distributed/exchange.cpp", "memcpy(buffer, source, num_bytes)", "memcpy(buffer, source, num_bytes + 1)", "exchange"),
+    Fault("fast/sampling/kernels.cpp", "(LANES, stop - i)", "(LANES, stop - i + 1)", "sampling"),
     Fault("fast/sampling/exponentials.cpp", "i < num; i++", "i <= num; i++", "exponentials"),
-    Fault("fast/sampling/greedy.cpp", "(LANES, num - i)", "(LANES, num - i + 1)", "greedy"),
     Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),
     Fault("fast/cpu/tile_linear.cpp", "step < num_steps; step++) {", "step <= num_steps; step++) {", "tile_linear"),
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),

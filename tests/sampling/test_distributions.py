@@ -87,7 +87,7 @@ def with_stage(stage, instead):
     """The plain stages with one of them replaced."""
     sampler = Sampler()
     sampler.stages = tuple(instead if each is stage else each for each in STAGES)  # the constructor would refuse it
-    return lambda logits, batch: sampler(HeadRows.of_logits(logits), batch)
+    return lambda logits, batch: sampler(HeadRows(logits, lambda logits: logits), batch)
 
 
 # ---- the sampler

@@ -32,7 +32,7 @@ def test_logits_of_a_half_precision_model_are_fp32_and_may_be_written():
 
 def test_rows_of_known_logits_are_raw_until_they_are_read():
     logits = torch.randn(2, 5)
-    rows = HeadRows.of_logits(logits)
+    rows = HeadRows(logits, lambda logits: logits)
     assert rows.is_raw
     assert rows.logits.data_ptr() == logits.data_ptr()  # stages write into them
 

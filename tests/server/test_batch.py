@@ -27,7 +27,7 @@ from nanoinfer.server.batch import (
     manifest_path,
     request_seed,
 )
-from nanoinfer.server.limits import ServerSettings
+from nanoinfer.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def run(path, output, *, stop_after=None, num_concurrent=8, **options):
     async def answer():
         async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24, seed=0)
         try:
-            app = create_app(async_llm, ServerSettings(served_model_names=("tiny",)))
+            app = create_app(async_llm, ServerSettings(served_model_name=("tiny",)))
             await answer_all(app, requests, seed=SEED, num_concurrent=num_concurrent, write=write)
         finally:
             await async_llm.shutdown()

@@ -9,6 +9,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server
 from tests.helpers.tool_cases import NAMED, QUESTION, TOOLS, check_call
 
@@ -146,8 +147,9 @@ def test_the_template_decides_what_is_parsed_unless_a_parser_is_named(template, 
 
 
 def test_an_unknown_parser_is_refused():
-    with pytest.raises(ValueError, match=r"--tool-call-parser must be hermes, openai or none, got 'llama3'"):
-        ChatFormat.choose("", None, "llama3")
+    allowed = "'hermes', 'openai' or 'none', got 'llama3'; without it, the template decides"
+    with pytest.raises(ValueError, match=f"tool_call_parser must be {allowed}"):
+        ServerSettings(tool_call_parser="llama3")
     with pytest.raises(ValueError, match="--reasoning-parser qwen3 and --tool-call-parser openai parse different formats"):
         ChatFormat.choose("", "qwen3", "openai")
 

@@ -82,6 +82,8 @@ def assert_refused(response, status, message, param=None, code=None):
         (COMPLETIONS, {"prompt": "x", "model": "m" * 5000}, 404, "is not served", "model", "model_not_found"),
         (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item", "messages", None),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required", "messages", None),
+        (CHAT, {"messages": [{"role": "x", "content": "x"}]}, 400, "the role must be one of system, developer,",
+         "messages", None),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content: Input should be a string or a list",
          "messages", None),
         (COMPLETIONS, {"prompt": {}}, 400, "prompt: Input should be a string, a list of token ids, or", "prompt", None),

@@ -73,10 +73,10 @@ def test_another_host_gets_403_on_every_path(monkeypatch):
 
 
 def test_the_banner_names_model_dtype_context_cache_and_page(server, capfd):
-    from nanoinfer.server.limits import ServerSettings
     from nanoinfer.server.run import banner
+    from nanoinfer.server.settings import ServerSettings
 
-    lines = banner(server.async_llm, ServerSettings(served_model_names=("tiny",)), "0.0.0.0", 80).splitlines()
+    lines = banner(server.async_llm, ServerSettings(served_model_name=("tiny",)), "0.0.0.0", 80).splitlines()
     assert lines[0].startswith("tiny: float32 on cpu, context 512 tokens, KV cache ")
     assert lines[0].endswith(" 256 sequences at a time")
     assert lines[1] == "running on http://127.0.0.1:80 (OpenAI's API at /v1, a web page at /); Ctrl-C ends it"

@@ -223,7 +223,7 @@ def test_what_cannot_be_honoured_gets_anthropics_error(server, more, message, pa
 
 
 def test_errors_of_every_status_have_anthropics_format(server):
-    with http_server.serving(api_keys=("secret",)) as guarded:
+    with http_server.serving(api_key=("secret",)) as guarded:
         for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"}):
             for path in (PATH, PATH + "/count_tokens"):
                 refused = guarded.post(path, BODY, headers=headers)

@@ -25,14 +25,14 @@ def base_llm():
 @pytest.fixture(scope="module")
 def traced():
     recorder = RecentRecorder()
-    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder) as running:
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def keyed():
     recorder = RecentRecorder()
-    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder, api_keys=("right",)) as running:
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), api_key=("right",)) as running:
         yield running
 
 

@@ -83,7 +83,7 @@ ERRORS = [
     ("/v1/embeddings", {"input": "a", "priority": 1}, None, "priority", "has no effect with this scheduler"),
     ("/v1/embeddings", {"input": ["a"] * 9}, None, None, "9 answers are requested, and at most 8 may run or wait"),
     ("/v1/embeddings", {"messages": []}, None, "input", "Field required"),
-    ("/v1/score", {"queries": "a"}, None, None, "give queries and documents, or text_1 and text_2"),
+    ("/v1/score", {"queries": "a"}, None, "documents", "documents: Field required"),
     ("/v1/score", {"queries": [], "documents": "a"}, None, None, "one query, or one for each document"),
     ("/v1/score", {"queries": "a", "documents": []}, None, None, "one query, or one for each document"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, None, None, "one query, or one for each document"),

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
-pytest.importorskip("ray.data", reason='ray is not installed; pip install -e ".[ray]"')
+pytest.importorskip("ray", reason='ray is not installed; pip install -e ".[ray]"')
 
 from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
 from nanoinfer.server.batch import ResultFile, read_requests  # noqa: E402
-from nanoinfer.server.limits import ServerSettings  # noqa: E402
 from nanoinfer.server.ray_batch import answer_all_on_ray, connected  # noqa: E402
+from nanoinfer.server.settings import ServerSettings  # noqa: E402
 from tests.server.test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
 
 RESOURCES = {"num_cpus": 1, "num_gpus": 0}
@@ -58,7 +58,7 @@ def test_actors_that_die_lose_and_double_nothing(cluster, tmp_path):
     path, whole = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "whole.jsonl"
     run(path, whole)
     result_file, marker = ResultFile(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"
-    settings = ServerSettings(served_model_names=("tiny",))
+    settings = ServerSettings(served_model_name=("tiny",))
     options = {"seed": SEED, "num_replicas": 2, "batch_size": 4, "resources": RESOURCES, "write": result_file.append}
     answer_all_on_ray(read_requests(path), loader(marker), settings, **options)
     result_file.close()
@@ -80,7 +80,7 @@ def failing_loaders():
         return AsyncLLM("./nowhere")
 
     def load_dead():
-        def prepare_prompt(*arguments):
+        def prepare_prompt(*arguments, **options):
             raise EngineDeadError("3 steps in a row have failed")
 
         async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
@@ -93,7 +93,7 @@ def failing_loaders():
 @pytest.mark.parametrize(("load", "message"), failing_loaders())
 def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, message, cluster, tmp_path):
     path = write_requests(tmp_path / "in.jsonl", some_requests(3))
-    settings = ServerSettings(served_model_names=("tiny",))
+    settings = ServerSettings(served_model_name=("tiny",))
     options = {"seed": SEED, "num_replicas": 1, "batch_size": 4, "resources": RESOURCES, "write": pytest.fail}
     with pytest.raises(NanoinferError, match=message):
         answer_all_on_ray(read_requests(path), load, settings, **options)
@@ -112,7 +112,7 @@ def actors_of(driver):
     actors = []
     for pid in family:
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::MapWorker"):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::BatchReplica"):
                 actors.append(pid)
     return actors
 

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from nanoinfer import AsyncLLM
-from nanoinfer.cli.serve import lora_requests
 from tests.helpers import http_server, pooling_cases
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.tool_cases import QUESTION, TEMPLATE
@@ -46,7 +45,7 @@ def adapter(tmp_path_factory):
 def full(adapter):
     """With every endpoint but those of a trainer, and short answers."""
     more = {"enable_lora": True, "max_loras": 1, "scheduling_policy": "priority", "kv_cache_memory": 2**22}
-    options = {"lora_updates": True, "max_stored_responses": 5, "adapters": lora_requests([f"first={adapter}"])}
+    options = {"enable_lora_update": True, "max_stored_responses": 5, "lora_modules": [f"first={adapter}"]}
     base = adapter.parent / "base"
     with http_server.serving(lambda: AsyncLLM(base, max_model_len=160, seed=0, **more), **options) as running:
         yield running

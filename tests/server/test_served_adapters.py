@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests, make_settings
+from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import app, protocol
 from nanoinfer.server.protocol import to_sampling_params
+from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
@@ -46,7 +47,7 @@ def server(folders):
     def load():
         return AsyncLLM("tiny-qwen3", seed=0, enable_lora=True, max_loras=1, kv_cache_memory=2**22)
 
-    with http_server.serving(load, adapters=lora_requests([f"first={folders / 'first'}"]), lora_updates=True) as running:
+    with http_server.serving(load, lora_modules=[f"first={folders / 'first'}"], enable_lora_update=True) as running:
         yield running
 
 
@@ -135,8 +136,8 @@ def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forg
 
 def test_adapters_are_read_before_the_first_request(folders, texts):
     shutil.copytree(folders / "first", folders / "early")
-    adapters = lora_requests([f"early={folders / 'early'}"])
-    with http_server.serving(partial(AsyncLLM, enable_lora=True, kv_cache_memory=2**22), adapters=adapters) as running:
+    modules = [f"early={folders / 'early'}"]
+    with http_server.serving(partial(AsyncLLM, enable_lora=True, kv_cache_memory=2**22), lora_modules=modules) as running:
         shutil.rmtree(folders / "early")
         assert answer(running, "early").json()["choices"][0]["text"] == texts["first"]
 
@@ -152,7 +153,7 @@ def test_wrong_modules_end_the_start_with_a_sentence(folders):
 
     for modules in (["first"], ["=path"], ["a=b", "a=c"]):
         with pytest.raises(InvalidValueError, match="--lora-modules must be NAME=PATH with a new name"):
-            lora_requests(modules)
+            app.Models(ServerSettings(lora_modules=modules))
     for options, sentence in (
         (
             ServerOptions(lora_modules=[f"first={folders / 'first'}"]),
@@ -163,4 +164,4 @@ def test_wrong_modules_end_the_start_with_a_sentence(folders):
     ):
         engine = EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22)
         with pytest.raises(NanoinferError, match=sentence):
-            app.create_app(load_server_llm(engine, options), make_settings(engine, options))
+            app.create_app(*load_server_llm(engine, options))

@@ -31,7 +31,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22), weight_updates=1) as server:
+    with http_server.serving(
+        lambda: AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22), enable_weight_update=True
+    ) as server:
         yield server
 
 

@@ -296,6 +296,24 @@ def test_sleep_gives_memory_back_and_the_answers_after_it_are_the_same(tmp_path)
         assert answers(llm) == wanted
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
+    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path / "model", hidden_size=256))
+    draft = {} if method == "mtp" else {"model": str(tiny_models.save("qwen3", tmp_path / "draft", hidden_size=256))}
+    with load(path, kv_cache_memory=2**25, speculative_config={"method": method, "adaptive": False} | draft) as llm:
+        wanted = answers(llm)
+        drafter = llm.engine.speculator.proposer._executor.runner
+        tensors = [*drafter.cache.tensors(), *([drafter._kept.rows] if method == "mtp" else [])]
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        awake = anonymous_bytes()
+        llm.sleep()
+        assert awake - anonymous_bytes() > 0.9 * sum(tensor.nbytes for tensor in tensors) > 2**20
+        llm.wake_up()
+        assert answers(llm) == wanted
+
+
 def test_a_level_or_a_tag_that_does_not_exist_is_refused_and_requests_that_run_are_kept(qwen3):
     with pytest.raises(InvalidValueError, match="level must be 1 or 2, got 3"):
         qwen3.sleep(3)

@@ -1,7 +1,7 @@
 """Train the bundled models: stories in, two model folders in the hub's format out.
 
     python -m tools.stories.train                      # both, to ./tiny-models. A CPU is enough.
-    python -m tools.stories.train --model tiny-gpt2 --out nanoinfer/bundled
+    python -m tools.stories.train --model tiny-gpt2 --out nanoinfer/loading/bundled
 
 The same command continues an interrupted run. The models are classes of transformers and the loop is plain PyTorch, without
 any code of nanoinfer that runs a model.
@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nanoinfer.bundled import stories
+from nanoinfer.lab import stories
 from tools.stories.documents import (
     END_OF_TEXT,
     MESSAGE_END,

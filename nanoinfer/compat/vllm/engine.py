@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.arguments import check_argument_names
 from nanoinfer.async_llm import RequestStream
+from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

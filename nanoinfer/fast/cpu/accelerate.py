@@ -7,7 +7,6 @@ as they are, and one log line says so.
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -26,17 +25,16 @@ from nanoinfer.fast.cpu.compile import Pack, Packed, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.exponentials import use_kernel
 from nanoinfer.fast.sampling.few_logits import FewLogits
-from nanoinfer.fast.sampling.greedy import GreedyKernel
 from nanoinfer.fast.trace import Trace, copied
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import Route
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -137,12 +135,9 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
-    routes: tuple[Route, ...] = (FewLogits(),)
-    with suppress(UnsupportedError):
-        use_kernel()
-        routes = GreedyKernel(runtime.dtype, sizes.vocab_size), *routes
-    runtime = replace(runtime, routes=routes)
+    runtime = replace(runtime, routes=(FewLogits(),))
     try:
+        use_kernel()
         kernels = KernelBackend(
             runtime.dtype,
             num_heads=sizes.num_attention_heads,
@@ -163,9 +158,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     model = cast(nn.Module, runtime.model)
     compiled = compile_model(model, config.quantization, weights=runtime.weights, adapters=adapters)
-    return replace(
-        runtime,
-        model=cast(Model, compiled.model),
-        is_batch_independent=is_independent and not compiled.num_plain_linears,
-        report=compiled,
-    )
+    runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
+    if compiled.num_plain_linears:
+        return runtime  # torch's products need all threads, and their bits depend on the batch
+    return replace(runtime, is_batch_independent=is_independent, in_step=one_torch_thread)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.threads import num_threads
 
 
 def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
@@ -57,7 +58,7 @@ class Program:
         """Make the calls. arrays: the arrays to whose indices the calls' arguments refer."""
         pointers = [_address_of(array) for array in arrays]
         batch = (c_int64 * (1 + len(pointers)))(num_rows, *pointers)
-        self._run(self._calls, len(self._calls), batch, torch.get_num_threads())
+        self._run(self._calls, len(self._calls), batch, num_threads())
 
 
 def _address_of(array: Tensor | ctypes.Structure | None) -> int:

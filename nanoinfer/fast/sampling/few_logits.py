@@ -2,10 +2,11 @@
 
 In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
 draw.draw give. The same stages run here, on fewer columns. The result is exact for four reasons. Columns stay in the order of
-their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. torch's
-exp gives a number the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
+their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. An
+exponential has the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
 
     row has top_k    the k + 32 largest logits are enough, unless more tie with the k-th
+    row has min_p    the 256 largest are enough, if min_p drops the smallest of them
     only top_p       the 256 largest are enough, if those above the smallest reach top_p of the total weight
     neither          every token may be drawn: all weights are computed, but not sorted
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, kernels_for
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, draw_from_weights, integer_weights, thresholds
@@ -32,8 +34,6 @@ from nanoinfer.system.transfer import on_device
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 SCRATCH_BYTES = 2**20  # on a CPU, the bytes of logits at a time, so that a pass finds in the cache what the previous pass wrote
-SLICE_SIZE = 8  # the number of ids in a slice of _ids_of_largest
-FEW_LOGITS = 2**16  # on a CPU, up to this many logits a single operator is as fast as several over slices of them
 NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
@@ -49,7 +49,10 @@ class FewLogits(Route):
     """The route that uses these functions. It supports every step."""
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
-        token_ids, largest = sample(rows.logits, batch)
+        logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
+        if logits.dtype == torch.float64:  # the stages' argmax is that of rounded logits
+            logits = logits.float()
+        token_ids, largest = sample(logits, batch)
         return torch.where(largest.isfinite(), token_ids, -1)
 
 
@@ -59,16 +62,19 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     if groups.all_greedy:
         return first_largest(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
+    largest = torch.empty(len(logits), device=logits.device)
     if groups.greedy_rows:
         rows = on_device(torch.tensor(groups.greedy_rows), logits.device)
         token_ids[rows], largest[rows] = first_largest(logits[rows])
-    routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...] = (
-        (groups.top_k_rows, _sample_top_k),
-        (groups.top_p_rows, _sample_top_p),
-        (groups.other_rows, _sample_other),
-    )
-    if not can_read(logits):
+    routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...]
+    if can_read(logits):
+        with_min_p = set() if batch.columns.min_p is None else set(batch.columns.min_p.nonzero().flatten().tolist())
+        routes = (
+            (tuple(sorted({*groups.top_k_rows, *with_min_p})), _sample_few),
+            (tuple(row for row in groups.top_p_rows if row not in with_min_p), _sample_top_p),
+            (tuple(row for row in groups.other_rows if row not in with_min_p), _sample_other),
+        )
+    else:
         routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_by_threshold),)
     for row_numbers, route in routes:
         if len(row_numbers) == len(logits):  # the usual step: all rows need the same
@@ -96,22 +102,24 @@ def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
 
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """Run the last four stages and the draw, which are the definition."""
+    logits = logits.float()
     for stage in STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
 
 
-def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+def _sample_few(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from [batch, k + margin] logits. The temperature keeps their order, so the k-th largest stays the k-th largest."""
-    num_columns = min(batch.columns.max_top_k + TIE_MARGIN, logits.shape[-1])
+    num_columns = max(batch.columns.max_top_k + TIE_MARGIN, 0 if batch.columns.min_p is None else NUM_TRIED)
+    num_columns = min(num_columns, logits.shape[-1])
     candidates, ids = largest_columns(logits, num_columns)
-    token_ids, is_undecided = decide_top_k(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
+    token_ids, is_undecided = decide_few(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
     if num_columns < logits.shape[-1]:
         token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
     return token_ids, candidates.amax(dim=-1)
 
 
-def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) -> tuple[Ids, Bool[Tensor, " batch"]]:
+def decide_few(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) -> tuple[Ids, Bool[Tensor, " batch"]]:
     """Draw from the largest logits of each section of the rows, k + margin of each.
 
     Returns:
@@ -126,39 +134,50 @@ def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch
 
 def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from the largest logits and the total weight of all logits."""
-    total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_chunks(logits, batch)])  # [batch]
+    _, totals, _ = _draw_from_all(logits, batch)
     candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
-    token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), total, batch)
-    if candidates.shape[-1] < logits.shape[-1]:
-        token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
-    return token_ids, candidates.amax(dim=-1)
+    token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), totals, batch)
+    return _plainly_where(is_undecided, token_ids, logits, batch), candidates.amax(dim=-1)
 
 
 def decide_top_p(
-    candidates: Candidates, ids: CandidateIds, total: Int[Tensor, " batch"], batch: SamplingBatch
+    candidates: Candidates, ids: CandidateIds, totals: Int[Tensor, "batch 2"], batch: SamplingBatch
 ) -> tuple[Ids, Bool[Tensor, " batch"]]:
-    """Draw from the largest logits of each section of the rows. total: the weight of all ids that min_p keeps.
+    """Draw from the largest logits of each section of the rows. totals: bounds of the weight of what min_p keeps.
 
     Returns:
-        The token ids, and which rows the candidates do not decide, if they are not whole sections. Which ids that tie with the
-        smallest candidate of a section are candidates is arbitrary, so the larger candidates must be enough.
+        The token ids, and which rows the candidates and the bounds do not decide. Which ids that tie with the smallest
+        candidate of a section are candidates is arbitrary, so the larger candidates must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
-    kept = stages.drop_beyond(scaled, batch.columns.top_p, total)  # the total excludes what min_p drops, which comes last
+    kept, at_most = (stages.drop_beyond(scaled, batch.columns.top_p, total) for total in totals.unbind(dim=-1))
     token_ids = _pick(ids.flatten(1), draw(kept, batch.u))
     above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
-    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * total
+    is_enough = (integer_weights(scaled) * above).sum(dim=-1) >= batch.columns.top_p * totals[:, 1]
+    return token_ids, ~is_enough | (kept != at_most).any(dim=-1)
 
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from all weights, because every token may be drawn."""
-    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
-    return torch.cat(token_ids), logits.amax(dim=-1)
+    token_ids, _, largest = _draw_from_all(logits, batch)
+    return _plainly_where(token_ids < 0, token_ids, logits, batch), largest
+
+
+def _draw_from_all(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Int[Tensor, "batch 2"], Largest]:
+    """See kernels.draw_from_all. Without kernels the bounds are equal and decide every row."""
+    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
+        return draw_from_all(kernels, logits, batch)
+    found = [
+        (draw_from_weights(weights, batch.u[rows]), weights.sum(dim=-1)) for weights, rows in weights_in_chunks(logits, batch)
+    ]
+    token_ids, total = (torch.cat(column) for column in zip(*found, strict=True))
+    return token_ids, total.unsqueeze(-1).expand(-1, 2), logits.amax(dim=-1).float()
 
 
 def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw any row on a GPU, without a sort and without a value that the host must read."""
+    logits = logits.float()
     kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
     weights = integer_weights(kept)
     if batch.columns.top_p is not None:
@@ -209,9 +228,9 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
     The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
     """
-    if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
-        largest, ids = logits.max(dim=-1)
-        return ids, largest
+    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
+        largest, ids = find_largest(kernels, logits, 1)
+        return ids.squeeze(-1), largest.squeeze(-1)
     width = min(max(logits.shape[-1] // NUM_SECTIONS, LEAST_WIDTH), logits.shape[-1])
     num_whole = logits.shape[-1] // width
     maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
@@ -224,32 +243,13 @@ def first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
 
 def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
-    """Return the largest logits of each row with their ids, in the order of the ids."""
+    """Return the largest logits of each row in fp32 with their ids, in the order of the ids."""
     if num_columns == logits.shape[-1]:
-        return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
-    ids = _ids_of_largest(logits, num_columns).sort(dim=-1).values
-    return logits.gather(-1, ids), ids
-
-
-def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch columns"]:
-    """Find the ids of the k = num_columns largest logits, in any order. It is faster than topk over the whole row.
-
-    Split the ids into strided slices. The k largest logits lie in the k slices with the largest maxima, since a logit of
-    another slice has k of these maxima above it, or equal to it. Those slices are found in the same way, over the maxima.
-    """
-    vocab_size = logits.shape[-1]
-    num_slices = vocab_size // SLICE_SIZE
-    if num_slices < 2 * num_columns or logits.numel() <= FEW_LOGITS:
-        return logits.topk(num_columns, dim=-1, sorted=False).indices
-    num_sliced = num_slices * SLICE_SIZE
-    maxima = logits[:, :num_sliced].unflatten(-1, (SLICE_SIZE, num_slices)).amax(dim=1)  # [batch, num_slices]
-    slices = _ids_of_largest(maxima, num_columns)  # [batch, columns]
-    offsets = torch.arange(0, num_sliced, num_slices, device=logits.device)  # slice s holds the ids s, s + num_slices, ...
-    candidates = (slices.unsqueeze(-1) + offsets).flatten(1)  # [batch, columns * SLICE_SIZE]
-    if num_sliced < vocab_size:
-        rest = torch.arange(num_sliced, vocab_size, device=logits.device).expand(len(logits), -1)
-        candidates = torch.cat((candidates, rest), dim=-1)
-    return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
+        return logits.float(), torch.arange(num_columns, device=logits.device).expand_as(logits)
+    if (kernels := kernels_for(logits.device.type, logits.dtype)) is not None:
+        return find_largest(kernels, logits, num_columns)
+    ids = logits.topk(num_columns, dim=-1, sorted=False).indices.sort(dim=-1).values
+    return logits.gather(-1, ids).float(), ids
 
 
 def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
@@ -262,7 +262,9 @@ def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | N
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
         some = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
-        columns = logits[rows] if largest is None else torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)
+        columns = logits[rows].float()
+        if largest is not None:
+            columns = torch.cat((columns, largest[rows].unsqueeze(-1)), dim=-1)
         weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, some), some))
         yield weights[:, :vocab_size], rows
 

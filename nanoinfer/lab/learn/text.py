@@ -6,16 +6,16 @@ from functools import partial
 
 import torch
 
+from nanoinfer.engine.speculative.ngram import NGramIndex
 from nanoinfer.engine.stopping import StopStrings
 from nanoinfer.lab.learn.check import Case, Task, calling
 from nanoinfer.lab.learn.sampling import batch_of
 from nanoinfer.lab.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import StageEntries
+from nanoinfer.sampling.grammar_mask import GrammarMask
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence
-from nanoinfer.speculative.ngram import NGramIndex
-from nanoinfer.structured.mask import GrammarMask
 
 _STOPPING = "nanoinfer.engine.stopping"
 
@@ -120,7 +120,7 @@ TASKS = [
     ),
     Task(
         "ngram_draft",
-        Function("nanoinfer.speculative.ngram", "NGramIndex.continuation"),
+        Function("nanoinfer.engine.speculative.ngram", "NGramIndex.continuation"),
         "13",
         "guess that the text goes on as it did when its newest tokens last occurred.\n\n"
         "self._followers maps an n-gram to the index of the token behind it, self._sizes are the lengths, and\n"

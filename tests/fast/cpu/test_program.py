@@ -64,7 +64,7 @@ extern "C" void release(const int64_t*, const Batch& batch, Member& me) {{
 
 # In a process of its own, which is stopped if a thread is never woken.
 _SCRIPT = """
-import ctypes, json, sys, threading, time
+import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from nanoinfer import LLM, SamplingParams
@@ -92,6 +92,15 @@ for n in (1, 4, 5, 37, 1000):
     counts = torch.zeros(n + 1, dtype=torch.int64)
     program("count", n)(1, [counts])
     found["counts"].append(counts.tolist() == [*[1] * n, n])
+
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    torch.set_num_threads(3)
+    counts = torch.zeros(38, dtype=torch.int64)
+    program("count", 37)(1, [counts])
+    os._exit(counts.tolist() != [*[1] * 37, 37])
+found["forked"] = os.waitpid(child, 0)[1]
 
 small, products = torch.tensor([1e-20, 1e-20]), torch.zeros(5)
 torch.set_flush_denormal(True)
@@ -142,6 +151,10 @@ def test_no_thread_passes_the_barrier_early_and_sleepers_are_woken(found):
 
 def test_every_task_is_done_once_while_a_thread_has_lost_its_core(found):
     assert all(found["counts"])
+
+
+def test_a_forked_process_makes_a_team_of_its_own(found):
+    assert found["forked"] == 0
 
 
 def test_every_member_computes_with_denormal_numbers_and_restores_its_setting(found):

@@ -1,1 +1,1 @@
-from nanoinfer.prompts import PromptType, TextPrompt, TokensPrompt
+from nanoinfer.engine.prompts import PromptType, TextPrompt, TokensPrompt

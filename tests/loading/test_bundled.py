@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bundled import stories
+from nanoinfer.lab import stories
 from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
 from tools.stories import measure
 

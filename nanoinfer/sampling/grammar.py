@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
-from nanoinfer.structured.parameters import StructuredOutputsParams
+from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.config import SpeculativeConfig
+from nanoinfer.engine.speculative.ngram import NGramIndex, NGramProposer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.speculative.ngram import NGramIndex, NGramProposer
 
 
 def continuation_by_definition(ids, sizes, limit):

@@ -1,7 +1,7 @@
 """The ids that the grammars of a batch (structured_outputs) allow next, as a mask.
 
 In: the sequences of a step's rows. Out: GrammarMask, for the stage keep_grammatical. The grammars themselves are in
-structured/grammar.py. Each row's mask takes some 30 us, and is computed while a GPU still runs the forward pass.
+sampling/grammar.py. Each row's mask takes some 30 us, and is computed while a GPU still runs the forward pass.
 """
 
 from dataclasses import dataclass

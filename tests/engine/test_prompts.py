@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.prompts import PromptType, TextPrompt, TokensPrompt
+from nanoinfer.engine.prompts import PromptType, TextPrompt, TokensPrompt
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import torch
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.sampling import grammar
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.grammar import GrammarCompiler
 from nanoinfer.sampling.stages import keep_grammatical
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.structured import grammar
-from nanoinfer.structured.grammar import GrammarCompiler
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import tiny_models

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoinfer.speculative.speculator import StepCost
+from nanoinfer.engine.speculative.speculator import StepCost
 
 
 def cost_of(seconds_of, rows=(1, 9), steps=60):

@@ -9,10 +9,10 @@ Once the drafts are verified, the module computes again from the model's rows wh
 
 from dataclasses import replace
 
+from nanoinfer.engine.speculative.draft_model import DraftModelProposer
 from nanoinfer.execution.executor import StepOutput
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.speculative.draft_model import DraftModelProposer
 
 
 class _Twin(Sequence):

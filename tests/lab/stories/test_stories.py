@@ -7,8 +7,8 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from nanoinfer.bundled import stories
-from nanoinfer.bundled.stories import RULES
+from nanoinfer.lab import stories
+from nanoinfer.lab.stories import RULES
 from nanoinfer.loading.checkpoint import BUNDLED
 
 MANY = 1000

@@ -1,0 +1,47 @@
+"""The settings of a server, apart from those of its engine.
+
+In: options of `nanoinfer serve` (cli/serve.py), or the same names in a config of Ray Serve. Out: checked values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+from typing_extensions import Doc
+
+from nanoinfer.arguments import Allowed, read_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The settings, whose first sentences are the help of the options."""
+
+    # fmt: off
+    served_model_name: Annotated[Sequence[str], Doc(
+        "Name that requests give as model (default: the model's). Answers contain the first.")] = ()
+    api_key: Annotated[Sequence[str], Doc(
+        "Key that clients need for every POST, /v1 and /trace (default: those in NANOINFER_API_KEY).")] = ()
+    allowed_hosts: Annotated[Sequence[str] | None, Doc(
+        "Further name of this server that requests may address, or *, besides localhost, this machine's name, --host and "
+        "addresses. None is any name.")] = None
+    max_body_bytes: Annotated[int, Ge(1), Doc("The most bytes of a body. Larger bodies get 413.")] = 2**22
+    ignore_unknown_fields: Annotated[bool, Doc("Ignore fields that are unknown or not supported, instead of 400.")] = False
+    max_stored_responses: Annotated[int, Ge(0), Doc(
+        "Responses of /v1/responses that are kept in memory for previous_response_id.")] = 0
+    enable_weight_update: Annotated[bool, Doc("Let clients pause the server, and replace its weights.")] = False
+    lora_modules: Annotated[Sequence[str], Doc("An adapter of --enable-lora, as NAME=PATH.")] = ()
+    enable_lora_update: Annotated[bool, Doc("Let clients load adapters from any folder, and drop them.")] = False
+    reasoning_parser: Annotated[str | None,
+        Allowed("'qwen3', 'openai_gptoss' or 'none'; without it, the template decides"),
+        Doc('"qwen3" (<think>), "openai_gptoss" (channels) or "none" (default: by the chat template).')] = None
+    tool_call_parser: Annotated[str | None, Allowed("'hermes', 'openai' or 'none'; without it, the template decides"),
+        Doc('"hermes" (<tool_call>), "openai" (channels) or "none" (default: by the chat template).')] = None
+    cors_origin: Annotated[Sequence[str], Doc("Origin whose web pages may call the server, or *.")] = ()
+    trace: Annotated[bool, Doc(
+        "Record the newest steps, without the sampler's stages, and replay answers at /trace/ID, which show the prompts and "
+        "answers of all requests that ran in these steps.")] = False
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        read_fields(self, ServerSettings)
