@@ -1,7 +1,7 @@
 """Arguments, each declared once: `temperature: Annotated[float, Ge(0), Doc("Divides the logits.")] = 1.0`.
 
 In: the fields of a dataclass with their ranges and meanings, and the arguments of a call. Out: plain values, or an error that
-names the argument; the docstring's Args; and the Declarations, of which others make the options of the command line
+names the argument; the docstring's Args; and the Declarations, from which other files make the command line's options
 (cli/options.py), the fields of HTTP (server/protocol.py) and the tables of docs/supported.md.
 """
 
@@ -39,16 +39,16 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Arguments of other libraries. By name: nanoinfer's own name for the same, or the values that change nothing here, the first of
-# which is how nanoinfer acts, with the way out of all other values ("": leave the argument out).
+# Arguments of other libraries: name -> nanoinfer's own name for the argument, or a pair: the values that change nothing here
+# (the first is what nanoinfer does), and the advice for any other value ("": leave the argument out).
 Neutral = Mapping[str, str | tuple[tuple[object, ...], str]]
 
-FIELDS = "Args: as declared below."  # in the docstring of a dataclass of arguments, where the list of its fields belongs
+FIELDS = "Args: as declared below."  # stands in a dataclass's docstring where `declared` inserts its fields
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What messages say is allowed, instead of the range. A string must be one of the words in quotes, if it has some.
+    """What messages say is allowed, instead of the range. If `text` has words in quotes, a string must be one of these words.
 
     names_none: Whether messages about a wrong type name None, too.
     """
@@ -73,12 +73,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Bytes:
-    """A number of bytes, which a text gives as size_in_bytes reads it."""
+    """A number of bytes. On a command line, size_in_bytes reads it."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter as its class declares it. kind: its type without None. default: dataclasses.MISSING if there is none."""
+    """A parameter as its class declares it. kind: the type without None. default: dataclasses.MISSING without a default."""
 
     name: str
     kind: object
@@ -109,7 +109,7 @@ class Declaration:
 
     @cached_property
     def sentences(self) -> list[str]:
-        """What the parameter does. The first sentence, which says it by itself, is followed by the range."""
+        """What the parameter does, in sentences. The first must make sense alone. The range follows it."""
         doc, has_range = self.marker(Doc), self.kind in (int, float) and self.allowed
         first, *more = re.split(r"(?<=\.) ", "" if doc is None else doc.documentation)
         allowed = [f" {one[0].upper()}{one[1:]}." for one in self.allowed.split("; ")] if has_range else []
@@ -117,7 +117,7 @@ class Declaration:
 
     @cached_property
     def text_type(self) -> Any:
-        """The type that a text on a command line has: bool, int, float, str, dict for JSON, or a list of one. None: no text."""
+        """The type of the value on a command line: bool, int, float, str, dict (JSON) or a list. None: text cannot give it."""
         found = re.search(r"\b(bool|int|float|str|Mapping)\b", str(self.kind))
         kind = {"bool": bool, "int": int, "float": float, "str": str, "Mapping": dict}[found[1]] if found else None
         return list[kind] if kind is not None and "Sequence" in str(self.kind) else kind
@@ -148,7 +148,7 @@ class Declaration:
 
 @cache
 def declarations(cls: Any, described_by: type | None = None) -> dict[str, Declaration]:
-    """Return what a dataclass declares, by name. described_by: the class that has the markers, where this one has the types."""
+    """Return what a dataclass declares, by name. described_by: a class whose markers apply to fields without markers."""
     described = {} if described_by is None else declarations(described_by)
     found = {}
     for field in fields(cls):
@@ -170,7 +170,7 @@ def read_fields(instance: Any, described_by: type | None = None) -> None:
 
 
 def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass of arguments: its docstring lists them, and one that does not exist is refused by name."""
+    """Decorate a dataclass of arguments: its docstring lists them, and unknown arguments are refused by name."""
 
     def decorate(cls: Any) -> Any:
         marked = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
@@ -190,7 +190,7 @@ def arguments_of(
 ) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
     """Decorate a method that takes a dataclass of arguments, so that it is called with the dataclass's own arguments.
 
-    The signature becomes the one of the dataclass, for type checkers and for `inspect.signature`, and is checked as
+    The signature becomes that of the dataclass, for type checkers and for `inspect.signature`, and is checked as
     check_argument_names does.
     """
 
@@ -211,7 +211,7 @@ def arguments_of(
 def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
 
-    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`. The method then raises
+    The signature stays that of the decorated method, for type checkers and for `inspect.signature`. The method then raises
     InvalidTypeError for an argument that is unknown, missing or not given by name.
 
     Args:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
     from nanoinfer.lora.request import LoRARequest
 
-NUM_GRAMMAR_THREADS = 8  # most wait for the process that tries new grammars, and give up after MAX_WAIT_SECONDS
+NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the process that tries new grammars
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So streams hold
 # tokens for 1 ms, to deliver them together, which limits the cost to about 5% of the time.
 HOLD_SECONDS_PER_STREAM = 0.001
 MAX_HOLD_SECONDS = 0.05
-POLL_SECONDS = 0.02  # between two checks whether the requests have ended
+POLL_SECONDS = 0.02  # seconds between two checks whether all requests have ended
 
 T = TypeVar("T")
 
@@ -332,7 +332,7 @@ class RequestStream:
     """The deltas of a request: an asynchronous iterable of lists with at most one Delta per answer, which merges all that
     have arrived since the last list.
 
-    prepared: the request. request: the engine's, from the first delivery on. is_closed: whether it is to be aborted.
+    prepared: the request. request: the engine's Request. None: it has no output yet. is_closed: whether close() was called.
     output: the RequestOutput. None: until its last delta was yielded.
     """
 
@@ -378,7 +378,7 @@ class RequestStream:
         return deltas
 
     def output_with(self, deltas: list[Delta]) -> RequestOutput | None:
-        """Return the output of these new deltas, and of earlier ones, that output_kind asks for. None: there is none yet."""
+        """Return the output that output_kind asks for, made of these and earlier deltas. None: no output is due yet."""
         kind = self.prepared.params.output_kind
         if kind is RequestOutputKind.CUMULATIVE:
             deltas = self._so_far = merged(self._so_far + deltas)
@@ -401,7 +401,7 @@ class RequestStream:
 
 
 def is_large_prompt(prompt: PromptType) -> bool:
-    """Whether small prompts must not wait for this prompt."""
+    """Whether this prompt is so large that small prompts must not wait for it."""
     text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nanoinfer.scheduling.scheduler import Scheduler
     from nanoinfer.tracing import Tracer
 
-MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
+MAX_ROWS_WITH_DRAFTS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 
 DTYPES = {
     "auto": "auto",
@@ -47,7 +47,7 @@ DTYPES = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
-}  # vLLM's spellings, and the short ones -> torch's
+}  # vLLM's spellings, and short spellings -> torch's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ _RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --re
 _WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
 _PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
 
-# vLLM's further arguments of LLM: the values that change nothing, and the way out of all others. Or nanoinfer's own name.
+# vLLM's further arguments of LLM -> nanoinfer's own name, or the values that change nothing with the advice for other values.
 NEUTRAL: Neutral = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "runner": (("generate", "auto", "pooling"), _POOLING),  # every LLM generates, embeds and scores
@@ -277,7 +277,7 @@ NEUTRAL: Neutral = {
     "enable_expert_parallel": ((False,), "use tensor_parallel_size=N, which splits every expert"),
     "worker_cls": (("auto",), _WORKERS),
     "worker_extension_cls": ((None, ""), _WORKERS),
-    "trust_remote_code": ((False, True), ""),  # a permission: there is no remote code to run
+    "trust_remote_code": ((False, True), ""),  # no remote code is ever run
     "disable_log_stats": ((True, False), ""),
     "load_format": (
         ("auto", "safetensors"),
@@ -295,7 +295,7 @@ NEUTRAL: Neutral = {
     "disable_chunked_mm_input": ((False, True), ""),  # there are no images
     "enable_prompt_embeds": ((False,), "prompts are text or token ids; use {'prompt_token_ids': ids}"),
     "enable_sleep_mode": ((False, True), ""),  # sleep() needs no preparation
-    "max_cpu_loras": ((None, 1, 2), ""),  # all that were named are kept
+    "max_cpu_loras": ((None, 1, 2), ""),  # every adapter that was named is kept
     "kv_transfer_config": ((None,), "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"),
     "profiler_config": ((None,), _PROFILE),
     "limit_mm_per_prompt": ((None, {}), ""),
@@ -399,7 +399,7 @@ class EngineArgs:
         "Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint in the "
         "model's file stops. `batch_independent` is then False.")] = False
     async_scheduling: Annotated[bool | None,
-        Doc("Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.")] = None
+        Doc("Prepare a step while the previous step runs. The tokens are the same. None is True on a GPU only.")] = None
     speculative_config: Annotated[Mapping[str, object] | None, Doc(
         'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier text. '
         '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and {"method": "mtp"} '
@@ -457,7 +457,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return the arguments among those that a parser with add_cli_args has read. Others of the script are left out."""
+        """Take this class's arguments from those that a parser (add_cli_args) has read, and ignore the script's own."""
         names = {field.name for field in fields(cls)} | NEUTRAL.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
@@ -472,7 +472,7 @@ class AsyncEngineArgs(EngineArgs):
 
     # fmt: off
     max_num_queued_requests: Annotated[int | None, Ge(0),
-        Doc("How many requests may wait while max_num_seqs run. One with n answers counts n times. None is no limit.")] = None
+        Doc("How many requests may wait while max_num_seqs run. n answers count n times. None is no limit.")] = None
     streaming: Annotated[bool,
         Doc("False delivers answers when they end, and nothing before, which costs less for those who read no stream.")] = True
     # fmt: on

@@ -2,7 +2,7 @@
 
 Each message says what is wrong, what was given, what is allowed, and the way out.
 
-A prompt that is only too long for the engine raises no error. Its result has finish_reason "error", and others are answered.
+A prompt that is only too long for the engine raises no error. Its result has finish_reason "error". Other prompts are answered.
 """
 
 import difflib
@@ -64,7 +64,7 @@ class EngineDeadError(NanoinferError):
 
 
 def is_one_of(value: object, allowed: Sequence[object]) -> bool:
-    """Whether a value equals an allowed value. An array equals none."""
+    """Whether a value equals an allowed value. False for an array."""
     try:
         return value in allowed
     except Exception:  # comparing an array gives an array

@@ -326,11 +326,11 @@ class LLM:
         """Compute the embedding of each text, and return them in the order of the texts.
 
         Args:
-            prompts: As for generate(), of at most max_model_len tokens each. As in sentence-transformers, a checkpoint may have
-                a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
+            prompts: Texts as for generate(), of at most max_model_len tokens each. As in sentence-transformers, checkpoints may
+                have a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
                 truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
-            use_tqdm: Show a progress bar.
-            truncate_prompt_tokens: The same as in pooling_params, as in vLLM.
+            use_tqdm: Whether to show a progress bar.
+            truncate_prompt_tokens: The field of pooling_params, as an argument of its own, as in vLLM.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
@@ -352,14 +352,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         instruction: str | None = None,
     ) -> "list[ScoringRequestOutput]":
-        """Compute how well each document fits its query. There is one query for all documents, or one for each.
+        """Compute how well each document fits its query. There is one query for all documents, or a query for each.
 
         A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other checkpoint
         is a reranker, which reads each pair.
 
         Args:
-            use_tqdm, pooling_params, truncate_prompt_tokens: As for embed().
-            instruction: What a reranker shall judge by. None is INSTRUCTION of embedding/pooling.py.
+            use_tqdm, pooling_params, truncate_prompt_tokens: The arguments of embed().
+            instruction: The criterion by which a reranker judges. None: INSTRUCTION of embedding/pooling.py.
 
         Raises: As embed does.
         """
@@ -378,13 +378,13 @@ class LLM:
 
         Args:
             pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
-                float dtype and on any device. The names and shapes are those of loading.
+                float dtype and on any device. Names and shapes must be those that LLM() loads.
 
         Returns:
             The new weights_version.
 
         Raises:
-            WeightsError: A name that the model does not have, another shape, or no float. A tied head without its embedding.
+            WeightsError: An unknown name, a wrong shape, a dtype that is not a float, or a tied head without its embedding.
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
         """
@@ -396,7 +396,7 @@ class LLM:
         """Replace weights in place by those in files, of which each rank reads its part.
 
         Args:
-            path: On this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
+            path: The folder, on this machine, of a checkpoint of the same model with the files that LLM(model) reads, or a
                 .safetensors file with all or some of the tensors.
 
         Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
@@ -409,8 +409,8 @@ class LLM:
         """Accept no further requests until resume(), and end those that run.
 
         Args:
-            mode: "wait" generates their answers to the end, which open streams then yield. "abort" ends them with
-                finish_reason "abort".
+            mode: What happens to running requests. "wait" completes their answers, which open streams then yield. "abort" ends
+                them with finish_reason "abort".
         """
         from nanoinfer.training import rollouts
 
@@ -423,25 +423,25 @@ class LLM:
         self.engine.refusals.pop("pause", None)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back to the system until wake_up(). On Linux, with a model on a CPU. No request may run.
+        """Give memory back to the system until wake_up(). It requires Linux, a model on a CPU, and that no request runs.
 
         Args:
-            level: 1 frees the KV cache, and with it the cached prefixes. 2 frees the weights, too: after wake_up() all of them
-                must come by update_weights or update_weights_from_path.
+            level: What is freed. 1: the KV cache with the cached prefixes. 2: the weights as well, all of which must then come
+                from update_weights or update_weights_from_path after wake_up().
 
         Raises:
             NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: Another system, a GPU, or weights that cannot be replaced.
+            UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
         """
         from nanoinfer.training import rollouts
 
         rollouts.sleep(self.engine, level)
 
     def wake_up(self, tags: "Sequence[Tag] | None" = None) -> None:
-        """End sleep(). The memory is taken when it is written.
+        """End sleep(). Linux provides the memory when it is first written.
 
         Args:
-            tags: ["weights"] or ["kv_cache"], to take the memory of the other one later. None is both.
+            tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
         """
         from nanoinfer.training import rollouts
 
@@ -457,21 +457,21 @@ class LLM:
     def compute_logprobs(self, prompts: PromptType | Sequence[PromptType], temperature: float = 1.0) -> list[list[float]]:
         """Compute the log-probability of every token after the first, as the sampler would have reported it.
 
-        If batch_independent holds and the LLM was made with batch_invariant=True, they have the bits of the log-probabilities
-        that were returned when the same tokens were sampled: those of SamplingParams(logprobs=0), or with another temperature
-        those of LLM(logprobs_mode="processed") and a request that sets nothing but this temperature. Otherwise a prefill rounds
-        differently than a decode: they differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
+        If batch_independent holds and the LLM was made with batch_invariant=True, the results are the very log-probabilities
+        that SamplingParams(logprobs=0) returned when the same tokens were sampled. With another temperature, compare with a
+        request to LLM(logprobs_mode="processed") that sets nothing but this temperature. Without both, a prefill rounds
+        differently than a decode: results differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
 
         Args:
-            prompts: As for generate(): prompts with their answers, of at most max_model_len tokens each.
-            temperature: Divides the logits. > 0.
+            prompts: Prompts with their answers, in the forms of generate(), of at most max_model_len tokens each.
+            temperature: The divisor of the logits, > 0.
 
         Returns:
-            For each prompt one number less than it has tokens: the natural logarithm of each token's probability after those
-            before it.
+            For each prompt, the natural logarithm of the probability of every token but the first, given the tokens before that
+            token.
 
         Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does. Too many tokens.
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for a prompt with too many tokens.
             NanoinferError: The model's numbers are not finite.
         """
         from nanoinfer.training import rollouts
@@ -534,7 +534,7 @@ class LLM:
 
 
 def missing(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM or AsyncLLM lacks, with the way out if vLLM's, or our LLM, has it."""
+    """Return the error for an attribute that an LLM or AsyncLLM lacks, with the way out if vLLM's or our LLM has it."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in METHODS:
         return UnsupportedAttributeError(f"{text}: {METHODS[name]}")

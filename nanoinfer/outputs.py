@@ -59,7 +59,7 @@ LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the mos
 
 
 def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
-    """Return the sum of the log-probabilities of token_ids. None: without logprobs."""
+    """Return the sum of the log-probabilities of token_ids. None: there are no logprobs."""
     if logprobs is None:
         return None
     return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
@@ -86,15 +86,15 @@ class CompletionOutput(_ShortRepr):
         index: the index of the answer among the n answers.
         text: the text of the tokens after the rules of SamplingParams, without an incomplete character at the end.
         token_ids: every sampled id, EOS included.
-        cumulative_logprob: the sum of the log-probabilities of token_ids. None: without logprobs.
-        logprobs: a dict for every id of token_ids. None: without SamplingParams(logprobs=...).
+        cumulative_logprob: the sum of the log-probabilities of token_ids. None: `logprobs` is None.
+        logprobs: a dict for every id of token_ids. None: SamplingParams.logprobs is None.
         sampling_mask: for every id of token_ids, the ids that could be drawn, itself included, in
-            rising order. None: without SamplingParams(return_sampling_mask=True).
+            rising order. None: the request did not set return_sampling_mask.
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
-            "timeout" (that of SamplingParams), "error".
+            "timeout" (SamplingParams.timeout has passed), or "error".
         stop_reason: the stop string or stop id that ended the answer. None: EOS or another reason ended it.
-        error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", the pause that came before
-            the request had begun.
+        error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", it names the pause that
+            came before the request had begun.
     """
 
     index: int
@@ -185,7 +185,7 @@ class BeamSearchOutput(_ShortRepr):
     """A prompt with its beam_width best answers, the best first.
 
     Attributes:
-        error: why the prompt has no answers. None: it was not too long.
+        error: why the prompt has no answers. None: the prompt was searched.
     """
 
     prompt: str | None

@@ -44,7 +44,7 @@ MAX_ANSWERS = 16384  # of one request, as in vLLM
 
 _FORMATS = ("json", "regex", "choice", "grammar", "json_object")
 
-# vLLM's further arguments: the values that change nothing, and the way out of all others.
+# vLLM's further arguments: the values that change nothing, and the advice for any other value.
 STRUCTURED_NEUTRAL: Neutral = {
     "backend": ((None, "auto", "guidance"), "llguidance is the one backend of structured outputs; leave it out"),
     "disable_fallback": ((False, True), ""),
@@ -151,7 +151,7 @@ class _CheckedParams:
         return copy.copy(self)
 
 
-# vLLM's further parameters: the values that change nothing, and the way out of all others. Or nanoinfer's own name.
+# vLLM's further parameters -> nanoinfer's own name, or the values that change nothing with the advice for other values.
 NEUTRAL: Neutral = {
     "guided_decoding": "structured_outputs",
     "spaces_between_special_tokens": ((True,), ""),
@@ -213,7 +213,7 @@ class SamplingParams(_CheckedParams):
         "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
         "text after them.")] = 0
     stop: Annotated[str | Sequence[str] | None, Option(), Doc(
-        "A string or several, of which the first one that completes ends the text. The text ends before it, or after it with "
+        "A string or several, of which the first to complete ends the text. The text ends before it, or after it with "
         "include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens leaves "
         "its text out. A special token with other text around it is found only with skip_special_tokens=False."
     )] = None  # kept as a tuple of strings
@@ -456,7 +456,7 @@ class _WithoutPrompt:
 
 
 def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
-    """The processors, each with three arguments."""
+    """Return the processors as functions of three arguments."""
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
         raise InvalidTypeError(f"logits_processors must be a list of functions {_SIGNATURES}, got {shown(processors)}")

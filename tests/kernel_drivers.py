@@ -113,9 +113,9 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str 
         compiler: the compiler, whose target the options name. None: the one that compiles the kernels, for this processor.
     """
     source, headers = package / driver.source, package / "fast/cpu"
-    left_out = ("-c",) if compiler is None else ("-c", "-march=native")
-    command = [*_command(compiler), "-I", str(headers)]
-    command += [*(option for option in native.COMPILE if option not in left_out), *options]
+    command = [compiler, *native.OPTIONS] if compiler else [*native.find_compiler().command]
+    command[1:1] = ["-I", str(headers)]
+    command += options
     command += [f"-D{definition}" for definition in ("STREAMED=3", f'SOURCE="{source}"', *driver.definitions)]
     command.append(str(FOLDER / f"{driver.driver}.cpp"))
     parts = {source, headers / "program.cpp", *headers.glob("*.h"), *FOLDER.glob("*.h"), FOLDER / f"{driver.driver}.cpp"}
@@ -131,10 +131,6 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str 
                 raise BuildError(done.stderr)
             os.replace(built, program)
     return program
-
-
-def _command(compiler: str | None) -> list[str]:
-    return [compiler] if compiler else native.find_compiler()
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -161,7 +157,8 @@ def can_build(*options: str, compiler: str | None = None) -> bool:
         source = Path(folder, "empty.cpp")
         source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }")
         try:
-            command = [*_command(compiler), "-pthread", *options, str(source), "-o", str(source.with_suffix(""))]
+            command = [compiler, "-pthread"] if compiler else [*native.find_compiler().command]
+            command += [*options, str(source), "-o", str(source.with_suffix(""))]
         except UnsupportedError:
             return False
         if subprocess.run(command, capture_output=True).returncode:
@@ -171,7 +168,9 @@ def can_build(*options: str, compiler: str | None = None) -> bool:
 
 def circumstances() -> dict[str, str]:
     """What the numbers of instructions depend on, beside the sources."""
-    [version, *_] = subprocess.run([*native.find_compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()
+    [version, *_] = subprocess.run(
+        [*native.find_compiler().command, "--version"], capture_output=True, text=True
+    ).stdout.splitlines()
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout.strip()
     return {"compiler": version, "library": libc or "", "counter": valgrind}

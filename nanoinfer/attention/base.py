@@ -111,7 +111,7 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    A backend that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`. One whose Attend takes
+    A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes
     windows and sinks has `supports_windows = True`.
     """
 
@@ -151,7 +151,7 @@ def register_backend(name: str, backend_class: Any) -> None:
         backend_class: a class that implements AttentionBackend.
 
     Raises:
-        InvalidTypeError: backend_class is not such a class.
+        InvalidTypeError: backend_class is not a class, or lacks a part of the interface.
         InvalidValueError: the name is "auto".
     """
     if name == "auto":
@@ -172,10 +172,10 @@ def select_backend(
     enforce_eager: bool = False,
     has_windows: bool = False,
 ) -> tuple[str, AttentionBackend]:
-    """Construct the attention backend of this name, and return both. "auto" is the first of PREFERRED that fits.
+    """Construct the attention backend of this name, and return its name with it. "auto" is the first of PREFERRED that fits.
 
-    "auto" logs why it skips a backend. block_size: None is the backend's default. has_windows: whether some
-    layers have a window or sinks.
+    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. has_windows:
+    whether some layers have a window or sinks.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")

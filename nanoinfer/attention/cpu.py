@@ -39,7 +39,7 @@ class DecodeRows(NamedTuple):
 class PrefillChunks(NamedTuple):
     """The prompt chunks of a step: their tokens' slots, their first tokens, their blocks, and their sequences' lengths so far.
 
-    starts may be counted from any token.
+    `starts` may be counted from any packed token, because only its differences count.
     """
 
     slots: Int[Tensor, " num_tokens"]
@@ -140,7 +140,7 @@ def causal_attention(
 
 
 class CPUBackend:
-    """The default backend on a CPU. With enforce_eager, nothing else runs."""
+    """The default backend on a CPU. Without enforce_eager, KernelBackend (fast/cpu/attention.py) replaces it."""
 
     layout: Layout = "HND"
     default_block_size = 64

@@ -17,13 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
-Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # and values
-Window = int | None  # in tokens. None: no window. Sinks likewise
-Sinks = Float[Tensor, " num_heads"] | None
+Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # also the shape of values
+Window = int | None  # in tokens. None: no window
+Sinks = Float[Tensor, " num_heads"] | None  # None: no sinks
 
 
 def with_whole_heads(x: Keys) -> Keys:
-    """Return x, or a copy if the heads of a token are not contiguous, as kernels need them. A token's stride may be any."""
+    """Return x, or a copy if the heads of a token are not contiguous, as kernels need them. Tokens may be strided."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 

@@ -24,9 +24,9 @@ from nanoinfer.attention.dense import Keys
 from nanoinfer.system.transfer import integers_on_device
 
 Layout = Literal["NHD", "HND"]
-Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a layer in HND. stored_size: see KVCache
+Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # a layer's, in HND. stored_size: see _stored_size
 
-SCALE_BYTES = 4  # of the scale that follows a head of 8-bit integers
+SCALE_BYTES = 4  # the size of the scale that follows a head of 8-bit integers
 
 
 @runtime_checkable
@@ -148,9 +148,9 @@ class KVCache:
         groups: tuple[KVGroup, ...] = (),
         states: "StateCache | None" = None,
     ) -> None:
-        """groups: the KV groups of the layers. (): a single group without a window. states: None: no layer keeps a state."""
+        """groups: the layers' KV groups. (): a single group without a window. states: None: no layer keeps a state."""
         self.states = states
-        self.attached: list[Tensor] = []  # what a drafter keeps of the same tokens
+        self.attached: list[Tensor] = []  # a drafter's tensors for the same tokens
         self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -252,7 +252,7 @@ class StateCache:
         return [tensor for layer in self._layers for tensor in layer]
 
     def layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the tensors of one layer, each [num_state_slots + 1, ...]. The last one's state is that before any token."""
+        """Return the tensors of one layer, each [num_state_slots + 1, ...]. The last slot holds the state before any token."""
         return self._layers[layer]
 
 

@@ -4,7 +4,7 @@ In: the StateUpdate of each sequence of a step, chosen by scheduling/state_slots
 know what a state means or to which sequence it belongs.
 
 A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
-another one, so a state that a fork or the prefix cache shares stays as it is. State slot -1 holds zeros, the state before any
+another slot, so a state that a fork or the prefix cache shares stays as it is. State slot -1 holds zeros, the state before any
 token.
 """
 
@@ -50,7 +50,7 @@ class AttendWithStates:
         """Return the batches in their order: indices of packed tokens [num_seqs, num_tokens], and the state slots [num_seqs]
         to read and to write.
 
-        Of the i-th pieces of all sequences, those with a single token are computed together, and each longer one alone.
+        Of the i-th pieces of all sequences, those with a single token are computed together, and each longer piece alone.
         """
         batches = []
         for pieces in zip_longest(*self.pieces):

@@ -33,7 +33,7 @@ def begun_message(prompt: str) -> re.Match[str] | None:
 class HarmonyParser(ChatParser):
     """Parses one answer, which must have been generated with skip_special_tokens=False.
 
-    The channel analysis is reasoning, and other channels are content. Messages of a kind are joined by newlines. Text without a
+    The channel analysis is reasoning, others are content. Messages of the same kind are joined by newlines. Text without a
     header is content. A header without a message at the end of the answer is dropped.
     """
 
@@ -43,8 +43,8 @@ class HarmonyParser(ChatParser):
     def __init__(self, prompt: str = "", **options: bool) -> None:
         """Begin an answer, with the arguments of ChatParser. The prompt may have begun a header or a message."""
         super().__init__("", **options)
-        self._name: Literal["content", "reasoning"] = "content"  # of the present message
-        self._separator = ""  # from the message before
+        self._name: Literal["content", "reasoning"] = "content"  # what the current message becomes
+        self._separator = ""  # precedes the current message's text
         if (begun := begun_message(prompt)) and begun[2]:
             self._begin_message(begun[1])
         elif begun:

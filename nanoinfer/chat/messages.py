@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TokensPrompt
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's. A chat template may name more
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's. A chat template may name further roles
 
 
 def render_chat(
@@ -73,7 +73,7 @@ def render_chat(
         **(chat_template_kwargs or {}),
     )
     text += answer_begin
-    # The template has written every special token, and another BOS would duplicate it.
+    # The template has written all special tokens, so `encode` must not add them a second time.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
 
@@ -142,7 +142,7 @@ def _text(content: object, index: int) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
             raise UnsupportedError(f"messages[{index}]: a part of type {kind!r} is not supported; give text parts only")
-        text = part.get(kind) if isinstance(kind, str) else None  # OpenAI also has {"type": "refusal", "refusal": ...}
+        text = part.get(kind) if isinstance(kind, str) else None  # or {"type": "refusal", "refusal": ...}
         if not isinstance(text, str):
             example = '{"type": "text", "text": "..."}'
             raise InvalidTypeError(f"messages[{index}]: a part of content must be {example}, got {shown(part)}")

@@ -33,7 +33,7 @@ CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s
 
 
 class ToolCall(TypedDict, total=False):
-    """The addition of a piece of text to a call, as in OpenAI's chunks. The first piece of a call has its id and its name."""
+    """What a piece of text adds to a call, as in OpenAI's chunks. The first piece of a call has its id and its name."""
 
     index: int  # the index of the call in the message
     id: str
@@ -43,7 +43,7 @@ class ToolCall(TypedDict, total=False):
 
 @dataclass(slots=True)
 class ChatDelta:
-    """The addition of a piece of text to a message.
+    """What a piece of text adds to a message.
 
     The arguments of all deltas of a call, joined, are the arguments as the model wrote them.
     """
@@ -53,7 +53,7 @@ class ChatDelta:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def fields(self) -> dict[str, object]:
-        """The fields of OpenAI's "delta", without empty ones. Clients read the reasoning under one name or the other."""
+        """The fields of OpenAI's "delta", without empty ones. Some clients read "reasoning", others "reasoning_content"."""
         reasoning = {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
         content = {"content": self.content} if self.content else {}
         return reasoning | content | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
@@ -109,7 +109,7 @@ class ChatParser:
         self._is_in_string = self._is_escaped = False
 
     def push(self, text: str, *, is_last: bool = False) -> ChatDelta:
-        """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
+        """Parse the next piece of text. Ambiguous text is held back until its meaning is certain, or until the last piece."""
         merged = ChatDelta()
         for delta in self.push_deltas(text, is_last=is_last):
             merged.content += delta.content
@@ -134,7 +134,7 @@ class ChatParser:
         return self._deltas
 
     def _waits_for_more(self) -> bool:
-        """Whether a long beginning of a call has grown by less than an eighth. Each search starts at its first character."""
+        """Whether to put off the next search of a call's long beginning, until it has grown by an eighth."""
         is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 

@@ -40,7 +40,7 @@ def apply_chat_template(
     arguments |= {"conversation": messages, "chat_template": chat_template}
     try:
         request = json.dumps([tokenizer.hf.chat_template, arguments])
-    except Exception as error:  # may be raised by the user's own classes
+    except Exception as error:  # the user's own classes may raise anything
         raise InvalidPromptError(f"messages and chat_template_kwargs must be JSON ({first_line(error)})") from error
     reply = (_renderer if len(request) <= LARGE_REQUEST else _large_renderer).ask(request)
     if reply is None:

@@ -21,7 +21,7 @@ ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type"
 
 # Qwen3 was trained on json.dumps(call). {"type": "object"} allows any object.
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-MAX_ARGUMENTS = 2**18  # Longer arguments, in characters, of calls in messages are not parsed, so that none take long
+MAX_ARGUMENTS = 2**18  # characters. Longer arguments of a message's calls stay text, because parsing would take long
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -43,7 +43,7 @@ def _tool_schema(tool: Any, index: int) -> dict[str, object]:
 
         try:
             return dict(get_json_schema(tool))
-        except Exception as error:  # two classes that transformers does not export, and others
+        except Exception as error:  # transformers raises many classes, two of which it does not export
             reason = first_line(error)
             raise InvalidValueError(f"tools[{index}] needs type hints and a Google style docstring ({reason})") from error
     function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -78,7 +78,7 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
 
 
 def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, object]:
-    """Convert a message from OpenAI's format to the one that templates read.
+    """Convert a message from OpenAI's format to the format that templates read.
 
     The arguments of calls become objects. Text that is no JSON object, or very long, stays as it is, so that a
     conversation goes on after a malformed call. A null is left out, but a call's content becomes "". "reasoning" becomes

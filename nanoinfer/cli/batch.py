@@ -60,7 +60,7 @@ def batch(
     Results are appended to OUTPUT.partial as they end. The same command continues after an interruption, a crash or a power
     failure. A request's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
 
-    The exit code is 0 when every request has a result, also where that is an error, as in OpenAI's batches.
+    The exit code is 0 when every request has a result, even if some results are errors, as in OpenAI's batches.
     """
     if not output.absolute().parent.is_dir():
         raise InvalidValueError(f"cannot write {output}: there is no such folder; give another path")

@@ -99,7 +99,7 @@ class RunOptions:
     """How to run the workloads."""
 
     quantization: Annotated[str | None, EngineArgs] = None
-    kv_cache_memory: Annotated[int | None, EngineArgs] = None  # None: what the workloads need
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None  # None: as much as the workloads need
     enforce_eager: Annotated[bool, EngineArgs] = False
     scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
     scheduler_cls: Annotated[str | None, EngineArgs] = None
@@ -127,7 +127,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
             )
         return workloads.named(picked.workload or DEFAULT_WORKLOADS)
     if picked.workload is not None:
-        raise InvalidValueError("give --workload, or --num-prompts for one of your own, not both")
+        raise InvalidValueError("give --workload, or --num-prompts for a workload of your own, not both")
     lengths = {name: getattr(picked, name) for name in ("num_prompts", "input_len", "output_len", "request_rate", "seed")}
     return [workloads.described(sampling=sampling, **lengths)]
 
@@ -180,10 +180,10 @@ def _show_roofline(report: dict[str, Any]) -> None:
 
 
 LADDER_HELP = """\
-Measure eleven versions of an engine on this CPU, each with one idea more, in a few minutes.
+Measure eleven versions of an engine on this CPU, each with a further idea, in a few minutes.
 
 The first four are those of notebook 00b: the whole text again for each token, a KV cache, a batch, continuous batching. The
-others are the engine with one idea more each. 16 sampled requests (128 tokens in, 12 or 36 out) share three quarters of their
+others are the engine, each with a further idea. 16 sampled requests (128 tokens in, 12 or 36 out) share three quarters of their
 prompts.
 
 Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in

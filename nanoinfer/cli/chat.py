@@ -101,11 +101,11 @@ def _converse(session: ChatSession) -> None:
     while (message := messages.read()) is not None:
         try:
             session.handle(message)
-        except EOFError:  # /exit
+        except EOFError:  # raised by /exit
             break
         except NanoinferError as error:
             print_error(error)
-        except KeyboardInterrupt:  # outside an answer
+        except KeyboardInterrupt:  # Ctrl-C outside an answer
             note("")
         note("")
 

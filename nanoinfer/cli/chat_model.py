@@ -3,7 +3,7 @@
 In: messages and parameters. Out: Deltas, the last of which has the RequestOutput.
 
     max_model_len    the tokens of the context. None: unknown, so no turn is left out
-    given            the parameters that the user gave, while the server decides the others. None: the session has all
+    given            names of the parameters that the user gave. The server decides the others. None: the session decides all
     render()         the prompt for stream(). With a known max_model_len, it has "prompt_token_ids"
     check()          raises NanoinferError for parameters that the model cannot have
     stream()         generates an answer. Closing the generator ends it
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 Messages = list[dict[str, str]]
-THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # the second: an answer that ended while thinking
+THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # \A: an answer that ended while thinking
 
 
 class LocalModel:
@@ -62,7 +62,7 @@ class RemoteModel:
     def __init__(self, client: Client, name: str, given: set[str], chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self._client, self._name, self._chat_template_kwargs = client, name, chat_template_kwargs
         self.given: set[str] | None = given
-        self._usage: dict[str, Any] = {}  # of the newest answer
+        self._usage: dict[str, Any] = {}  # the usage of the newest answer
 
     def render(self, messages: Messages) -> Any:
         """Return the messages without the thinking in earlier answers, which servers do not expect."""
@@ -115,7 +115,7 @@ ChatModel = LocalModel | RemoteModel
 
 
 def _text_of(delta: dict[str, Any], is_thinking: bool) -> tuple[str, bool]:
-    """Return the text of a chunk's delta, and whether the model still thinks after it. Reasoning has two names."""
+    """Return the text of a chunk's delta, and whether the model still thinks after it. Servers use two names for reasoning."""
     reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
     content = delta.get("content") or delta.get("refusal") or ""
     if reasoning and not is_thinking:

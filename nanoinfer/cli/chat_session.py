@@ -82,7 +82,7 @@ class Conversation:
         """Continue a conversation that was saved.
 
         Raises:
-            InvalidValueError: the file is not a conversation. The present conversation is then unchanged.
+            InvalidValueError: the file is not a conversation. The current conversation is then unchanged.
         """
         try:
             messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -194,9 +194,9 @@ class ChatSession(Conversation):
         note("  Ctrl-C                  Stop an answer, or clear the line.")
 
     def set_parameter(self, assignment: str) -> None:
-        """Change a sampling parameter, or show it, or all.
+        """Change a sampling parameter, show its value, or show all parameters.
 
-        The value is a Python literal, true, false, none, a text that stands for itself, or default: as the chat began.
+        The value is a Python literal, true, false, none or plain text. `default` restores the value at the chat's start.
         """
         if not assignment:
             for name in PARAMETERS:
@@ -225,7 +225,7 @@ class ChatSession(Conversation):
     def retry(self, _: str = "") -> None:
         """Answer the last question again.
 
-        The old answer stays if there is no new one.
+        The old answer stays if there is no new answer.
         """
         messages = self.messages
         questions = [index for index, message in enumerate(messages) if message["role"] == "user"]

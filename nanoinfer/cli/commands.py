@@ -116,7 +116,7 @@ def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     Other errors are those of nanoinfer and of the system, such as a full disk. After a closed pipe nothing is printed.
 
     Args:
-        options: the command's options, for in_words_of. None: it has none.
+        options: the command's options, for in_words_of. None: the command has no options.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # `nanoinfer` alone, for which click prints the help
             raise
         message = error.format_message().rstrip(".")
-        if of_pydantic := getattr(error.__cause__, "errors", None):  # in newer versions of typer, which leave the value out
+        if of_pydantic := getattr(error.__cause__, "errors", None):  # newer versions of typer leave the value out
             message += f", got {shown(of_pydantic()[0]['input'])}"
         is_helpful = error.ctx is None or message.endswith("?")
         print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help lists what there is")

@@ -53,7 +53,7 @@ def find_sharing(recorder: Recorder) -> list[Moment]:
 
 
 def find_stop_string(recorder: Recorder) -> list[Moment]:
-    tokens = recorder.of(TokenAppended)  # one per step, since nothing else runs
+    tokens = recorder.of(TokenAppended)  # one token per step, since nothing else runs
     held = next(step for step, token in enumerate(tokens) if token.held)
     released = next(step for step, token in enumerate(tokens) if step > held and token.text)
     last = len(tokens) - 1
@@ -107,7 +107,7 @@ DEMOS = {
     ),
     "sharing": Demo(
         prompts=[f"{STORY} One", f"{STORY} On a sunny day, he"],
-        engine={"block_size": 8, "max_num_batched_tokens": 32},  # not both prompts in one step
+        engine={"block_size": 8, "max_num_batched_tokens": 32},  # too few tokens for both prompts in one step
         params=[SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (8, 16)],
         find=find_sharing,
     ),

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "kernels are kept in": _folder(cache_folder()),
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
         "GPU": gpu,
-        "torch": torch.__version__,  # with the build, such as 2.13.0+cpu, which its metadata lacks
+        "torch": torch.__version__,  # has the build (2.13.0+cpu), which the metadata lacks
     }
     for package in ("transformers", "tokenizers", "safetensors", "numpy", "triton", "flash-attn", "fastapi", "llguidance"):
         try:
@@ -147,14 +148,14 @@ def _folder(path: Path) -> str:
 
 
 def _compiler() -> str:
-    """Return the compiler of the kernels and the first line of its --version, or why there is none."""
+    """Return the compiler of the kernels, the first line of its --version and its options, or why there is none."""
     try:
-        command = find_compiler()
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        path, *options = find_compiler().command
+        done = subprocess.run([path, *options, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     except (UnsupportedError, OSError, subprocess.TimeoutExpired) as error:
         return f"none: {first_line(error)}"
     version = done.stdout.strip().partition("\n")[0] or f"no --version, exit status {done.returncode}"
-    return f"{shutil.which(command[0])}: {version}"
+    return f"{path}: {version}, with {shlex.join(options)}"
 
 
 def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -238,7 +239,7 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
     )
     generator = torch.Generator().manual_seed(0)
     out = torch.empty(0)
-    for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then one for the new
+    for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then a step for the new tokens
         scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
         batch = ForwardBatch.build(StepPlan(scheduled), block_size, device)
         q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(

@@ -81,7 +81,7 @@ def explain(
 
 
 def find_demo(name: str, context: typer.Context) -> Demo:
-    """Return the demo of a name. Raises: InvalidValueError, also if the command line has options that the demo sets."""
+    """Return the demo with this name. Raises: InvalidValueError, also if the command line has options that the demo sets."""
     if name not in DEMOS:
         raise InvalidValueError(f"--demo must be one of {', '.join(DEMOS)}, got {name!r}")
     given = {option.name: option.opts[0] for option in context.command.params if option.name is not None}
@@ -104,7 +104,7 @@ def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
     for stage_event in recorder.of(StageApplied):
         applied = stages.setdefault((stage_event.sequence_id, stage_event.position), [])
         if stage_event.stage == "model" and all(candidate.before == candidate.after for candidate in stage_event.candidates):
-            applied.clear()  # at the first stage, because a token may be drawn twice, and the last draw counts
+            applied.clear()  # a token may be drawn twice, and only the last draw counts
         applied.append(stage_event)
     draws: dict[tuple[str, int], TokenDrawn] = {(draw.sequence_id, draw.position): draw for draw in recorder.of(TokenDrawn)}
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])

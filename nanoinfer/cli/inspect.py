@@ -156,7 +156,7 @@ def print_inspection(found: Inspection) -> None:
 class InstalledModel:
     """A model on this machine."""
 
-    name: str  # as for --model
+    name: str  # the value for --model
     architecture: str  # from config.json, "" without it
     num_parameters: int
     num_bytes: int

@@ -76,7 +76,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
 
 @app.command(cls=Command)
 def hint(task: TaskName) -> None:
-    """Show a hint, and one more each time."""
+    """Show a hint, and another hint at each further call."""
     from nanoinfer.lab.learn.track import find
 
     found = find(task)

@@ -77,7 +77,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 class EngineOptions:
     """The arguments of LLM that every command takes, under the same names, and the number of torch's threads.
 
-    A class after a type declares an argument of the option's name, whose help the option has.
+    Annotated[type, C]: the option has the help of the argument of the same name that class C declares.
     """
 
     model: Model = None
@@ -126,11 +126,11 @@ class ChatTemplateOptions:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter whose type is a dataclass by the fields of the dataclass, and SamplingOptions by what it has.
+    """Replace each parameter whose type is a dataclass by the fields of the dataclass, and SamplingOptions by its parameters.
 
     Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass, or the dict, that is built
     from them. The parameters of the command are keyword-only, and no two options have the same name: an option of the command
-    itself replaces one of SamplingOptions. The name of a group, without "Options", is a heading in the command's help.
+    itself replaces a parameter of SamplingOptions. The name of a group, without "Options", is a heading in the command's help.
     """
     declared = signature(command).parameters
     groups: dict[str, Any] = {}
@@ -198,7 +198,7 @@ METAVARS = {int: "N", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "FILE"}
 def _described(option: Parameter, owner: Any) -> Parameter:
     """Return an option with its help, a short word for its value and a heading in the help, unless it has its own.
 
-    owner: the group of the option, which declares it unless the option names another class. None: it is in no group.
+    owner: the class of the option's group, which declares the option unless its annotation names another class. None: no group.
     """
     kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
     if not more or isinstance(more[0], ArgumentInfo):
@@ -255,7 +255,7 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     with busy("Starting"):
         from nanoinfer.llm import LLM  # imports torch
 
-    llm = _load(LLM, engine, {"seed": 0} | more)  # where it matters, resolve_sampling_params draws one
+    llm = _load(LLM, engine, {"seed": 0} | more)  # resolve_sampling_params draws the seeds of requests
     if llm.engine.tokenizer is None:
         raise CheckpointNotFoundError(
             f"{engine.model} has no tokenizer files, such as tokenizer.json; name a tokenizer with --tokenizer"
@@ -272,14 +272,14 @@ def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
 
 
 def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
-    import torch  # takes a second, for which --help and --version should not wait
+    import torch  # takes a second, so --help and --version do not import it
 
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate
     from nanoinfer.system.process import limit_threads
 
     arguments = asdict(engine) | more
     if (threads := arguments.pop("threads")) is not None:
-        limit_threads()  # once per process, and this is what was asked for
+        limit_threads()  # it acts once per process, so it does not overwrite --threads later
         torch.set_num_threads(threads)
     if engine.lora is not None:
         arguments["lora"] = dict(map(parse_adapter, engine.lora))

@@ -27,7 +27,7 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(ServerSettings):
-    """The options of a server, some of which are its engine's. Ray Serve takes them, too (cli/ray_serve.py)."""
+    """The options of a server, some of which are arguments of its engine. Ray Serve takes them, too (cli/ray_serve.py)."""
 
     max_num_seqs: Annotated[int, AsyncEngineArgs] = 256
     max_num_batched_tokens: Annotated[int, AsyncEngineArgs] = 4096
@@ -60,7 +60,7 @@ def serve(
     options = replace(options, api_key=api_keys(options.api_key), allowed_hosts=host_names(host, options.allowed_hosts or ()))
     warn_without_key(host, options.api_key)
     check_packages("server", *SERVER_PACKAGES)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the handler while the model loads. Later uvicorn replaces it
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in bind(host, port)]
         with busy("Starting"):

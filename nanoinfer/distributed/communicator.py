@@ -30,7 +30,7 @@ from nanoinfer.system.process import set_cuda_device
 CONNECT_TIMEOUT = timedelta(minutes=5)
 
 EXCHANGE = Path(__file__).with_name("exchange.cpp")
-CAPACITY = 2**23  # maximum bytes of a tensor. Larger tensors go through gloo. Memory is taken on first use
+CAPACITY = 2**23  # maximum bytes of a tensor: larger tensors go through gloo. Memory is taken on first use
 _LINE = 64  # bytes from one rank's flag to the next
 _PATIENCE = 100  # milliseconds after which a waiting rank checks whether the others are alive
 

@@ -76,7 +76,7 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
 
 
 def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Store, EngineConfig, int | None]:
-    """Start ranks 1, 2 and so on as child processes. The last result is the memory that they share, if there is any."""
+    """Start ranks 1, 2 and so on as child processes. The last result is the ranks' shared memory, or None."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_workers = _config_of_workers(config, devices[0])
     memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
@@ -111,7 +111,7 @@ def _join(config: EngineConfig, device: str) -> tuple[Workers, dist.Store, Engin
         )
     if _has_joined:
         raise UnsupportedError(
-            "under torchrun a script may make one LLM with tensor_parallel_size: the other ranks serve the first one; "
+            "under torchrun a script may make one LLM with tensor_parallel_size: the other ranks serve the first LLM; "
             "start this script without torchrun, or one job per LLM"
         )
     _has_joined = True

@@ -172,7 +172,7 @@ class LeadingShards(Shards):
 
     def connect(self, runtime: Runtime) -> Runtime:
         routes = runtime.routes
-        if routes:  # not with enforce_eager
+        if routes:  # with enforce_eager there are none
             model: Any = runtime.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
         wrap = partial(LeadingRunner, workers=self.workers)

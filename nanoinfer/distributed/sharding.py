@@ -95,9 +95,9 @@ def _fits(config: ModelConfig, size: int) -> bool:
     num_kv_heads = config.num_key_value_heads
     return (
         config.num_attention_heads % size == 0
-        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # otherwise, several ranks have the same head
+        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # with fewer heads than ranks, ranks share a head
         and min(_inner_sizes(config).values()) >= size
-        and config.vocab_size >= size * size  # so every rank has ids
+        and config.vocab_size >= size * size  # so that every rank has ids
     )
 
 
@@ -157,7 +157,7 @@ class Shards:
         slices = slices_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
         part = torch.cat(
             [whole[:, kept] if axis else whole[kept] for kept in slices], dim=axis
-        )  # a copy, not to keep the whole
+        )  # a copy, so that the whole tensor can be freed
         return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:
@@ -192,7 +192,7 @@ class Shards:
         replace_in(model, "")
 
     def connect(self, runtime: Runtime) -> Runtime:
-        """Make this rank's runtime agree with the others: a promise holds only if every rank can keep it."""
+        """Make this rank's runtime agree with the others: it is batch independent only if every rank's runtime is."""
         return dataclasses.replace(runtime, is_batch_independent=bool(self.minimum(runtime.is_batch_independent)))
 
 

@@ -34,7 +34,7 @@ from nanoinfer.system.transfer import on_device
 
 Shard = Float[Tensor, "batch local_vocab"]
 Ids = Int[Tensor, " batch"]
-Largest = Float[Tensor, " batch"]  # for each full row
+Largest = Float[Tensor, " batch"]  # the largest logit of each full row
 
 
 def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: VocabularyHead) -> Ids:
@@ -136,7 +136,7 @@ def _draw(
 
 
 def _index(row_numbers: tuple[int, ...], logits: Shard) -> Int[Tensor, " rows"] | slice:
-    """Return an index of these rows that copies nothing in the usual step, in which all rows need the same."""
+    """Return an index of these rows that copies nothing in the usual step, in which these are all rows."""
     if row_numbers == tuple(range(len(logits))):
         return slice(None)
     return on_device(torch.tensor(row_numbers, dtype=torch.int64), logits.device)

@@ -45,7 +45,7 @@ def run(
     Args:
         open_store: Opens the store by which the ranks find each other. Its failure is reported to rank 0, too.
         is_one_machine: Whether all ranks are on this machine.
-        shared_memory: An inherited file descriptor. None: there is none.
+        shared_memory: An inherited file descriptor. None: the ranks share no memory.
     """
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:

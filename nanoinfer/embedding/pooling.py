@@ -1,4 +1,4 @@
-"""LLM's embeddings and scores: one prefill of each text, of which nothing is cached.
+"""LLM's embeddings and scores: one prefill per text, which caches nothing.
 
 In: texts, and an LLM, whose methods `embed` and `score` call the functions here. Out: vectors and numbers, under vLLM's names.
 Nothing here is imported by an LLM that only generates.
@@ -158,9 +158,9 @@ def score(
 class Pooling:
     """How hidden rows become a vector, and which ids are the answers of a reranker.
 
-    mode: "lasttoken" or "mean". is_embedding: whether the checkpoint says so. answer_ids: the ids of "no" and "yes".
-    max_tokens: the length at which texts are cut. None: the checkpoint names none. prompt: precedes each text. lower: whether
-    capital letters are lowered.
+    mode: "lasttoken" or "mean". is_embedding: whether it is an embedding model, not a reranker. answer_ids: the ids of "no"
+    and "yes". max_tokens: the length at which texts are cut. None: the checkpoint has no limit. prompt: precedes each text.
+    lower: whether capital letters are lowered.
     """
 
     mode: str = "lasttoken"
@@ -173,7 +173,7 @@ class Pooling:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Pooling":
-        """Read the files of sentence-transformers in the way that it reads them.
+        """Read the files of sentence-transformers as the library itself does.
 
         Raises: UnsupportedError, CheckpointError for damaged files.
         """

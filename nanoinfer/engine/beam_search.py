@@ -60,7 +60,7 @@ class BeamSearch:
         self._running: list[_PromptSearch] = []
 
     def run(self) -> list[BeamSearchOutput]:
-        """Search, and return the outputs in the order of the prompts. It waits while another thread runs a step."""
+        """Search, and return the outputs in the order of the prompts. The call waits while another thread runs a step."""
         try:
             while self._waiting or self._running:
                 self._step()

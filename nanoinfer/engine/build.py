@@ -117,7 +117,7 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
 
     Args:
         draft: the runtime of a draft model, or of a module of the model. None: no model drafts.
-        target: runs the model. The drafter's cache is attached to its cache, and has room for as many tokens.
+        target: the executor of the model. The drafter's cache is attached to its cache, and holds as many tokens.
     """
     if config.speculative is None:
         return None
@@ -154,9 +154,9 @@ def make_executor(
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:
-        draft: the runtime of a draft model, whose cache must fit into the memory as well. This executor does not run them.
+        draft: the runtime of a draft model, whose cache must fit into the memory as well. This executor does not run it.
         num_blocks: the number of blocks of the KV cache. None: as many as fit.
-        tokenizer: writes the token texts in the tracer's events. None: the events have no texts.
+        tokenizer: the tokenizer that writes the texts in the tracer's events. None: the events have no texts.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache

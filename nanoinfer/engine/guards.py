@@ -36,7 +36,7 @@ class EngineGuard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround a step of the scheduler. Raises: the errors of exclusive()."""
+        """Guard a step of the scheduler. Raises: the errors of exclusive()."""
         with self.exclusive():
             try:
                 yield
@@ -46,7 +46,7 @@ class EngineGuard:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Surround a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
+        """Guard a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
         self._check_usable()
         if self.is_stepping:  # in another thread, or in this one if a tracer calls step()
             raise NanoinferError(
@@ -68,7 +68,7 @@ class EngineGuard:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Surround any other change of the engine. Waits while another thread steps.
+        """Guard any other change of the engine. Waits while another thread steps.
 
         Raises: NanoinferError in another process, or if the engine is closed.
         """
@@ -77,7 +77,7 @@ class EngineGuard:
             yield
 
     def defer_abort(self, request_ids: tuple[str, ...]) -> bool:
-        """During a step, keep these ids until its end and return True."""
+        """If a step is running, keep these ids until its end. Returns whether they were kept."""
         if self.is_stepping:
             self._pending_aborts += request_ids
         return self.is_stepping

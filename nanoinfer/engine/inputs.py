@@ -37,7 +37,7 @@ class PreparedRequest:
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
-    reader: reads the prompt's hidden rows (reading.py). None: they are not read.
+    reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
     """
 
     prompt: str | None
@@ -127,7 +127,7 @@ class InputProcessor:
     def prepare_all(
         self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: Any
     ) -> list[PreparedRequest]:
-        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
+        """Prepare one prompt or a list of them, with the same SamplingParams for all or a list with each prompt's.
 
         options: options of prepare_prompt, a value for all or a list with a value per prompt. Errors name the prompt's index.
         """
@@ -276,7 +276,7 @@ def as_list(prompts: object) -> list[Any]:
 
 
 def one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> Sequence[SamplingParams]:
-    """Return SamplingParams for each prompt, given one object for all or a list with one per prompt."""
+    """Return the SamplingParams of each prompt, given a single object for all or a list."""
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, list | tuple):

@@ -246,7 +246,7 @@ class LLMEngine:
     def step(self) -> list[Request]:
         """Launch a step for the sequences that the scheduler selects, and collect tokens. Returns the finished requests.
 
-        With async_scheduling, these are the tokens of the step before. While the device computes a step, the host prepares the
+        With async_scheduling, these are the previous step's tokens. While the device computes a step, the host prepares the
         next step and makes text of the previous step's tokens. A token in flight of a finished sequence is dropped.
         """
         with self.guard.step():
@@ -283,7 +283,7 @@ class LLMEngine:
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:
-                continue  # the request was aborted, or finished by the step before
+                continue  # the request was aborted, or finished in the previous step
             request = self._requests[seq.request_id]
             stop = Stop("error", error=sampled.error) if sampled.error else None
             if stop:

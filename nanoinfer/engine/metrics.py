@@ -77,7 +77,7 @@ class EngineMetrics:
                 self._latencies[name].add(time - times.arrival_time)
 
     def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
-        """Return the present metrics. running: the requests that have not finished."""
+        """Return the current metrics. running: the requests that have not finished."""
         totals, manager = self._finished.copy(), scheduler.block_manager
         for request in running:
             totals.update(_totals_of(request))
@@ -125,7 +125,7 @@ def _totals_of(request: Request) -> dict[str, int]:
     """Return what a request adds to the counters. A prompt counts from its first generated token on."""
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
-    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # they need all rows of the prompt
+    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # both need all rows of the prompt
     num_queried = 0 if reads_prompt else num_prompt
     num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
     counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)

@@ -30,7 +30,7 @@ _ALL: Neutral = {
 _ADAPTER: Neutral = {
     "lora_request": ((None,), "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)"),
 }
-# vLLM's further arguments by the call: the values that change nothing, and the way out of all others.
+# vLLM's further arguments of each call: the values that change nothing, and the advice for any other value.
 NEUTRAL_IN: dict[str, Neutral] = {
     "generate()": _ALL,
     "chat()": {

@@ -31,7 +31,7 @@ class Request:
     """The answers to one prompt. Several callers may drive the same engine, and each reads its own requests.
 
     output: None until every answer has finished. deltas: news that a stream has not yielded, collected only if `streaming`.
-    prompt_logprobs: complete when there is a first token. None: they were not requested.
+    prompt_logprobs: complete when there is a first token. None: the request did not ask for them.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class BlockFiles:
         if self._has(entry):
             self.touch((entry,))
         elif (wait or not self._waiting.full()) and entry not in self._copies:
-            with suppress(EngineDeadError):  # if a rank has ended, the next step says so
+            with suppress(EngineDeadError):  # if a rank has ended, the next step raises
                 self._copies[entry] = self._copy_of(entry[1], block)
                 self._waiting.put(entry)
 

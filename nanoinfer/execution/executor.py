@@ -33,7 +33,7 @@ class ExecutorInfo:
     num_state_slots: int = 0
 
 
-@dataclass(slots=True)  # not frozen: each step makes one per row, in a third of the time
+@dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
 class SequenceOutput:
     """The result of a step for one sequence.
 
@@ -91,7 +91,7 @@ class Executor(Protocol[Step]):
         """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
         prompt log-probabilities or num_top_logprobs are requested.
 
-        previous: the step in flight, whose sampled tokens may be input before the host knows them. None: there is none.
+        previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """
         ...
 

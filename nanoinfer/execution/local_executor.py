@@ -38,7 +38,7 @@ class PromptReader(Protocol):
     def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: HeadRows, row: int | None) -> None:
         """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.
 
-        ends: the rows that the step samples. row: the index of the prompt's last row among them. None: the prompt goes on.
+        ends: the rows that the step samples. row: the index of the prompt's last row in `ends`. None: the prompt is unfinished.
         """
         ...
 
@@ -113,7 +113,7 @@ class LocalExecutor:
         with self._in_step():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        outputs, end = [], 0  # end: where the rows of the sequence before end
+        outputs, end = [], 0  # end: the index after the previous sequence's rows
         for first, (seq, _) in enumerate(step.plan.rows):
             if first < end:
                 continue  # this row belongs to a draft

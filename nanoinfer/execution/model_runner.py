@@ -68,7 +68,7 @@ class ModelRunner:
 
 
 class RunnerWrapper(ModelRunner):
-    """Adds to the steps of a runner, for adapters, a drafter or other ranks. Attributes that it lacks are those of `inner`."""
+    """Extends the steps of the runner `inner`, for adapters, a drafter or other ranks. Other attributes are `inner`'s."""
 
     def __init__(self, inner: ModelRunner) -> None:
         super().__init__(inner.model, inner.cache, inner.backend, inner.graphs, inner.weights)

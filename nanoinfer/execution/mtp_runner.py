@@ -66,7 +66,7 @@ class DrafterRunner(RunnerWrapper):
     def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
         super().__init__(inner)
         self._kept = kept
-        self._latest: dict[Sequence, Tensor] = {}  # each sequence's row of the step before
+        self._latest: dict[Sequence, Tensor] = {}  # each sequence's row of the previous step
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:

@@ -33,7 +33,7 @@ class CompileReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """All from which an executor is built.
+    """Everything that an executor is built from.
 
     Attributes:
         model: the model on its device.
@@ -43,13 +43,13 @@ class Runtime:
         block_size: the number of tokens in a cache block.
         cache_dtype: the dtype of keys and values: the model's, or torch.int8.
         routes: the sampler's fast routes, in the order in which they are tried.
-        make_decode_graphs: makes what replays decode steps, given the sizes of the cache. None: every step runs eagerly.
+        make_decode_graphs: returns the object that replays decode steps, given the cache's size. None: every step runs eagerly.
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
-            runtime promises nothing, because torch's products depend on the number of rows.
+            runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
         reserved_bytes: the bytes on the device that the runner allocates later.
         weights: the model's weights, as parameters and as kernels read them.
-        wrappers: add to the runner's steps, the innermost first: the other ranks, adapters, a drafter.
+        wrappers: functions that wrap the runner, innermost first, for the other ranks, adapters or a drafter.
         kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
         in_step: makes a context that surrounds the computations of each step.
     """

@@ -56,7 +56,7 @@ class Adapters:
         shards: the ranks that share the model. None: this process has the whole model.
 
     Attributes:
-        layers: path -> linear layer that can be adapted.
+        layers: linear layer -> its AdaptedLinear, for the layers that can be adapted.
 
     Raises:
         InvalidValueError: max_loras active adapters take more memory than is free.
@@ -111,7 +111,7 @@ class Adapters:
         if adapter.request != request:
             raise InvalidValueError(
                 f"lora_int_id {request.lora_int_id} is {adapter.request}, got {request}; give each adapter an id of its own, "
-                "or remove the first one"
+                "or remove the first adapter"
             )
         return adapter
 

@@ -26,7 +26,7 @@ class AdapterMapping:
     Attributes:
         num_rows: the number of the step's rows, without padding.
         rows: adapter index -> the numbers of the rows that use it.
-        max_loras, max_rank: how many adapters may be active, and of which rank.
+        max_loras, max_rank: the most adapters that may be active, and the highest rank of an adapter.
         kernels: receives each step's adapter indices. None: no kernel computes a layer with adapters.
     """
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Recur
 from nanoinfer.models.layers import Untraced
 
-Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # also of queries
+Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # also the shape of queries
 Values = Float[Tensor, "num_seqs num_tokens heads value_dim"]
 Gates = Float[Tensor, "num_seqs num_tokens heads"]
 Memory = Float[Tensor, "num_seqs heads key_dim value_dim"]
@@ -55,8 +55,8 @@ def gated_delta_rule_in_chunks(
 
         u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{j<t} exp(G_t - G_j) (k_t . k_j) u_j)
 
-    because the memory that it corrects is S and the corrections before it, each faded since it was written. For all tokens of
-    the chunk these equations form a triangular system.
+    because the memory that token t corrects is S plus the corrections of the chunk's earlier tokens, faded since then. For
+    all tokens of the chunk these equations form a triangular system.
     """
     outs = []
     for start in range(0, q.shape[1], CHUNK):

@@ -24,9 +24,9 @@ from nanoinfer.models.rope import RopeConfig
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(QwenConfig):
     norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
-    local_rope: RopeConfig  # of the sliding layers
+    local_rope: RopeConfig  # the RoPE of the sliding layers
     query_pre_attn_scalar: float
-    is_sliding: tuple[bool, ...]  # for each layer. It has the local RoPE even if no text is longer than the window
+    is_sliding: tuple[bool, ...]  # whether each layer slides, which gives it local_rope even without long texts
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "Gemma3Config":

@@ -13,9 +13,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from nanoinfer.models.rope import RopeConfig, cos_and_sin, rope_frequencies
 
-Ids = Int[Tensor, " num_tokens"]  # also positions
+Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
-Layer = Callable[[Hidden], Hidden]  # the call of a module, whose type nn.Module leaves open
+Layer = Callable[[Hidden], Hidden]  # the type of a module's call, which nn.Module leaves open
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
     """
 
-    __call__: Callable[..., Tensor]  # more than nn.Module says
+    __call__: Callable[..., Tensor]  # nn.Module declares no result
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

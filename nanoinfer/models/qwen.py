@@ -25,7 +25,7 @@ from nanoinfer.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig:
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the layers, the heads and the last rows
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # the class of every norm
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -54,7 +54,7 @@ class QwenConfig:
         """
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
-        # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
+        # Without head_dim, Qwen3 has 128 for every hidden size. Qwen2's config.json has no head_dim.
         fields = shared_fields(config, None, default_head_dim=128 if is_qwen3 else None)
         return cls(**fields, qkv_bias=not is_qwen3 or attention_bias, o_bias=attention_bias, qk_norm=is_qwen3)
 
@@ -90,11 +90,11 @@ def shared_fields(
 
 
 def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
-    """Return the window of each layer. None: full attention. (): in all layers, or no text is longer than the window.
+    """Return the window of each layer. None: full attention. (): no layer needs a window.
 
     length: the most tokens of a text. YaRN may raise it above the max_position_embeddings of config.json.
-    kinds: the kind of each layer. None: config.json has layer_types, or, for older Qwen2, the layers from max_window_layers on
-    slide, if use_sliding_window is true.
+    kinds: the kind of each layer. None: read from layer_types in config.json, or for older Qwen2 from use_sliding_window and
+    max_window_layers, the first layer that slides.
 
     Raises: the errors of from_hf.
     """

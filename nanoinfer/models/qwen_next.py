@@ -29,7 +29,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class QwenNextConfig(QwenMoeConfig):
-    """The fields of QwenMoeConfig, whose experts are left out for a model without experts, and these.
+    """The fields of QwenMoeConfig, without those of experts if the model has none, and the following fields.
 
     Attributes:
         layer_types: the kind of each layer, of LAYER_TYPES.

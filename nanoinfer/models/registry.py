@@ -143,5 +143,5 @@ def find_model(config: ConfigJson) -> type[Any]:
         )
     raise UnsupportedError(
         f"architectures {shown(architectures)} are not supported; {', '.join([*_MODELS, *_registered])} are. "
-        "register_model adds one of your own"
+        "register_model adds a model of your own"
     )

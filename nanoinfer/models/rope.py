@@ -60,7 +60,7 @@ class RopeConfig:
         """Refuse values with which rope_frequencies would overflow, divide by 0 or take log(0). NaN is in no range."""
         for name, low, high in (
             ("theta", 1.001 if self.rope_type == "yarn" else 1.0, 1e30),
-            ("factor", 1.0, 1e6),  # it stretches the context
+            ("factor", 1.0, 1e6),  # the context is stretched, never shortened
             ("original_max_position_embeddings", 0, 2**31 - 1),
             ("attention_factor", 1e-6, 1e6),
             ("beta_slow", 1e-6, 1e6),

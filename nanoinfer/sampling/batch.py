@@ -35,10 +35,10 @@ class TokenEntries:
 
     rows: Int[Tensor, " entries"]
     ids: Int[Tensor, " entries"]
-    values: Float[Tensor, " entries"] | Int[Tensor, " entries"] | None = None  # None: the stage needs none
+    values: Float[Tensor, " entries"] | Int[Tensor, " entries"] | None = None  # None: the stage needs no values
 
     def read(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, " entries"]:
-        return logits.view(-1).take(self.rows * logits.shape[-1] + self.ids)  # half the time of logits[rows, ids]
+        return logits.view(-1).take(self.rows * logits.shape[-1] + self.ids)  # takes half the time of logits[rows, ids]
 
     def write(self, logits: Float[Tensor, "batch vocab"], values: Float[Tensor, " entries"]) -> None:
         logits.view(-1).index_copy_(0, self.rows * logits.shape[-1] + self.ids, values)
@@ -98,7 +98,7 @@ class SamplingBatch:
     columns: ParameterColumns
     row_groups: RowGroups = RowGroups()
     entries: StageEntries = StageEntries()
-    with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> its sequence, which has logits_processors
+    with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> the sequence, for rows with logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
     is_stateful: bool = False  # whether a row may have entries or processors, in any step
 
@@ -109,7 +109,7 @@ class SamplingBatch:
         """Gather the parameters of the sequences.
 
         Args:
-            sequences: the sequence of each row, in order. A sequence with drafts is there again for each draft.
+            sequences: the sequence of each row, in order. A sequence with drafts is repeated for each draft.
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same. If these
                 are also greedy and have no state, the batch itself is returned. None: nothing is reused.
         """

@@ -28,16 +28,16 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
+MAX_CHARACTERS = 2**16  # characters of a schema, a regular expression, all choices, or a grammar
 MAX_STRING = 2**13  # characters of a single string in a schema
-MAX_NESTING = 64  # of a schema
+MAX_NESTING = 64  # levels of a schema
 MAX_KEPT = 128  # the number of grammars that need no second trial
 MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
-TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # seconds of the processor
+TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds, memory
 MAX_STOPPED_SECONDS = 4.0  # a trial process that has neither replied nor ended after this time is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 
-# What llguidance may spend on a grammar's lexer and on a mask. It counts in a unit of its own, 14 to 50 of them in a us.
+# What llguidance may spend on a grammar's lexer and on a mask. It counts in its own unit, of which a us takes 14 to 50.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -95,7 +95,7 @@ class GrammarState:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed further, such as a limit that it has reached. None: it can."""
+        """Why the grammar cannot be followed further, such as a limit that was reached. None: tokens can follow."""
         return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
 
 
@@ -115,7 +115,7 @@ class GrammarCompiler:
         """Return the GrammarState at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to
         5 ms.
 
-        A grammar that is not valid or too expensive is refused, and so is a new one while too many others wait for their trial.
+        A grammar that is not valid or too expensive is refused, and so is a new grammar while too many others wait for a trial.
         """
         try:
             from llguidance import LLMatcher, LLParserLimits
@@ -154,7 +154,7 @@ class GrammarCompiler:
 
 
 def _as_text(tokenizer_json: str) -> str:
-    """Return the tokenizer with all tags as text: Qwen3's <tool_call>, which is text, and the names of special tokens.
+    """Return the tokenizer with all tags as plain text: Qwen3's <tool_call> as well as the names of special tokens.
 
     llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain. And
     when it encodes a text that contains the name of a special token, it would offer that token instead of the text.
@@ -220,7 +220,7 @@ def check_schema(name: str, value: object, depth: int = 0) -> None:
 
 
 def _reason(matcher: "LLMatcher") -> str:
-    """Return the matcher's error on one line, or "". It ends before llguidance lists the grammar, part of which is ours."""
+    """Return the matcher's error on one line, or "". It omits llguidance's listing of the grammar, part of which we wrote."""
     reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
     for pattern, words in _WORDS:
         reason = re.sub(pattern, words, reason)

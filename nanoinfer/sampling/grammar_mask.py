@@ -17,7 +17,7 @@ from nanoinfer.system.transfer import on_device
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Row rows[i] of the logits may not draw the ids in forbidden[i]. errors: row -> why it may draw no id."""
+    """Row rows[i] of the logits may not draw the ids in forbidden[i]. errors: row -> the reason why it may draw no id."""
 
     rows: Int[Tensor, " some_rows"]
     forbidden: Bool[Tensor, "some_rows vocab"]
@@ -25,7 +25,7 @@ class GrammarMask:
 
     @classmethod
     def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask | None":
-        """Ask the grammars. Returns None if no sequence has a grammar."""
+        """Ask the grammars which ids may follow. Returns None if no sequence has a grammar."""
         grammars = {row: seq.grammar for row, seq in enumerate(sequences) if seq.grammar is not None}
         if not grammars:
             return None

@@ -44,7 +44,7 @@ class BatchUpdate:
 
     Attributes:
         batch_size: the number of rows.
-        removed: the rows whose answer has ended, or waits.
+        removed: the rows whose answer has ended, or does not continue in this step.
         added: (row, params, prompt ids, output ids) of new rows. The list of output ids grows with the answer.
         moved: (from, to, direction) of rows that have moved.
     """
@@ -157,8 +157,8 @@ class BatchProcessor:
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
-        self.__name__ = type(processor).__name__  # its name in messages and traces
-        self._rows: list[sequence.Sequence] = []  # of the step before
+        self.__name__ = type(processor).__name__  # the stage's name in messages and traces
+        self._rows: list[sequence.Sequence] = []  # the rows of the previous step
         self._output_ids: dict[sequence.Sequence, list[int]] = {}
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -33,7 +33,7 @@ def token_logprobs(
         index = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
         launched.append((rows, _token_and_likeliest(logprobs[index], tokens[index], num)))
     entries: dict[int, TokenLogprobs] = {}
-    for rows, columns in launched:  # read after every launch, so that the host waits for a GPU only once
+    for rows, columns in launched:  # read when all are launched, so that the host waits for a GPU only once
         entries |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
     return [entries[row] for row in range(len(num_top))]
 

@@ -114,7 +114,7 @@ class Sampler:
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
         """Choose a token per row. The stages may write into the logits of the rows.
 
-        tracer: receives the logits after every stage, so every row runs stage by stage. None: routes may be used.
+        tracer: the tracer that needs the logits after every stage, so every row runs stage by stage. None: routes may be used.
         """
         if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
@@ -193,7 +193,7 @@ class Sampler:
             }
             logprobs = {} if logprob_logits is None else self._logprobs(logprob_logits, batch, sampled)
             masks = {}
-            if logits is not None:  # true if a row asks for its mask, since then every stage runs
+            if logits is not None:  # always the case if a row asks for its mask
                 masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.row_groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 

@@ -37,7 +37,7 @@ class _StageChange:
 class StageTracer:
     """Emits the events of a step after its draw, since every event includes the sampled token.
 
-    Until then it keeps the probabilities of all rows after every stage that changed a row. `seconds` is its own time.
+    Until then it keeps all rows' probabilities after every stage that changed a row. `seconds` is the time spent on tracing.
     """
 
     def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:
@@ -51,7 +51,7 @@ class StageTracer:
         self._changes: list[_StageChange] = []
 
     def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
-        """Note what a stage changed. The first call is stage "model" with the model's own logits."""
+        """Note what a stage changed. The first call has the stage "model" and the model's own logits."""
         with self._measure(logits):
             rows = list(range(len(logits)))
             if self._logits is not None:

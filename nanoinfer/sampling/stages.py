@@ -108,7 +108,7 @@ def apply_logits_processors(logits: Logits, batch: SamplingBatch) -> Logits:
         InvalidTypeError: a function returned something else. Errors of the functions themselves pass through.
     """
     for row, seq in batch.with_processors.items():
-        processors: Iterable[Callable[..., Tensor]] = seq.params.logits_processors or ()  # all of them take three arguments
+        processors: Iterable[Callable[..., Tensor]] = seq.params.logits_processors or ()  # each takes three arguments
         for processor in processors:
             before = logits[row]
             after = processor(list(seq.prompt_token_ids), seq.output_token_ids, before)

@@ -84,7 +84,7 @@ class BlockManager:
         layout: CacheLayout = CacheLayout(),
         store: "BlockStore | None" = None,
     ) -> None:
-        """A subclass passes its arguments on. store: receives blocks that leave the memory. None: they are dropped."""
+        """Subclasses must pass all arguments on. store: receives blocks that leave the memory. None: they are dropped."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

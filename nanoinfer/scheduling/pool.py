@@ -10,11 +10,11 @@ A BlockManager has a pool of blocks, and for models with states (state_slots.py)
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-NO_BLOCK = -1  # in a table: no block is there. As a state slot: none
+NO_BLOCK = -1  # in a table: there is no block. As a state slot: the sequence has no slot
 
 
 class Pool:
-    """Ids 0 .. size - 1.
+    """The ids 0 .. size - 1, each of which is held, reusable or empty.
 
     Attributes:
         ref_counts: the reference count of each id.

@@ -67,7 +67,7 @@ class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
     Attributes, which a subclass reads and does not change:
-        waiting: preempted sequences, then new ones in the order of their arrival.
+        waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
     """
@@ -122,7 +122,7 @@ class Scheduler:
 
         Args:
             running: the sequences that may be chosen (rule 7), in the order in which they started.
-            waiting: the sequence that lacks room and whose turn it is, then all others.
+            waiting: the next sequence to start, which lacks room, then all others.
         """
         return None
 
@@ -229,9 +229,9 @@ class Scheduler:
         for seq in list(self.running):
             num_new = self.next_chunk(seq)
             if seq.status is not SequenceStatus.RUNNING:
-                pass  # preempted for a sequence before it
+                pass  # it was preempted for an earlier sequence of this loop
             elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                pass  # the pending token is its last one
+                pass  # the pending token is its last token
             elif num_new > 1 and selection.budget < num_new:
                 selection.budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, selection):
@@ -284,7 +284,7 @@ class Scheduler:
         return True
 
     def _start_instead(self, selection: _Selection, seq: Sequence) -> bool:
-        """Start a sequence in place of the one that to_preempt chooses. Return False, and preempt none, without room.
+        """Start a sequence in place of the sequence that to_preempt chooses. Return False if this makes too little room.
 
         The caller queues selection.preempted, because the policy may be iterating over `waiting`.
         """

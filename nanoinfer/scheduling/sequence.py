@@ -58,10 +58,10 @@ class Sequence:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_num_tokens: int  # of prompt and output together, which then end with "length"
+    max_num_tokens: int  # of prompt and output, at which the answer ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: Grammar | None = None  # request.py advances it
+    grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
     reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
@@ -78,9 +78,9 @@ class Sequence:
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
-    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # of further KV groups: the block manager
+    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # for further KV groups: the block manager
     state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py
-    state_writes: dict[int, int] = field(default_factory=dict, init=False)  # num_tokens -> slot, of a step: state_slots.py
+    state_writes: dict[int, int] = field(default_factory=dict, init=False)  # a step's num_tokens -> slot: state_slots.py
     prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the keys of its full, cached blocks: the block manager
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING: set by the engine, taken by the scheduler
     sampling_state: object = field(default=None, init=False)  # sampling/state.py
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether its prompt must be read, for prompt_logprobs or a reader: by the first of n answers only, and only once."""
+        """Whether prompt_logprobs or a reader needs the prompt's rows: only for the first of n answers, and only once."""
         is_read = self.params.prompt_logprobs is not None or self.reader is not None
         return is_read and self.index == 0 and self.num_output_tokens == 0
 

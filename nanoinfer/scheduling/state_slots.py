@@ -3,7 +3,7 @@
 A BlockManager calls it with the sequences to which it gives blocks for the layers with attention.
 
 A block holds keys and values of certain tokens, and a state sums up all tokens so far. So a prefix can be continued only where
-its state was kept: a checkpoint, at the end of a block. A hit is the longest prefix of cached blocks that ends with one. A step
+its state was kept: a checkpoint, at the end of a block. A hit is the longest cached prefix that ends at a checkpoint. A step
 keeps at most one more state than it needs, at the last end of a block among its tokens. If a step's last token ends a block,
 its state becomes a checkpoint as it is.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nanoinfer.scheduling.stored_blocks import StoredBlocks
 
 NO_SLOT = NO_BLOCK  # the slot of a sequence without a computed token
-WINDOW = 2  # of the states' cache group: a prefix needs only its end, since a query reaches the token before it
+WINDOW = 2  # the window of the states' group: a query reaches only the token before it, so a prefix needs only its end
 
 
 class StateSlots:
@@ -58,7 +58,7 @@ class StateSlots:
         seq.state_slot = slot
 
     def allocate(self, seq: Sequence, num_new_tokens: int, *, keeps: bool) -> None:
-        """Take the slots that a step writes: after its known tokens, after each draft, and a checkpoint's if it `keeps` one."""
+        """Take the slots that a step writes: after its known tokens, after each draft, and for a checkpoint if `keeps`."""
         self._settle(seq)
         start, drafts = seq.num_computed_tokens, _drafts(seq, num_new_tokens)
         end = start + num_new_tokens - len(drafts)
@@ -79,7 +79,7 @@ class StateSlots:
             if self._index.enter([*block], self._number, [slot]):
                 before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_SLOT)
                 if position - self._index.block_size > len(seq.prompt_token_ids) and before in self.pool.reusable:
-                    # While a text grows, its newest checkpoint is the useful one, so the one before it is reused first.
+                    # While a text grows, only its newest checkpoint is useful, so the previous checkpoint is reused first.
                     self.pool.reusable.move_to_end(before, last=False)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

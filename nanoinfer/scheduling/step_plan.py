@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanoinfer.scheduling.sequence import Sequence
 
 
-@dataclass(slots=True)  # not frozen: each step makes one per sequence, in a third of the time
+@dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
 class ScheduledSequence:
     """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 
@@ -66,7 +66,7 @@ class StepPlan:
         num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
         hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
-            that its tokens follow. An empty list: its token follows the drafter's own row of the step before.
+            that its tokens follow. An empty list: its token follows the drafter's own row of the previous step.
     """
 
     scheduled: tuple[ScheduledSequence, ...]

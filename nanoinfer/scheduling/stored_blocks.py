@@ -28,8 +28,8 @@ class BlockStore(Protocol):
 
     Attributes:
         fingerprint: 32 bytes, which differ if the same tokens would have other keys and values.
-        max_tokens_per_step: the number of tokens after which a step reads no more, while sequences run.
-        is_open: whether it may be used, which ends with close() and is False in a forked process.
+        max_tokens_per_step: the number of tokens after which a step stops reading, while sequences run.
+        is_open: whether the store may be used: until close(), and not in a forked process.
         counts: counters for the metrics. external_prefix_cache_hits is in tokens.
     """
 
@@ -43,8 +43,8 @@ class BlockStore(Protocol):
     def has(self, entry: Entry) -> bool: ...
     def find(self, entry: Entry) -> Any | None: ...  # the content as it was kept, or None
     def fill(self, group: int, block: int, content: Any) -> None: ...  # writes the content into a block, or into a state slot
-    def touch(self, entries: Iterable[Entry]) -> None: ...  # marks them as used, the last one most recently
-    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # unless `wait`, only if it is not busy
+    def touch(self, entries: Iterable[Entry]) -> None: ...  # marks the entries as used, the last entry most recently
+    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # unless `wait`, only if the store is idle
     def discard(self, entry: Entry) -> None: ...
     def close(self) -> None: ...  # writes what is still to be written
 
@@ -54,7 +54,7 @@ class StoredBlocks:
 
     def __init__(self, store: BlockStore, index: PrefixIndex) -> None:
         self.store, self._index = store, index
-        self.num_tokens_read = 0  # in the present step
+        self.num_tokens_read = 0  # in the current step
         self._untouched: set[tuple[int, int]] = set()  # (group, id) pairs read for a sequence that has not started
         # The arguments hold no reference to the manager, so this also runs when an LLM is dropped or its process ends.
         self.keep_all = weakref.finalize(self, _keep_all, store, index)

@@ -1,6 +1,6 @@
 """Answer an HTTP request, as a JSON object or as server-sent events.
 
-In: the endpoint's Reply, whose Answers have a RequestStream for each prompt. Out: a Response. However that ends, and also if it
+In: the endpoint's Reply, whose Answers have a RequestStream for each prompt. Out: a Response. However it ends, and even if it
 never starts, the streams are closed, so that the engine frees their blocks.
 """
 
@@ -32,7 +32,7 @@ class Answers:
         self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
-        self._num_tokens = 0  # of all answers so far
+        self._num_tokens = 0  # the tokens of all answers so far
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: Sequence[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
@@ -64,7 +64,7 @@ class Answers:
             yield updates
 
     def choice_index(self, number: int, index: int) -> int:
-        """Return the index among all choices of an answer to the prompt with this number."""
+        """Return an answer's index among all choices. number: the index of its prompt."""
         return number * self._n + index
 
     async def finished(self) -> list[RequestOutput]:

@@ -34,14 +34,14 @@ from nanoinfer.server.settings import ServerSettings
 from nanoinfer.server.updates import add_adapters, add_weights
 from nanoinfer.tracing.recent import RecentRecorder
 
-STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
+STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # events, or JSON
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down. Raises: as LLM.generate for a bad adapter."""
     models = Models(settings)
     for adapter in models.adapters.values():
-        async_llm.engine.inputs.adapter_of(adapter)  # read now, outside of the event loop
+        async_llm.engine.inputs.adapter_of(adapter)  # reads the adapter now, not while the event loop serves requests
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
@@ -172,7 +172,7 @@ class GenerationEndpoints:
         prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
         reply: Reply,
     ) -> Response:
-        """Answer a prompt for each of prepares, which run in threads, like the checks of params."""
+        """Answer one prompt for each function in `prepares`. The functions, and the checks of params, run in threads."""
         self.models.check(body.model)  # again, because an adapter may have been dropped
         lora_request = self.models.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.

@@ -194,7 +194,7 @@ def manifest_path(output: Path) -> Path:
 
 
 def read_manifest(output: Path) -> Manifest | None:
-    """Return the manifest of a job that was begun. None: there is none, or it cannot be read."""
+    """Return the manifest of a job that was begun. None: the file is missing or unreadable."""
     try:
         return Manifest(**json.loads(manifest_path(output).read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -26,7 +26,7 @@ Change = Literal["begins", "grows", "ends"]
 class Block:
     """A part of an answer.
 
-    kind: "reasoning", "content" or "call". call_id, name: those of a call. pieces: the text or a call's JSON, as it grows.
+    kind: "reasoning", "content" or "call". call_id, name: the call's id and tool. pieces: the text or JSON, as it grows.
     is_cut: whether the answer ended within the block because it became too long.
     """
 
@@ -51,9 +51,9 @@ class Blocks:
         self._keeps_reasoning = keeps_reasoning
 
     def push(self, text: str, finish_reason: str | None = None) -> Iterator[tuple[Change, Block, str]]:
-        """Parse the next piece of text, and yield each change of a block, with the new text of one that grows.
+        """Parse the next piece of text, and yield each change of a block, with its new text if it grows.
 
-        finish_reason: the answer's, with its last piece. None: the answer goes on.
+        finish_reason: the answer's finish_reason, given with the last piece. None: more pieces follow.
         """
         for delta in self.parser.push_deltas(text, is_last=finish_reason is not None):
             for kind, call, new in _pieces(delta):
@@ -107,7 +107,7 @@ class BlockReply(Reply):
 
     @abstractmethod
     def delta_events(self, delta: Delta) -> Iterator[JsonObject]:
-        """Yield the events for the next delta. Before them come the first events of a stream, unless it has_begun."""
+        """Yield the events for the next delta. Unless has_begun, the first events of the stream precede them."""
 
     def whole(self) -> JsonObject:
         [answer] = self.answers.outputs[0].outputs

@@ -2,7 +2,7 @@
 
 In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason is added, and if they are
 requested token_ids, prompt_token_ids and prompt_logprobs. In log-probabilities, a token that is a part of a character keeps its
-true bytes: as "bytes" in a chat's, and as the text "bytes:\\xf0\\x9f" in a completion's.
+true bytes: as "bytes" in a chat, and as the text "bytes:\\xf0\\x9f" in a completion.
 """
 
 import codecs
@@ -45,7 +45,7 @@ class ChatFormat:
 
     @classmethod
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
-        """Choose by vLLM's names of parsers. None: the format that the chat template writes."""
+        """Choose the format by vLLM's parser names. None: the format that the chat template writes."""
         names = reasoning_parser, tool_call_parser
         is_named = ["openai" in name for name in names if name not in (None, "none")]  # whether each name is harmony's
         if len({*is_named}) > 1:
@@ -59,7 +59,7 @@ class ChatFormat:
 
     def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
         """Make the parser for an answer to this rendered prompt."""
-        if prompt.endswith(FINAL):  # a grammar follows, in whose texts marks are plain text
+        if prompt.endswith(FINAL):  # a grammar follows, where marks are plain text
             return ChatParser(reasoning=False, tool_calls=False)
         return self.parser(
             prompt,
@@ -116,13 +116,13 @@ class ChoicesReply(Reply):
     """The reply of /v1/chat/completions and /v1/completions."""
 
     id_prefix: str
-    object_names: tuple[str, str]  # of a response, and of a stream's chunks
+    object_names: tuple[str, str]  # the "object" of a response, and of a stream's chunks
 
     def __init__(self, request: ChatCompletionRequest | CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
         super().__init__(request.n or 1, is_prompt_only=request.max_tokens == 0)
         self._model, self._tokenizer, self._stream_options = model, tokenizer, request.stream_options
         self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._prefix = b""  # of every chunk
+        self._prefix = b""  # the beginning of every chunk
 
     @abstractmethod
     def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
@@ -267,7 +267,7 @@ class CompletionReply(ChoicesReply):
 
 
 def _is_shown(delta: Delta, request: GenerationRequest) -> bool:
-    """Whether a delta makes a chunk even if its text does not."""
+    """Whether a delta without text still needs a chunk."""
     return bool(delta.logprobs or delta.sampling_mask or delta.finish_reason or request.return_token_ids)
 
 
@@ -340,7 +340,7 @@ class LegacyLogprobs:
     def _top(self, position: LogprobsOnePosition) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, entry in position.items():
-            top.setdefault(self._text(token_id), max(entry.logprob, LOWEST))  # of two ids with one text, the likelier
+            top.setdefault(self._text(token_id), max(entry.logprob, LOWEST))  # if two ids have the same text, keep the likelier
         return top
 
     def _text(self, token_id: int) -> str:

@@ -31,7 +31,7 @@ class Client:
         Args:
             url: http://host:port, to which /v1 is added, or a URL with a path such as https://host/api/v1.
             api_key: the key that every request sends. None: no key.
-            timeout: the seconds without a byte after which an answer counts as broken. None: no limit.
+            timeout: the most seconds that may pass without a byte of the answer. None: no limit.
         """
         try:
             split = urlsplit(url)
@@ -68,7 +68,7 @@ class Client:
         return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
     def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that stream() yields, from `received`, whose makefile("rb") returns what has arrived."""
+        """Yield the chunks that stream() yields, from `received`, whose makefile("rb") returns a file with the answer."""
         with self._response(path, received) as response:
             yield from self._chunks(response)
 

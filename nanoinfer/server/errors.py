@@ -155,7 +155,7 @@ def add_error_handlers(app: FastAPI) -> None:
         param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
         message = str(error.detail)
         param = _prompt_of(request) if code == "context_length_exceeded" else param
-        if (error.status_code, message) == (404, "Not Found"):  # Starlette's
+        if (error.status_code, message) == (404, "Not Found"):  # Starlette's own 404
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
         elif error.status_code == 405:
             message = f"{request.url.path[:100]} does not take {request.method}; use {(error.headers or {}).get('Allow')}"
@@ -200,7 +200,7 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Return a short message for pydantic's errors, and the first field."""
     lines = []
     for error in errors[:MAX_ERRORS]:
-        field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # tags such as <ids>
+        field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # without tags such as <ids>
         message, value = str(error["msg"]).removeprefix("Value error, "), error.get("input", [])
         if error["type"] != "value_error" and (value is None or isinstance(value, str | int | float)):
             message += f", got {shown(value)}"

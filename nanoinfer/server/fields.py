@@ -18,10 +18,10 @@ WITHOUT_EFFECT = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
     "prediction keep_alive timings_per_token id_slot repeat_last_n xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta "
     "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-    # Anthropic's, and what its and OpenAI's agents send: caching is automatic, and the rest is for their services
+    # Anthropic's, and those that its and OpenAI's agents send: caching is automatic, and the others are for their services
     "cache_control eager_input_streaming inference_geo user_profile_id workspace_id client_metadata max_tool_calls".split()
 )
-# The other fields: the values besides null that change nothing here, and the way out if it is not to leave the field out.
+# The other fields: the values besides null that change nothing here, and the advice. "": leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(
         "audio moderation prompt_embeds kv_transfer_params container diagnostics access_programs".split(), ((), "")

@@ -50,7 +50,7 @@ class RequestLimits:
             return message
 
         headers = Headers(scope=scope)
-        if media_type(headers) == FILE:  # other endpoints than /update_weights refuse it without reading it
+        if media_type(headers) == FILE:  # only /update_weights reads a file
             max_bytes = scope["app"].state.max_file_bytes
         try:
             self._check(scope["path"], scope["method"], headers)
@@ -62,7 +62,7 @@ class RequestLimits:
     def _check(self, path: str, method: str, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        host = headers.get("host", "")  # HTTP/1.0 may have none. Browsers, whose pages are dangerous, always send it
+        host = headers.get("host", "")  # HTTP/1.0 may lack it. Browsers, whose pages may attack, always send it
         if host and self._settings.allowed_hosts is not None and not is_allowed(host, self._settings.allowed_hosts):
             name = host[:100]
             raise RequestError(403, f"{name!r} is not a name of this server; serve with --allowed-hosts {name.split(':')[0]}")
@@ -71,7 +71,7 @@ class RequestLimits:
             if scheme.lower() != "bearer":
                 key = headers.get("x-api-key", "")  # as Anthropic's clients send it
             given = _digest(key.strip().encode())
-            is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, for a constant time
+            is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all keys, for a constant time
             if not any(is_known):
                 raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 

@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         except OSError as error:  # this kind of address is not enabled
             reason = error
             continue
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of a former server linger
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port may have lingering connections
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # 0.0.0.0 has a socket of its own
         try:

@@ -17,7 +17,7 @@ from nanoinfer.server.blocks import Block, BlockReply, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
 
-SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its signatures, and clients drop a block without one
+SIGNATURE = "none"  # in thinking blocks. Anthropic's service checks its signatures, and clients drop a block without one
 
 
 StopSequence = Annotated[protocol.StopString, Field(min_length=1)]
@@ -244,7 +244,7 @@ def _json_of(block: Block) -> protocol.JsonObject:
     if block.kind == "content":
         return {"type": "text", "text": block.text}
     try:
-        arguments = from_json(block.text or "{}", allow_partial=True)  # Anthropic's client reads a call that is cut off so too
+        arguments = from_json(block.text or "{}", allow_partial=True)  # Anthropic's client parses a truncated call alike
     except ValueError:
         arguments = {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _finite(arguments)}

@@ -27,8 +27,8 @@ class Metrics(Collector):
     def __init__(self, async_llm: AsyncLLM, model_name: str) -> None:
         self._async_llm = async_llm
         self._registry = CollectorRegistry()
-        self._last_token_times: dict[tuple[str, int], float] = {}  # by request and answer
-        self._of_engine: list[engine_metrics.Metric] = []  # as of the call of text()
+        self._last_token_times: dict[tuple[str, int], float] = {}  # (request id, answer's index) -> its last token's time
+        self._of_engine: list[engine_metrics.Metric] = []  # read by text()
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         self._registry.register(self)
 
@@ -52,7 +52,7 @@ class Metrics(Collector):
             for delta in deltas:
                 key = delta.request_id, delta.index
                 before = last_times.get(key)
-                if before is not None and before < now:  # a step may have several deltas of an answer
+                if before is not None and before < now:  # several deltas of a step have the same time
                     self._itl.observe(now - before)
                 last_times[key] = now
                 if delta.finish_reason is not None:
@@ -65,7 +65,7 @@ class Metrics(Collector):
         for answer in output.outputs:
             self._finished_by[answer.finish_reason].inc()
         if metrics.ttft is None or metrics.finished_time is None:
-            return  # it never ran
+            return  # the request never ran
         if metrics.tpot is not None:
             self._tpot.observe(metrics.tpot)
         self._num_prompt.observe(len(output.prompt_token_ids))

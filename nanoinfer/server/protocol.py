@@ -29,12 +29,12 @@ MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
 MAX_LISTED = 1024  # ids or words in a list that is examined at every token
 MAX_ALLOWED = 2**18  # the size of the largest vocabulary, all of which allowed_token_ids may contain
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 2**13, 2**10, 2**10
-MAX_IDS = 2**20  # of a prompt
+MAX_IDS = 2**20  # ids of a prompt
 MAX_TOKENIZED = 2**16  # tokens of a text in /tokenize, or the model's length if it is more
 MAX_SALT = 1024  # characters of cache_salt
 INT64, UINT64 = 2**63, 2**64
 
-JsonObject = dict[str, object]  # of a request or an answer, which is passed on
+JsonObject = dict[str, object]  # part of a body that is passed on unchanged
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
@@ -83,7 +83,7 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
-    """Return the type of a text or a list of items, whose errors are about the one that was given."""
+    """Return the type of a text or a list of items, whose errors are about the kind that was given."""
     items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
 
     def form(content: object) -> str | None:
@@ -95,7 +95,7 @@ def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
 
 
 def joined(content: str | list[Any]) -> str:
-    """Return a content as one text. Its parts, if it has some, have a text each."""
+    """Return a content as one text. A list's parts are joined by newlines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -105,7 +105,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 
     def check_unknown_fields(self) -> None:
-        """Refuse unknown fields, and those of other servers with a value that is not supported, also of bodies in this one.
+        """Refuse unknown fields, and other servers' fields with an unsupported value, in this body and the bodies in it.
 
         Raises: RequestError, 400.
         """
@@ -150,7 +150,7 @@ def add_accepted_fields(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-# Parameters that are no fields, or not of every body, or that have limits of the server's own.
+# Parameters that are not fields, are not fields of every body, or have other limits on the server.
 _EXCEPTIONS = {"detokenize", "max_tokens", "n", "logprobs", "prompt_logprobs", "return_sampling_mask", "seed"}
 # The numbers and flags of SamplingParams, which checks their ranges.
 _fields: dict[str, Any] = {
@@ -393,10 +393,10 @@ def list_of_tools(tool: Any) -> Any:
 
 
 def one_of(kind: str, **models: Any) -> Any:
-    """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
+    """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: a noun."""
 
     def tag(value: Any) -> str | None:
-        return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
+        return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # only messages may lack a type
 
     tagged = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
     return Annotated[tagged, Discriminator(tag), check_type(kind, *models)]
@@ -406,7 +406,7 @@ def check_type(kind: str, *names: str) -> BeforeValidator:
     """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "a block"."""
 
     def check(value: object) -> object:
-        name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses what is no object
+        name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses other values
         if name not in names:
             raise ValueError(f"{kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
         return value

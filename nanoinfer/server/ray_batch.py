@@ -82,7 +82,7 @@ def answer_all_on_ray(
 
         for index in range(num_replicas):
             for _ in range(num_at_once):
-                call(index, [])  # so that a batch waits for no actor for which the cluster has no room
+                call(index, [])  # an empty call ends when the actor has started, and batches go only to such actors
         while True:
             [done], _ = ray.wait([*calls])
             index, actor, batch, num_deaths = calls.pop(done)
@@ -90,7 +90,7 @@ def answer_all_on_ray(
                 results = ray.get(done)
             except RayError as error:
                 _raise_own(error)
-                if actors[index] is actor:  # this is the first of its calls that ends
+                if actors[index] is actor:  # only the first of the dead actor's calls replaces it
                     actors[index] = replica.remote(load, settings, seed)
                 if batch and num_deaths + 1 < MAX_DEATHS:
                     interrupted.append((batch, num_deaths + 1))

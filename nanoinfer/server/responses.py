@@ -174,7 +174,7 @@ def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | Cal
     if isinstance(item, CallOutputItem):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": protocol.joined(item.output)})
     elif isinstance(item, MessageItem) and item.role != "assistant":
-        role = "system" if item.role == "developer" else item.role  # few templates know it
+        role = "system" if item.role == "developer" else item.role  # few templates know "developer"
         messages.append({"role": role, "content": protocol.joined(item.content)})
     else:
         last = messages[-1] if messages else {}
@@ -258,7 +258,7 @@ class ResponsesReply(BlockReply):
         tokenizer: Tokenizer | None,
         keep: Callable[[protocol.JsonObject], None] | None,
     ) -> None:
-        """keep: stores the response when it is complete. None: it is not stored."""
+        """keep: stores the response when it is complete. None: the response is not stored."""
         super().__init__(chat, chat_format, model)
         self._body, self._tokenizer, self._keep = body, tokenizer, keep
         self._created_at = int(time.time())

@@ -18,7 +18,7 @@ from nanoinfer.server.app import create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 from nanoinfer.server.settings import ServerSettings
 
-logger = logging.getLogger("uvicorn.error")  # uvicorn's, which also logs non-errors
+logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for everything but requests
 KEEP_ALIVE_SECONDS = 5
 SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while others wait (Python's default is 0.005)
 FLUSH_SECONDS = 5  # the time for the last bytes of aborted requests. Then clients that do not read them are disconnected
@@ -46,7 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with time limits: it would wait for its connections, and they for the engine.
+    """uvicorn's server, with time limits. uvicorn would wait for its connections, and these for the engine.
 
     Its run(sockets) serves on bound sockets until a signal, and then shuts the AsyncLLM down.
     """
@@ -98,5 +98,5 @@ def share_the_process() -> None:
     """Reduce the time that the engine's thread and the event loop's thread wait for each other."""
     gc.collect()
     gc.freeze()  # otherwise the collector now and then examines all of torch, while every stream waits about 0.2 s
-    atexit.register(gc.unfreeze)  # so that modules are collected at the end. Otherwise Triton reports it on stderr
+    atexit.register(gc.unfreeze)  # so that modules are collected at exit. Otherwise Triton complains on stderr
     sys.setswitchinterval(SWITCH_INTERVAL)

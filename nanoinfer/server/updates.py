@@ -89,7 +89,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
 
 # ---- adapters
 
-SENTENCE: dict[int | str, dict[str, object]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
+SENTENCE: dict[int | str, dict[str, object]] = {200: {"content": {"text/plain": {}}}}  # a sentence, or JSON for errors
 
 
 class LoadAdapterRequest(Body):

@@ -19,7 +19,7 @@ from nanoinfer.errors import HelperProcessError, QueueFullError
 MAX_ATTEMPTS = 2
 MAX_START_SECONDS = 30.0
 
-# The signals that end a request for a reason of its own: its time limit, or an error in a library. Windows lacks most.
+# The signals by which a request ends its process: the time limit, or an error in a library. Windows lacks most.
 _LIMIT = signal.Signals.__members__.get("SIGPROF")
 _CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")}
 
@@ -59,7 +59,7 @@ class HelperProcess:
                 self.close()
                 if (ended_by := -process.returncode) == _LIMIT:
                     return None
-        except BaseException:  # such as Ctrl-C. The next line would be the reply to this request
+        except BaseException:  # such as Ctrl-C: otherwise the next request would read this request's reply
             self.close()
             raise
         finally:

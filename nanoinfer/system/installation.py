@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra's packages: to a checkout, to the copy of one, or to a release.
+    """Return the command that adds an extra's packages: to a checkout, to a copy of a checkout, or to a release.
 
     A checkout is installed with -e, because otherwise edits of its source would no longer take effect.
     """

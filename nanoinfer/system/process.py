@@ -79,7 +79,7 @@ def cpu_quota() -> float | None:
 
 @cache
 def limit_threads() -> None:
-    """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to a single one after a fork.
+    """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one thread after a fork.
 
     More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
     forked process torch's OpenMP would wait forever for threads that exist only in the process that made them.

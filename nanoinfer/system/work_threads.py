@@ -12,9 +12,9 @@ from typing import TypeVar
 from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
-LARGE = 2**16  # from this many bytes of a request, or characters or ids of a prompt, on it is large
+LARGE = 2**16  # a request is large from this many bytes on, and a prompt from this many characters or ids
 NUM_SMALL_THREADS = 4
-RETURN_SECONDS = 1.0  # from a large request until its memory, with that of others, is returned to the system
+RETURN_SECONDS = 1.0  # seconds after a large request until freed memory is returned to the system
 
 
 class WorkThreads:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-# A text with at least this many characters is encoded as a batch of one text: without Python's lock, which encode would hold
-# while other streams wait, 25 ms for 100,000 characters. Batches use threads, about which tokenizers warns in a later fork.
+# A text with at least this many characters is encoded as a batch of one text, which does not hold Python's lock. `encode` holds
+# it for 25 ms per 100,000 characters. Batches use threads, so tokenizers warns if the process forks later.
 LONG_TEXT = 2**14
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -153,8 +153,8 @@ class Tokenizer:
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
 
-        Their numbers differ. Byte-level tokenizers have a single token for many words with a space before it, and several
-        without. Tokenizers that write a space before every text encode a word differently after a line break.
+        The number of ids differs. Byte-level tokenizers have a single token for many words with a space before them, and
+        several without it. Tokenizers that write a space before every text encode a word differently after a line break.
         """
         word = word.lstrip()
         try:

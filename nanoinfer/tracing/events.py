@@ -123,7 +123,7 @@ class TokensDrafted:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The tensors of a step were built. A sequence with drafts is there again for each draft, as a row with a single token."""
+    """The tensors of a step were built. A sequence with drafts is repeated for each draft, as a row with a single token."""
 
     sequence_ids: tuple[str, ...]
     query_start_loc: tuple[int, ...]  # sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1

@@ -13,7 +13,7 @@ from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, 
 
 E = TypeVar("E")
 
-MAX_FRAME_CHARS = 3_000_000  # of a page inside a notebook, which saves it with the cell
+MAX_FRAME_CHARS = 3_000_000  # the limit for a page in a notebook, which saves the page with the cell
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
 _NESTED: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
@@ -32,8 +32,8 @@ class Recorder:
     def __init__(self, *, stages: bool = False) -> None:
         """
         Args:
-            stages: whether to record StageApplied and TokenDrawn. The sampler then takes its plain path: slower, with
-                the same tokens.
+            stages: whether to record StageApplied and TokenDrawn. The sampler then runs stage by stage, which is
+                slower but gives the same tokens.
         """
         self.wants_stages = stages
         self.events: list[Event] = []
@@ -104,7 +104,7 @@ class Recorder:
         Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str | None:
-        """Return the page of to_html in a frame, which Jupyter shows, or without a step repr()."""
+        """Return the page of to_html in a frame for Jupyter. None: no step was recorded, so Jupyter shows repr()."""
         events = self._last_run()
         if not events:
             return None

@@ -48,13 +48,13 @@ def read(name: str) -> str:
 
 
 def as_script(value: object) -> str:
-    """Return a literal of JavaScript. Texts in it may contain "</script>"."""
+    """Return a value as a JavaScript literal, which is safe even if a text contains "</script>"."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def frame(page: str) -> str:
     """Return an HTML element that contains the whole page, whose scripts cannot reach the notebook around it."""
-    source = page.replace("&", "&amp;").replace("'", "&#39;")  # JSON is full of double quotes
+    source = page.replace("&", "&amp;").replace("'", "&#39;")  # single quotes, because JSON has many double quotes
     style = "width: 100%; height: 800px; border: 0"
     return f"<iframe sandbox='allow-scripts' style='{style}' srcdoc='{source}'></iframe>"
 
@@ -62,7 +62,7 @@ def frame(page: str) -> str:
 def _shortened(value: object) -> object:
     """Return the value with floats rounded to nine digits, and with integers beyond JavaScript's range as strings.
 
-    Nine digits distinguish all float32 values. More digits would be an eighth of the page.
+    Nine digits distinguish all float32 values. More digits would add an eighth to the page.
     """
     if isinstance(value, float):
         return float(f"{value:.9g}")
@@ -80,7 +80,7 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     """Return the page of two runs, whose events are dicts {"event": its class, its fields ...}."""
     events = [list(run) for run in runs]
     first, second = map(_answers, events)
-    differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # of each run, as page() takes them
+    differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # each run's `differences` for page()
     pairs: list[Row] = []
     for key in (key for key in first if key in second):
         (left_id, left), (right_id, right) = first[key], second[key]
@@ -103,8 +103,8 @@ Answer = tuple[str, dict[int, tuple[int, str]]]  # a sequence's id, and by posit
 
 
 def _answers(events: list[Row]) -> dict[tuple[object, ...], Answer]:
-    """{(prompt, number of earlier requests with it, number of the answer): the answer}."""
-    keys: dict[str, tuple[object, ...]] = {}  # of the requests
+    """Return {(prompt, number of earlier requests with this prompt, index of the answer): the answer}."""
+    keys: dict[str, tuple[object, ...]] = {}  # request id -> the first two parts of a key
     num_added = Counter[tuple[int, ...]]()
     answers: dict[tuple[object, ...], Answer] = {}
     for event in events:

@@ -26,7 +26,7 @@ Operation = Callable[..., Tensor]
 class KernelFunction(torch.autograd.Function):
     """Computes kernel(*inputs), with the gradients of plain(*inputs) for the inputs and for the parameters that plain reads."""
 
-    apply: ClassVar[Callable[..., Tensor]]  # untyped in torch
+    apply: ClassVar[Callable[..., Tensor]]  # torch does not type it
 
     @staticmethod
     def forward(ctx: Any, kernel: Operation, plain: Operation, num_inputs: int, *tensors: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class TrainedLinear(nn.Module):
         self._kernel = KernelLinear(self._packed, others)
 
     def forward(self, x: Float[Tensor, "rows in"], **others: Float[Tensor, "rows out"]) -> Float[Tensor, "rows out"]:
-        for linear, start in self.plain.starts():  # always, because a fused optimizer changes numbers without a trace
+        for linear, start in self.plain.starts():  # at every call, because a fused optimizer changes parameters unnoticed
             for name, parameter in linear.named_parameters():
                 self._packed.write(name, parameter.detach(), start)
         inputs = [x, *(others[name] for name in self._others)]

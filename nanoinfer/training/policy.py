@@ -132,7 +132,7 @@ class Policy(nn.Module):
             for row, ids in enumerate(mask, end - len(mask)):
                 banned[row] = True
                 banned[row, ids] = False
-        logits = logits.masked_fill(banned, -torch.inf)  # before the division, which subtracts the largest remaining logit
+        logits = logits.masked_fill(banned, -torch.inf)  # `divided` subtracts the largest remaining logit
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
         found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
@@ -147,7 +147,7 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
         module = traced.module(node)
         operation = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
         if operation is not None:
-            others = [tuple(node.kwargs)] if node.kwargs else []  # of a linear layer: factor, residual
+            others = [tuple(node.kwargs)] if node.kwargs else []  # a linear layer's further inputs: factor, residual
             node.target = traced.name("trained", operation(module, *others))
     if traced.untraced:
         names = ", ".join(traced.untraced)

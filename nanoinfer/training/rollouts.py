@@ -183,6 +183,6 @@ class _LogprobsReader:
 
     def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         num_tokens = len(chunk.sequence.prompt_token_ids)
-        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without a successor
+        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without the last
         found = executor.prompt_logprobs(hidden, chunk, num_top=0, temperature=self._temperature)
         self.values[chunk.position :] = [entry.values[0] for entry in found]

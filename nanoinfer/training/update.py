@@ -29,7 +29,7 @@ class GivenWeights(Weights):
     """Tensors that a caller gives instead of a checkpoint's files."""
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises: InvalidTypeError for anything but pairs, WeightsError for a name that is there twice."""
+        """Raises: InvalidTypeError for anything but pairs, WeightsError for a name that is given twice."""
         self._tensors: dict[str, Tensor] = {}
         for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
             if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):

@@ -278,7 +278,7 @@ def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkey
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
     assert type(llm.engine.executor.runner.backend) is cpu.CPUBackend
-    why = "the model runs without its C++ kernels, which are faster: there is no C++ compiler '/no/such/compiler'; install g++"
+    why = "the model runs without its C++ kernels, which are faster: no C++ compiler works (there is no /no/such/compiler)"
     assert caplog.text.count(why) == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs

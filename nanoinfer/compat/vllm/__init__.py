@@ -2,5 +2,5 @@
 
 modules/ has the modules that nanoinfer lacks. It is the second folder of nanoinfer.__path__, so modules/inputs is found as
 nanoinfer.inputs. names.py has the names that nanoinfer and nanoinfer.config lack. Most names are objects of nanoinfer, and
-those of placeholders.py say in one sentence what to do instead. docs/vllm.md lists all of them. No other room imports this one.
+those of placeholders.py say in one sentence what to do instead. docs/vllm.md lists all of them. No other folder imports it.
 """

@@ -1,7 +1,7 @@
 """VLLMEngine: an LLM whose steps the caller makes, with the methods of vLLM's LLMEngine, under whose name it is imported.
 
-In: prompts with SamplingParams, one call of step() after the other. Out: RequestOutputs. LLM.generate and LLM.stream make the
-steps themselves, and nanoinfer/engine is what they and this class call.
+In: prompts with SamplingParams, and calls of step(). Out: RequestOutputs. LLM.generate and LLM.stream make the steps
+themselves. All three call nanoinfer/engine.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ class VLLMEngine(LLM):
         """Queue a prompt. A prompt that is too long gets an output with finish_reason "error" in the next step.
 
         Args:
-            request_id: For abort_request(), and in the outputs. Different from the ids of all unfinished requests.
-            prompt: As for LLM.generate, one prompt.
-            params: params.output_kind says what the outputs of step() hold.
+            request_id: The request's name, for abort_request() and in the outputs. No unfinished request may have it.
+            prompt: A single prompt, as for LLM.generate.
+            params: The sampling parameters. Their output_kind says what the outputs of step() hold.
             lora_request: The adapter of this prompt, with enable_lora=True.
-            priority: With scheduling_policy="priority": lower runs first.
+            priority: The priority, with scheduling_policy="priority". Lower runs first.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
@@ -71,7 +71,7 @@ class VLLMEngine(LLM):
         return adapters is not None and adapters.remove(lora_id)
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step. Returns the outputs of all requests for which it has brought something."""
+        """Compute a step. Returns the outputs of all requests that have new output."""
         if self.engine.num_unfinished:
             self.engine.step()
         outputs = []

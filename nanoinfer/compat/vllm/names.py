@@ -1,4 +1,4 @@
-"""The names that vllm and vllm.config have, and nanoinfer and nanoinfer.config lack. Imported when a script asks for one."""
+"""The names that vllm and vllm.config have, and nanoinfer and nanoinfer.config lack. Imported when first used."""
 
 from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine

@@ -21,7 +21,7 @@ class Placeholder:
             raise AttributeError(name)
         self()
 
-    def __mro_entries__(self, bases: tuple[object, ...]) -> NoReturn:  # of a class that is derived from it
+    def __mro_entries__(self, bases: tuple[object, ...]) -> NoReturn:  # called when a class derives from it
         self()
 
     def __instancecheck__(self, instance: object) -> bool:

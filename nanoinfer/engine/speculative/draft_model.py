@@ -25,7 +25,7 @@ class _Draft:
 
 
 class DraftModelProposer:
-    """Runs the draft model, as a Proposer. config: decides how its prompts are cut."""
+    """Runs the draft model, as a Proposer. config: the engine's SchedulerConfig, which decides how prompts are cut."""
 
     twin_class = Sequence
 

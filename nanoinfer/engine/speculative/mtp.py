@@ -43,7 +43,7 @@ class MTPProposer(DraftModelProposer):
     def _twin(self, seq: Sequence) -> Sequence:
         if (twin := self._twins.get(seq)) is None:
             twin = self._new_twin(seq)
-            twin.num_pending_tokens = 1  # the token that it lacks
+            twin.num_pending_tokens = 1  # stands for the first token, which the twin lacks
         twin.token_ids = seq.token_ids[1:]
         twin.num_computed_tokens = min(twin.num_computed_tokens, max(len(twin.token_ids) - 1, 0))
         return twin
@@ -57,5 +57,5 @@ class MTPProposer(DraftModelProposer):
         seq, start = self._sequences[item.sequence], item.sequence.num_computed_tokens
         if start >= len(seq.token_ids) - 1:
             return []
-        size = self.block_manager.block_size  # the block size of the model as well
+        size = self.block_manager.block_size  # the model's cache has the same block size
         return [seq.block_table[i // size] * size + i % size for i in range(start, start + item.num_new_tokens)]

@@ -51,7 +51,7 @@ class NGramIndex:
     def continuation(self, token_ids: list[int], limit: int) -> list[int]:
         """Return at most `limit` tokens that followed the longest indexed n-gram that token_ids ends with.
 
-        The token_ids begin with those of the last call.
+        token_ids must begin with the ids of the previous call.
         """
         for index in range(self._num_indexed, len(token_ids)):
             for size in self._sizes:

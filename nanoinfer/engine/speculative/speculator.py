@@ -10,7 +10,7 @@ temperature. A wrong draft costs only time, because its keys and values are over
 
     newest token   draft 1   draft 2   draft 3
         the          cat       sat       down        rows of the step
-        cat          sat       on        .           sampled: the first three count, the last one followed a wrong guess
+        cat          sat       on        .           sampled: the first three count, the last followed a wrong guess
 
 Rejection sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) accepts more drafts at high temperatures, but keeps
 only the distribution and not the tokens of a seed.
@@ -56,8 +56,8 @@ class StepCost:
 
     def __init__(self) -> None:
         self.seconds_per_row = 0.0  # the slope b
-        self.seconds_per_draft_token = 0.0  # the time to propose it
-        self._averages = np.zeros(5)  # of rows, rows**2, seconds, rows * seconds, tokens
+        self.seconds_per_draft_token = 0.0  # the time to propose a draft token
+        self._averages = np.zeros(5)  # the averages of rows, rows**2, seconds, rows * seconds, tokens
 
     def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Add a decode step that computed num_rows rows and gave num_tokens tokens in `seconds`."""
@@ -84,7 +84,7 @@ class StepCost:
         return drafts
 
     def num_that_pay(self, acceptance: float, limit: int) -> int:
-        """Return the number of drafts, up to `limit`, whose last one is still worth its time.
+        """Return the number of drafts, up to `limit`, whose last draft is still worth its time.
 
         Draft i counts only if all before it are right, so it gives acceptance^i tokens on average. It pays if that is more than
         the average number of tokens that the engine generates in the time of one draft.

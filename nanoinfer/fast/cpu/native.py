@@ -1,9 +1,9 @@
 """Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
 
 In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
-this folder. Out: a library to call by ctypes. The compiler is $CXX or g++. Libraries are kept in $NANOINFER_CACHE, or in the
-user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If the folder cannot be written, every process
-compiles. Without a compiler, the engine runs the plain definitions.
+this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in
+$NANOINFER_CACHE, or in the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If the folder cannot be
+written, every process compiles. Without a compiler, the engine runs the plain definitions.
 
 Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the complete library to its
 place, so that no process loads half a file.
@@ -18,9 +18,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +31,8 @@ from nanoinfer.errors import UnsupportedError, first_line
 logger = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
-OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=off -pthread -fPIC -Wno-psabi -c -I"
-COMPILE = (*OPTIONS.split(), str(HEADERS))
+OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-I", str(HEADERS))
+TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts. Some know neither name
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 
@@ -67,9 +69,10 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 
 
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
-    command = [*find_compiler(), *COMPILE, *(f"-D{definition}" for definition in definitions)]
+    compiler = find_compiler()
+    command = [*compiler.command, *(f"-D{definition}" for definition in definitions)]
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
-    everything = "\0".join([*command, *texts, processor()])
+    everything = "\0".join([*command, compiler.macros, *texts, processor()])
     name = f"{source.stem}-{hashlib.sha256(everything.encode()).hexdigest()[:16]}.so"
     folder = cache_folder()
     with suppress(OSError):  # not compiled yet, or damaged
@@ -79,9 +82,8 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
     is_writable = folder.is_dir() and os.access(folder, os.W_OK)
     _announce(str(folder), is_writable)
     with tempfile.TemporaryDirectory(dir=folder if is_writable else None) as temporary:
-        compiled, library = Path(temporary, "kernel.o"), Path(temporary, name)
-        _run([*command, str(source), "-o", str(compiled)])
-        _run([*find_compiler(), "-shared", str(compiled), "-o", str(library)])
+        library = Path(temporary, name)
+        _run([*command, "-shared", str(source), "-o", str(library)])
         try:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
@@ -128,18 +130,53 @@ def _streamed() -> int:
     return 0 if "AuthenticAMD" in processor() else 3
 
 
-def find_compiler() -> list[str]:
-    """Return the command of the C++ compiler: $CXX, which may have options, or g++. Raises: UnsupportedError without one."""
-    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    if shutil.which(command[0]) is None:
-        raise UnsupportedError(f"there is no C++ compiler {command[0]!r}; install g++, or name one in CXX")
-    return command
+class Compiler(NamedTuple):
+    """A C++ compiler that works.
+
+    Attributes:
+        command: its path, and the options that every kernel is compiled with.
+        macros: what it predefines with these options, such as its version and the instructions of the processor.
+    """
+
+    command: tuple[str, ...]
+    macros: str
 
 
-def _run(command: list[str]) -> None:
+def find_compiler() -> Compiler:
+    """Return the compiler of $CXX, which may have options, or else the first of g++, clang++ and c++ that works.
+
+    Raises:
+        UnsupportedError: there is none. The message lists what was tried.
+    """
+    given, tried = shlex.split(os.environ.get("CXX", "")), []
+    for name, *options in [given] if given else [["g++"], ["clang++"], ["c++"]]:
+        path = shutil.which(name)
+        if path is None:
+            tried.append(f"there is no {name}")
+            continue
+        try:
+            return _examine(path, *options)
+        except UnsupportedError as error:
+            tried.append(f"{name}: {error}")
+    raise UnsupportedError(f"no C++ compiler works ({'; '.join(tried)}); install g++ or clang++, or name one in CXX")
+
+
+@cache
+def _examine(*command: str) -> Compiler:
+    """Let a compiler print its macros. It needs its headers for that, which some installations lack."""
+    for target in TARGETS:
+        options = (*command, *OPTIONS, *target)
+        try:
+            return Compiler(options, _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull]))
+        except UnsupportedError as error:
+            reason = error
+    raise reason
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run the compiler and return what it prints. Raises: UnsupportedError with its first error."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        lines = done.stderr.splitlines() or [
-            f"the C++ compiler {command[0]} fails (exit status {done.returncode}, no message); name another in CXX"
-        ]
+        lines = done.stderr.splitlines() or [f"{command[0]} fails with exit status {done.returncode} and no message"]
         raise UnsupportedError(next((line for line in lines if "error" in line or "cannot find" in line), lines[0]))
+    return done.stdout

@@ -23,10 +23,9 @@ namespace {
 
 constexpr int TILE = 2 * LANES;    // outputs that are computed together, and lie together in memory
 constexpr int WORD = 4;            // inputs whose products an instruction adds
-constexpr int FETCH_AHEAD = 4096;  // bytes
+constexpr int FETCH_AHEAD = 4096;  // bytes of weights
+constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 float widened(Number number) {  // one by one, which the compiler turns into vectors
     const uint32_t bits = uint32_t(number) << 16;
@@ -89,14 +88,18 @@ struct Outputs {
     Floats scales;
     Ints zeros;
 
-    Outputs(const QuantizedLinearCall& layer, int64_t place)
-        : scales(vector_at<Floats>(layer.scales + place)),
-          zeros(__builtin_convertvector(vector_at<Bytes>(layer.zeros + place), Ints)) {}
+    Outputs(const QuantizedLinearCall& layer, int64_t place) : scales(vector_at<Floats>(layer.scales + place)) {
+        __builtin_prefetch(layer.scales + place + GROUPS_AHEAD * TILE);
+        __builtin_prefetch(layer.zeros + place + GROUPS_AHEAD * TILE);
+        for (int i = 0; i < LANES; i++) zeros[i] = layer.zeros[place + i];  // GCC converts a vector of bytes one by one
+    }
 
-    // Add the products of a row, which has the same group at `place`.
+    // What the zeros contribute to the products of a row, which has the same group at `place`.
+    Ints offsets(const RoundedRows& rows, int64_t place) const { return -zeros * rows.sums[place]; }
+
+    // Add the products of a row, from which the zeros are subtracted.
     void add(Floats& total, Ints products, const RoundedRows& rows, int64_t place) const {
-        const Floats scaled = __builtin_convertvector(products - zeros * rows.sums[place], Floats) * rows.scales[place];
-        total = multiply_add(scaled, scales, total);
+        total = multiply_add(__builtin_convertvector(products, Floats) * rows.scales[place], scales, total);
     }
 };
 
@@ -108,12 +111,39 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
     const int8_t* x = rows.integers + first * num_in;
     Floats total[NUM][2] = {};
     for (int64_t g = 0; g < num_groups; g++) {
-        Ints products[NUM][2] = {};
-        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += 32 / BITS) {
-            for (int half = 0; half < 2; half++, weight += 64) {
+        const int64_t index = tile * num_groups + g, place = first * num_groups + g;
+        const Outputs outputs[2] = {{layer, index * TILE}, {layer, index * TILE + LANES}};
+        Ints products[NUM][2];
+#ifdef __AVX512F__  // has registers for the sums of both halves
+#pragma GCC unroll 8
+        for (int row = 0; row < NUM; row++) {
+            for (int half = 0; half < 2; half++) products[row][half] = outputs[half].offsets(rows, place + row * num_groups);
+        }
+        for (int64_t in = g * group_size; in < (g + 1) * group_size;) {
+            Ints packed[2];
+            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
                 if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
+                packed[half] = vector_at<Ints>(weight);
+            }
+            for (int shift = 0; shift < 8; shift += BITS, in += WORD) {
+                const Ints mask = Ints{} + (BITS == 8 ? -1 : 0x0f0f0f0f);
+                const Ints weights[2] = {packed[0] >> shift & mask, packed[1] >> shift & mask};
+                for (int row = 0; row < NUM; row++) {  // the row's numbers are in a register for both halves
+                    const int32_t numbers = vector_at<int32_t>(x + row * num_in + in);
+                    for (int half = 0; half < 2; half++) {
+                        products[row][half] = add_products(products[row][half], weights[half], numbers);
+                    }
+                }
+            }
+        }
+#else
+#pragma GCC unroll 8
+        for (int row = 0; row < NUM; row++) products[row][0] = products[row][1] = Ints{};
+        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += 32 / BITS) {
+            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
+                if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);
                 const Ints packed = vector_at<Ints>(weight);
-                const Ints first_four = BITS == 8 ? packed : packed & 0x0f0f0f0f, next_four = (packed >> 4) & 0x0f0f0f0f;
+                const Ints first_four = BITS == 8 ? packed : packed & 0x0f0f0f0f, next_four = packed >> 4 & 0x0f0f0f0f;
                 for (int row = 0; row < NUM; row++) {
                     const int8_t* numbers = x + row * num_in + in;
                     Ints& sums = products[row][half];
@@ -122,10 +152,14 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
                 }
             }
         }
-        for (int half = 0; half < 2; half++) {
-            const Outputs outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
-            for (int row = 0; row < NUM; row++) {
-                outputs.add(total[row][half], products[row][half], rows, (first + row) * num_groups + g);
+        for (int row = 0; row < NUM; row++) {
+            for (int half = 0; half < 2; half++) products[row][half] += outputs[half].offsets(rows, place + row * num_groups);
+        }
+#endif
+#pragma GCC unroll 8
+        for (int row = 0; row < NUM; row++) {
+            for (int half = 0; half < 2; half++) {
+                outputs[half].add(total[row][half], products[row][half], rows, place + row * num_groups);
             }
         }
     }
@@ -182,8 +216,9 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
         for (int half = 0; half < 2; half++) {
             const Outputs outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < num_rows; row++) {
+                const int64_t place = (first + row) * num_groups + g;
                 const Ints& sums = products[row / TILE_ROWS][half][row % TILE_ROWS];
-                outputs.add(total[row][half], sums, rows, (first + row) * num_groups + g);
+                outputs.add(total[row][half], sums + outputs.offsets(rows, place), rows, place);
             }
         }
     }

@@ -45,7 +45,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         now = time.perf_counter()
         for request, timing in running:
             timing.num_output_tokens = request.sequences[0].num_output_tokens
-            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several, with accepted drafts
+            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several per step with drafts
         running = [(request, timing) for request, timing in running if request.output is None]
     return timings
 

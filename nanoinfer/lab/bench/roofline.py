@@ -162,7 +162,7 @@ def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -
 def least_s_of_run(
     timings: list[RequestTiming], machine: Machine, model: Any, dtype: torch.dtype, weight_bits: int | None = None
 ) -> float:
-    """Return the least seconds of a run's steps: each reads the weights once, and computes the tokens that came from it.
+    """Return the least seconds of a run's steps: each reads the weights once, and computes the tokens that it returned.
 
     A prompt counts in the step of its first token. The prompts and contexts of a step count with their mean length.
     """

@@ -146,7 +146,7 @@ class TimedResponse:
 
 
 class _RecordedFile(io.RawIOBase):
-    """Reads a recorded response again, each time the bytes of one read. time: that of the newest read."""
+    """Reads a recorded response again, one original read per call. time: the time of the newest read."""
 
     def __init__(self, reads: list[tuple[float, bytes]], error: Exception | None) -> None:
         self._reads, self._error = iter(reads), error

@@ -11,10 +11,10 @@ class RequestTiming:
     """A request, with its times in seconds of the same clock."""
 
     arrival: float  # when it was sent, before the connection is opened
-    token_times: list[float] = field(default_factory=list)  # of the tokens, or of a stream's chunks, which may have several
+    token_times: list[float] = field(default_factory=list)  # of each token, or of each chunk of a stream
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # as counted by the engine or the server
-    error: str | None = None  # why the request failed. None: it did not
+    error: str | None = None  # why the request failed. None: it succeeded
 
     @property
     def ttft(self) -> float:

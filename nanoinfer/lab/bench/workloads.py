@@ -26,7 +26,7 @@ class Workload:
     output_lens: tuple[int, ...]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # arguments of SamplingParams
     arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. (): all requests arrive at the start
-    hash_ids: tuple[tuple[int, ...], ...] = ()  # of each request's blocks of HASHED_TOKENS tokens: equal ids are equal blocks
+    hash_ids: tuple[tuple[int, ...], ...] = ()  # per request, an id for each HASHED_TOKENS tokens of the prompt
 
     @property
     def num_tokens(self) -> list[int]:
@@ -89,13 +89,13 @@ def described(
     """Make a workload from a description.
 
     Args:
-        input_len, output_len: the tokens per prompt and per answer, "128", or drawn uniformly from "16-256".
+        input_len, output_len: the number of tokens, as text: "128", or "16-256" to draw it uniformly.
         request_rate: the mean requests per second, at random times (a Poisson process). inf: all at once.
         sampling: the arguments of SamplingParams.
         seed: the seed of the lengths and the arrival times.
 
     Raises:
-        InvalidValueError: a length is not such a text, or the rate is not above 0.
+        InvalidValueError: a length has another format, or the rate is not above 0.
     """
     rng = random.Random(seed)
     if not request_rate > 0:
@@ -126,7 +126,7 @@ def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, 
         sampling: the arguments of SamplingParams.
 
     Raises:
-        InvalidValueError: the file cannot be read, or a line is not such an object.
+        InvalidValueError: the file cannot be read, or a line has another format.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

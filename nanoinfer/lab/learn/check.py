@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.lab.learn.workbook import Function, Version
 
-SECONDS = 20  # for all cases of a task together. Then a TimeoutError is raised in the running case
+SECONDS = 20  # for all cases of a task together, after which the running case gets a TimeoutError
 TOLERANCE = 1e-5
 
 
@@ -63,7 +63,7 @@ class Failure:
 
 
 def calling(*arguments: object) -> Callable[[Version], object]:
-    """Return an observation: what a version returns for copies of these arguments."""
+    """Return a function that calls a version with copies of these arguments, for Case.observe."""
     return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
 
 

@@ -172,10 +172,10 @@ TASKS = [
         "06",
         "make ids that occurred less likely.\n\n"
         "batch.entries.token_counts lists the ids of prompt and output: its read(logits) gives their logits [entries], and\n"
-        "write(logits, values) puts new ones there. Its rows say to which row each entry belongs. None: nothing to do.",
+        "write(logits, values) puts new values there. Its rows say to which row each entry belongs. None: nothing to do.",
         (
             "penalties[counts.rows] is the penalty of each entry.",
-            "A negative logit becomes less likely by multiplying, a positive one by dividing.",
+            "A negative logit becomes less likely by multiplying, a positive logit by dividing.",
             "A tiny penalty must not make infinity: clamp to the largest finite number.",
         ),
         _penalty_cases,

@@ -263,10 +263,10 @@ TASKS = [
         "give a sequence the blocks that its next tokens need.\n\n"
         "self.tables(seq) has the block tables of the KV groups, usually seq.block_table alone. self._take() returns a free\n"
         "block. self.blocks.ref_counts[block] says how many tables have a block, and self.blocks.drop([block]) gives one up.\n"
-        "With blocks of 2, a table [0], 2 computed tokens and 3 new ones, two blocks are appended.",
+        "With blocks of 2, a table [0], 2 computed tokens and 3 new tokens, two blocks are appended.",
         (
             "Two things in turn: replace blocks that will be written and have several references, then append blocks.",
-            "For a shared block: take a new one, put it into the table, drop the old one, and note (old, new) to be copied.",
+            "For a shared block: take a new block, put it into the table, drop the old block, and note the copy (old, new).",
             "The table is long enough when len(table) * block_size >= num_computed_tokens + num_new_tokens.",
         ),
         lambda: _block_cases("allocate"),
@@ -350,7 +350,7 @@ TASKS = [
         "02",
         "put the new tokens of all sequences into one row, each with its position and its slot.\n\n"
         "Token i of a sequence has the slot block_table[i // block_size] * block_size + i % block_size. With blocks of 4 and\n"
-        "a table [7, 2], token 5 has slot 9. Draft tokens follow the new one, each as a query of its own.",
+        "a table [7, 2], token 5 has slot 9. Draft tokens follow the new token, each as a query of its own.",
         (
             "The new tokens are those from num_computed_tokens on. query_lens has one number per sequence, and a 1 per draft.",
             "seq_lens counts the tokens that the last query of each entry sees: end, then end + 1 for the first draft ...",

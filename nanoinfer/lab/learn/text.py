@@ -104,7 +104,7 @@ TASKS = [
         "self.text grows. self._stops are the strings, and self._include_in_output says whether the matched one stays.",
         (
             "Only a match that ends in the new piece counts. It may begin len(stop) - 1 characters before it.",
-            "Of several matches the one that ends first wins; of those that end together the first in the list.",
+            "Of several matches, the match that ends first wins, and of those that end together the first in the list.",
             "With examine=False, or an empty piece, nothing is searched.",
         ),
         lambda: _text_cases("push"),
@@ -115,7 +115,7 @@ TASKS = [
         "13",
         "how many guessed tokens were right.\n\n"
         "self.draft_token_ids are the guesses. The token sampled first is what the first guess should be.",
-        ("Compare one by one, and stop at the first that is wrong: all after it were computed behind a wrong token.",),
+        ("Compare one by one, and stop at the first that is wrong: all after it were computed after a wrong token.",),
         _accept_cases,
     ),
     Task(

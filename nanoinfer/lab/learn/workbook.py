@@ -32,7 +32,7 @@ The person here learns how an LLM inference engine works by writing its function
 - Never write, complete or paste the body of a task, and do not read the engine's own version of it for them.
 - Ask what they expect, let them work a small case on paper, and point at the docstring.
 - `nanoinfer learn check TASK` shows the smallest case that fails. Explain that case, not the cure.
-- `nanoinfer learn hint TASK` gives a hint. Offer it before you give one of your own.
+- `nanoinfer learn hint TASK` gives a hint. Offer it before you give a hint of your own.
 """
 
 Version = Callable[..., Any]  # the engine's own version of a function, or a learner's
@@ -130,7 +130,7 @@ class Workbook:
         return self._files[name]
 
     def status(self, name: str) -> str:
-        """ "missing", "empty", "written", or "passed": as it stands, the file has passed its check."""
+        """Return "missing", "empty", "written", or "passed" if the file has passed its check and is unchanged."""
         if not self.file(name).exists():
             return "missing"
         if self._progress["passed"].get(name) == self._digest(name):
@@ -183,8 +183,8 @@ class Workbook:
 def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int]]:
     """Let the engine call these versions instead of its own. Yields how often each was called.
 
-    Every module that has imported the original gets the new one. LLM(enforce_eager=True, attention_backend="reference")
-    run these functions themselves, and not what is compiled from them.
+    Every module that has imported the original gets the new version. LLM(enforce_eager=True, attention_backend="reference")
+    calls these functions themselves, and no compiled code.
     """
     calls = dict.fromkeys(functions, 0)
     undo: list[tuple[object, str, object]] = []

@@ -99,7 +99,7 @@ def write(rng: random.Random, hero: str | None = None) -> str:
 
 
 def read(text: str, hero: str | None = None) -> Reading:
-    """Find how likely a text is as a story, and where it stops being one. hero: the one that the story must be about.
+    """Find how likely a text is as a story, and where it stops being a story. hero: the hero that the story must have.
 
     >>> read("Once upon a time, there was a kind fish").expected
     ('fox', 'frog')

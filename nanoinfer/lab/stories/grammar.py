@@ -3,7 +3,7 @@
 In: rules (rules.txt) and a cast (__init__.py). The grammar defines every possible text, so that the
 probability of a text is exact, unlike in a real corpus. This file does not know what the texts are about.
 
-A rule is a list of alternatives, and every mention of it draws a new one. A member of the cast is drawn once per text, at
+A rule is a list of alternatives, and every mention of a rule draws anew. A member of the cast is drawn once per text, at
 its first mention, and stays: the hero of the first sentence is the hero of the last. A blank in an alternative is
 
     {trait}      a rule or a member of the cast         {hero.his}    an attribute of what was drawn
@@ -45,7 +45,7 @@ Symbols = tuple[str | Blank, ...]  # text and blanks, in order
 
 
 class Option(NamedTuple):
-    """One thing that a blank can become: the probability, the symbols, and the memory from there on."""
+    """One thing that a blank can become: the probability, the symbols, and the memory after this choice."""
 
     probability: float
     symbols: Symbols
@@ -60,9 +60,9 @@ class Reading:
     leaves the grammar within a word, the expected words are those that begin with the letters before it.
     """
 
-    log_prob: float  # of exactly this text, or -inf if the grammar cannot write it
-    log_prob_of_beginning: float  # that a text begins with this one
-    num_chars: int  # how many characters could begin a text. If they are not all, the text leaves the grammar there
+    log_prob: float  # the log-probability of exactly this text, or -inf if the grammar cannot write it
+    log_prob_of_beginning: float  # the log-probability that a text begins with this text
+    num_chars: int  # the number of first characters with which a text of the grammar can begin
     expected: tuple[str, ...]  # the words that could be there, sorted, or () if the grammar can write the whole text
     memory: Memory  # the cast up to num_chars, in one of the derivations that reach it
 
@@ -123,7 +123,7 @@ class Grammar:
         """Follow every derivation of the text from the rule `start`, as far as each agrees with it. memory: as in `write`."""
         whole, beginning = [], []  # log-probabilities of derivations
         num_chars, furthest = 0, memory or {}
-        rests: set[str] = set()  # of the words that could have been at num_chars
+        rests: set[str] = set()  # the words, or rests of words, that could follow num_chars
         live: list[tuple[Symbols, int, Memory, float]] = [((Blank(start),), 0, memory or {}, 0.0)]
         while live:
             symbols, position, memory, log_prob = live.pop()
@@ -149,7 +149,7 @@ class Grammar:
                 num_chars, rests, furthest = agreed, set(), memory
             if agreed == num_chars and (agreed < position + len(word) or not symbols):
                 rests.add(word[agreed - position :])
-        begun = text[:num_chars].rpartition(" ")[2]  # "Mi", where "Mia" was read and "Milo" expected
+        begun = text[:num_chars].rpartition(" ")[2]  # for example "Mi", if "Mia" was read but "Milo" expected
         expected = () if whole else tuple(sorted({(begun + rest).partition(" ")[0] for rest in rests}))
         log_prob, log_prob_of_beginning = (float(np.logaddexp.reduce(log_probs)) for log_probs in (whole, beginning))
         return Reading(log_prob, log_prob_of_beginning, num_chars, expected, furthest)

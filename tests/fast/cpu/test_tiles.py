@@ -91,11 +91,12 @@ def test_the_instructions_themselves_compile_without_a_warning(source, tmp_path)
     # GCC 12 warns about variables in its own headers that are not initialised on purpose
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized"]
     given = ["-DTILES", "-DBF16", "-DSTREAMED=3", *SOURCES[source], *warnings]
-    options = [option for option in native.COMPILE if option not in ("-march=native", "-c")]
     out = tmp_path / "kernel.s"
     path = native.HEADERS / f"{source}.cpp"
     done = subprocess.run(
-        [compiler, *options, "-march=sapphirerapids", *given, "-S", str(path), "-o", str(out)], capture_output=True, text=True
+        [compiler, *native.OPTIONS, "-march=sapphirerapids", *given, "-S", str(path), "-o", str(out)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert ("tdpbsud" if source == "quantized_linear" else "tdpbf16ps") in out.read_text()

@@ -1,0 +1,175 @@
+"""The kernels with any C++ compiler: which is used, with which options, what it warns about, and the bits that it gives."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import native
+from tests.kernel_drivers import DRIVERS, MORE_DRIVERS, PACKAGE, Driver
+
+COMPILERS = ["g++", "clang++", "aarch64-linux-gnu-g++"]
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+
+def installed(name):
+    return shutil.which(name) or pytest.skip(f"there is no {name}")
+
+
+def folder_of_tools(folder):
+    """Make a folder for PATH, with the programs that g++ finds there."""
+    folder.mkdir()
+    for name in ("as", "ld"):
+        (folder / name).symlink_to(installed(name))
+    return folder
+
+
+@pytest.fixture
+def only(tmp_path, monkeypatch):
+    """Make PATH a folder without compilers. Returns a function that adds a script or a link to one."""
+    folder = folder_of_tools(tmp_path / "bin")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "cache"))
+
+    def add(name, text):
+        path = folder / name
+        if text.startswith("#!"):
+            path.write_text(text)
+            path.chmod(0o755)
+        else:
+            path.symlink_to(text)
+        monkeypatch.setenv("PATH", str(folder))
+        native.load.cache_clear()
+        native._examine.cache_clear()
+
+    yield add
+    native.load.cache_clear()
+    native._examine.cache_clear()
+
+
+def refusing(*options):
+    """A script of a compiler that refuses options."""
+    refusals = "".join(f'[ "$option" = {option} ] && echo "error: no {option}" >&2 && exit 1\n' for option in options)
+    return f'#!/bin/sh\nfor option; do\n{refusals}:\ndone\nexec {installed("g++")} "$@"\n'
+
+
+def warnings_of(compiler, driver, *options):
+    found, source = installed(compiler), PACKAGE / driver.source
+    if source.suffix == ".h":  # of the driver of programs
+        source = native.HEADERS / "program.cpp"
+    target = {
+        "g++": ["-march=native", "-Wno-maybe-uninitialized"],
+        "clang++": ["-march=native"],
+    }  # g++ 12 warns of its own headers
+    definitions = [f"-D{definition}" for definition in ("STREAMED=3", *driver.definitions) if "LANES" not in definition]
+    command = [
+        found,
+        *native.OPTIONS,
+        *WARNINGS,
+        *target.get(compiler, []),
+        *definitions,
+        *options,
+        str(source),
+        "-o",
+        os.devnull,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_no_compiler_warns_of_a_kernel(compiler):
+    assert [warnings_of(compiler, driver, "-fsyntax-only") for driver in DRIVERS.values()] == [""] * len(DRIVERS)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", MORE_DRIVERS)
+def test_no_compiler_warns_of_a_kernel_of_any_size_and_dtype(name, compiler):
+    assert warnings_of(compiler, MORE_DRIVERS[name], "-S") == ""
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_warning_would_be_noticed(compiler, tmp_path):
+    (tmp_path / "kernel.cpp").write_text("int f() {}")
+    assert "-Werror" in warnings_of(compiler, Driver(str(tmp_path / "kernel.cpp"), ""), "-fsyntax-only")
+
+
+def test_the_first_compiler_that_works_is_used_and_a_message_lists_what_was_tried(only):
+    gcc, broken = installed("g++"), "#!/bin/sh\necho 'it is broken: error 7' >&2\nexit 1\n"
+    only("g++", broken)
+    with pytest.raises(UnsupportedError) as caught:
+        native.find_compiler()
+    assert str(caught.value) == (
+        "no C++ compiler works (g++: it is broken: error 7; there is no clang++; there is no c++); "
+        "install g++ or clang++, or name one in CXX"
+    )
+    only("c++", gcc)
+    assert native.find_compiler().command[0].endswith("bin/c++")
+    only("clang++", gcc)
+    assert native.find_compiler().command[0].endswith("bin/clang++")
+
+
+def test_the_compiler_in_CXX_is_used_with_its_options_or_none(only, monkeypatch):
+    only("g++", installed("g++"))
+    only("mine", installed("g++"))
+    monkeypatch.setenv("CXX", "mine -DMINE")
+    compiler = native.find_compiler()
+    assert compiler.command[0].endswith("bin/mine")
+    assert "#define MINE 1" in compiler.macros
+    monkeypatch.setenv("CXX", "missing")
+    with pytest.raises(UnsupportedError, match="there is no missing"):
+        native.find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("refused", "used"), [([], "-march=native"), (["-march=native"], "-mcpu=native"), (["-march=native", "-mcpu=native"], None)]
+)
+def test_a_compiler_that_does_not_know_this_processor_compiles_for_any(refused, used, only, tmp_path):
+    only("g++", refusing(*refused))
+    assert [option for option in native.find_compiler().command if "native" in option] == ([used] if used else [])
+    (tmp_path / "add.cpp").write_text('extern "C" int add(int x) { return x + 2; }')
+    assert native.load(tmp_path / "add.cpp").add(1) == 3
+
+
+def test_another_version_of_the_compiler_compiles_again(only, tmp_path):
+    (tmp_path / "add.cpp").write_text('extern "C" int add(int x) { return x + 2; }')
+    gcc = installed("g++")
+    for i, version in enumerate(("7", "7", "8")):
+        only("g++", f'#!/bin/sh\nexec {gcc} -DVERSION={version} "$@"\n')
+        assert native.load(tmp_path / "add.cpp").add(1) == 3
+        assert len(list((tmp_path / "cache").iterdir())) == 1 + i // 2
+
+
+CODE = """
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.attention import KernelBackend
+print(native.find_compiler().command[0])
+params = SamplingParams(temperature=0, max_tokens=20, logprobs=3, detokenize=False)
+for model in ("tiny-gpt2", "tiny-qwen3"):
+    llm = LLM(model, dtype="float32", kv_cache_memory=2**24)
+    assert isinstance(llm.engine.executor.runner.backend, KernelBackend)
+    for output in llm.generate([list(range(5, 90)), [7]], params, use_tqdm=False):
+        for step in output.outputs[0].logprobs:
+            print({token: entry.logprob.hex() for token, entry in step.items()})
+"""
+
+
+@pytest.mark.slow
+def test_a_model_has_the_same_bits_where_clang_is_the_only_compiler(tmp_path):
+    shown = {}
+    for name in ("g++", "clang++"):
+        folder = folder_of_tools(tmp_path / name)
+        (folder / name).symlink_to(installed(name))
+        environment = {key: value for key, value in os.environ.items() if key != "CXX"} | {"PATH": str(folder)}
+        done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        path, _, shown[name] = done.stdout.partition("\n")
+        assert path == str(folder / name)
+    assert shown["g++"].count("0x") == 4 * 20 * 3
+    assert shown["g++"] == shown["clang++"]
