@@ -63,6 +63,15 @@ class EngineDeadError(NanoinferError):
     """The engine accepts no requests: its steps have failed, one of its ranks has ended, or it was shut down."""
 
 
+class OutOfMemoryError(NanoinferError, MemoryError):
+    """A model that does not fit into the memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, perhaps another library's, says that memory cannot be allocated."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in ("allocate memory", "out of memory"))
+
+
 def is_one_of(value: object, allowed: Sequence[object]) -> bool:
     """Whether a value equals an allowed value. False for an array."""
     try:

@@ -22,12 +22,17 @@ UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of
 
 _stderr = Console(stderr=True)
 
+options_in_use: dict[str, str] = {}  # name of an argument -> the option that sets it, of the command that runs
+
 
 class Command(TyperCommand):
     """A command whose help has a section for each group of options, and whose errors name options."""
 
     def invoke(self, ctx: Any) -> object:
-        with cli_errors({param.name: max(param.opts, key=len) for param in self.params if param.param_type_name == "option"}):
+        options = {param.name: max(param.opts, key=len) for param in self.params if param.param_type_name == "option"}
+        options_in_use.clear()
+        options_in_use.update(options)
+        with cli_errors(options):
             return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -12,7 +12,7 @@ from nanoinfer import __version__
 from nanoinfer.cli.batch import batch
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
-from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete_models
+from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete_models, in_words_of, options_in_use
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
 from nanoinfer.cli.learn import app as learn_app
@@ -31,11 +31,15 @@ app = typer.Typer(
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stderr, which rich replaces while a spinner runs, to print above the spinner."""
+    """Writes warnings in the words of a command line, to the current sys.stderr, which rich replaces while a spinner runs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return in_words_of(text, options_in_use) if record.levelno >= logging.WARNING else text
 
 
 @app.callback(invoke_without_command=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.gpt_oss import GptOssExperts, GptOssForCausalLM
@@ -33,7 +33,6 @@ from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
 from nanoinfer.models.registry import ModelConfig
-from nanoinfer.system.pages import release_pages
 
 # The part that a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads.
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
@@ -223,17 +222,17 @@ def slices_of(split: Split, total: int, config: Any, rank: int, size: int) -> li
     return [_even(total, rank, size)]
 
 
-class ShardedWeights(Weights):
+class ShardedWeights(DerivedWeights):
     """A rank's part of each tensor of `base`. Only this part is kept. If it consists of whole rows, only they are read."""
 
     def __init__(self, base: Weights, model_class: type[Any], config: ModelConfig, rank: int, size: int) -> None:
-        self._base, self._rank, self._size = base, rank, size
+        self.base, self._rank, self._size = base, rank, size
         self._model_class, self._rules, self._config = model_class, model_class.weight_rules, config
         self.has_empty_biases = base.has_empty_biases
         super().__init__((name, self._info(name)) for name in base)
 
     def _info(self, name: str) -> TensorInfo:
-        info = self._base[name]
+        info = self.base[name]
         axis, slices = self._slices(name)
         if slices is None:
             return info
@@ -245,18 +244,15 @@ class ShardedWeights(Weights):
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         axis, slices = self._slices(name)
         if slices is None:
-            weight = self._base.read(name, rows)
+            weight = self.base.read(name, rows)
             return torch.zeros_like(weight) if self._is_added_elsewhere(name) else weight
         if axis == 1:
-            weight = self._base.read(name, rows)
-            copy = torch.cat([weight[:, part] for part in slices], dim=1)
-            if self._base[name].is_mapped:
-                release_pages(weight)  # every page has some of these columns, which have now been read
-            return copy
+            weight = self.base.read(name, rows)
+            return torch.cat([weight[:, part] for part in slices], dim=1)
         if len(slices) > 1:
-            return torch.cat([self._base.read(name, part) for part in slices])[rows]
+            return torch.cat([self.base.read(name, part) for part in slices])[rows]
         start, stop, _ = rows.indices(slices[0].stop - slices[0].start)
-        return self._base.read(name, slice(slices[0].start + start, slices[0].start + stop))
+        return self.base.read(name, slice(slices[0].start + start, slices[0].start + stop))
 
     def _split_of(self, name: str) -> Split | None:
         layer, _, leaf = name.removeprefix(self._rules.prefix).rpartition(".")
@@ -268,7 +264,7 @@ class ShardedWeights(Weights):
 
     def _slices(self, name: str) -> tuple[int, list[slice] | None]:
         """Return the axis along which a tensor is split, and this rank's slices of it. None: the rank has all of it."""
-        split, shape = self._split_of(name), self._base[name].shape
+        split, shape = self._split_of(name), self.base[name].shape
         if split is None or (split == "row" and len(shape) == 1):
             return 0, None
         axis = 1 if split == "row" else 0
@@ -298,14 +294,14 @@ class VocabularyEmbedding(Untraced):
 
     def __init__(self, embedding: nn.Embedding, first_id: int, communicator: Communicator) -> None:
         super().__init__()
-        self.weight = embedding.weight
+        self.embedding, self.num_rows = embedding, embedding.num_embeddings
         self.first_id = first_id
         self.communicator = communicator
 
     def forward(self, input_ids: Int[Tensor, " num_tokens"]) -> Float[Tensor, "num_tokens hidden"]:
         rows = input_ids - self.first_id
-        is_elsewhere = (rows < 0) | (rows >= len(self.weight))
-        found = F.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        is_elsewhere = (rows < 0) | (rows >= self.num_rows)
+        found = self.embedding(rows.masked_fill(is_elsewhere, 0))
         return self.communicator.all_reduce(found.masked_fill(is_elsewhere.unsqueeze(1), 0.0))
 
 

@@ -161,7 +161,9 @@ def make_executor(
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
     from nanoinfer.execution.runtime import make_runner, make_sampler
+    from nanoinfer.system.process import return_freed_memory
 
+    return_freed_memory()  # of loading, before the free memory is measured
     info = size_cache(runtime, config, draft=draft, num_blocks=num_blocks)
     if config.scheduler.batch_invariant and not runtime.is_batch_independent:
         why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"

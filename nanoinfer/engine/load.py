@@ -11,6 +11,7 @@ from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
+from nanoinfer.errors import OutOfMemoryError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
+    try:
+        return _load_engine(config)
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"memory ran out while the model was loaded ({first_line(error)}); use quantization='int4', a smaller model or a "
+            "lower kv_cache_memory, or raise the limit of this process (ulimit -v)"
+        ) from error
+
+
+def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     from nanoinfer.loading.loader import load, load_draft
     from nanoinfer.system.process import limit_threads
 

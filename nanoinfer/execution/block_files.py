@@ -44,6 +44,7 @@ from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.held_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
+from nanoinfer.loading.weights import pieces_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
@@ -349,5 +350,6 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
 def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:
     """Return the digest of `start` followed by a tensor's bytes."""
     digest = hashlib.sha256(start)
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for piece in pieces_of(tensor):
+        digest.update(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

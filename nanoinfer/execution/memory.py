@@ -4,11 +4,9 @@ In: a Runtime and an EngineConfig. Out: an ExecutorInfo.
 """
 
 import logging
-import os
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.scheduling.block_manager import most_blocks
+from nanoinfer.system.process import available_cpu_memory
 
 logger = logging.getLogger(__name__)
 
@@ -147,24 +146,6 @@ def memory_for_cache(
     if kv_cache_memory > free:
         raise InvalidValueError(f"kv_cache_memory is {kv_cache_memory} bytes, but {free} are free on {device}; {way_out}")
     return kv_cache_memory
-
-
-def available_cpu_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit if it has one (cgroup v2)."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: assume half of the machine's memory, or 8 GiB if that is unknown
-        is_unix = os.name == "posix"
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if is_unix else 2 * DEFAULT_CPU_MEMORY
-    try:
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, but reclaimed on demand
-        available = min(available, limit - used + file_cache)
-    except (OSError, ValueError, KeyError):  # no container, or its limit is "max"
-        pass
-    return max(available, 0)
 
 
 class _NoAttention(DenseAttention):

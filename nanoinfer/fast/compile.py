@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from nanoinfer.errors import first_line
 from nanoinfer.fast.trace import LEAVES, Trace, trace
+from nanoinfer.models.layers import Untraced
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ Lower = Callable[[Trace], int]
 
 def compile_modules(module: nn.Module, lower: Lower, report: CompiledModel, path: str = "") -> None:
     """Compile a module by replacing its `forward`, or else compile its submodules. path: the module's, for the report."""
-    if type(module).forward in LEAVES:
+    if type(module).forward in LEAVES or (isinstance(module, Untraced) and not module._modules):
         return
     try:
         traced = trace(module)

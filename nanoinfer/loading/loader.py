@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from nanoinfer.config import DTYPES, EngineConfig, SpeculativeConfig
 from nanoinfer.errors import (
@@ -19,15 +20,16 @@ from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidValueError,
     NanoinferError,
+    OutOfMemoryError,
     UnsupportedError,
     WeightsError,
     shown,
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
-from nanoinfer.system.process import set_cuda_device
+from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -116,13 +118,17 @@ def _load_drafter(target: Loaded) -> Model:
     with torch.device("meta"):
         drafter = model.drafter_class(model.config)
     weight = next(model.parameters())
-    load_weights(drafter, weights, rules, weight.dtype, weight.device)
+    place_weights(drafter, weights, rules, weight.dtype)
+    fill(drafter, weight.device)
     loaded: Model = drafter.to(weight.device).eval()
     return loaded
 
 
 def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
-    """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
+    """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks.
+
+    The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
+    """
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(
@@ -132,6 +138,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
     model, weights = on_meta(checkpoint)
+    stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
     if config.lora:
         from nanoinfer.loading.formats.lora import LoraWeights
@@ -140,18 +147,46 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
-    places = load_weights(model, weights, model.weight_rules, dtype, device)
+    places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
-    if shards is not None:
-        shards.join(model, vocab_size)
-    model.to(device).eval()
+    for_kernels = device.type == "cpu" and not config.enforce_eager
+    if device.type == "cpu":
+        _compare_memory(model, config, stored_as, num_ranks=1 if shards is None else shards.size)
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
         quantize_model(model, config.quantization)
+    linears = [module for module in model.modules() if for_kernels and type(module) is nn.Linear]
+    fill(model, device, kept={linear.weight for linear in linears})
+    if shards is not None:
+        shards.join(model, vocab_size)
+    model.to(device).eval()
     return model, held, num_parameters
+
+
+def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str, int] | None, num_ranks: int) -> None:
+    """Refuse weights that this machine cannot hold, because the system would kill the process while they are read.
+
+    Log what `quantization` would save for a quantised file. num_ranks: the processes that load at the same time.
+    """
+    needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
+    runs_in, smaller = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch."), "int4"
+    if stored_as is not None or config.quantization:
+        from nanoinfer.loading.quantization import num_weight_bytes
+    if config.quantization:
+        needed = num_weight_bytes(model, config.quantization)
+    elif stored_as is not None:
+        smaller = "int4" if stored_as[1] <= 4 else "int8"
+        if needed - (num_bytes := num_weight_bytes(model, smaller)) >= 10**8:
+            text = "%s runs in %s and takes %.1f GB; quantization='%s' takes %.1f GB"
+            logger.warning(text, stored_as[0], runs_in, needed / 1e9, smaller, num_bytes / 1e9)
+    if needed > available:
+        raise OutOfMemoryError(
+            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; use "
+            + ("a smaller model" if runs_in == smaller else f"quantization={smaller!r} or a smaller model")
+        )
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:
@@ -174,7 +209,7 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
     Args:
         dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
     """
-    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device)))[0]
+    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), enforce_eager=True))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:
@@ -251,7 +286,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
 def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
     """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
 
-    These limits hold for any architecture. load_weights compares every tensor.
+    These limits hold for any architecture. match_tensors compares every tensor.
     """
     problems = []
     if config.num_hidden_layers > len(files):

@@ -8,7 +8,7 @@ scale per group).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.loading.weights import StoredParameter, pieces_of
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
@@ -44,24 +45,13 @@ class QuantizedWeight:
         return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 
-class QuantizedParameter(nn.Parameter):
-    """A matrix that the checkpoint stores in integers. The tensor has their values, rounded to the model's dtype."""
-
-    read_integers: Callable[[], QuantizedWeight | None]  # returns those of the file. None: a QuantizedWeight cannot hold them
-
-    @classmethod
-    def of(cls, weight: Tensor, read_integers: Callable[[], QuantizedWeight | None]) -> "QuantizedParameter":
-        parameter = cls(weight, requires_grad=False)
-        parameter.read_integers = read_integers
-        return parameter
-
-
 class QuantizedLinear(nn.Module):
     """A linear layer whose weight is widened at each call, which saves memory but no time."""
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
-        self.weight = quantized([linear.weight], bits)
+        pieces = [(piece.integers, piece.scales, piece.zeros) for piece in quantized([linear.weight], bits)]
+        self.weight = QuantizedWeight(bits, *map(torch.cat, zip(*pieces, strict=True)))
         self.bias = linear.bias
         self._forward_hooks = linear._forward_hooks  # so that an adapter's hooks (lora/) stay
 
@@ -87,22 +77,44 @@ def check_sizes(model: nn.Module, quantization: str) -> None:
             )
 
 
-def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedWeight:
-    """Join matrices that have the same inputs into a single matrix, in integers.
+def stored_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
+    """Return the first row of a matrix whose integers are in the checkpoint and fit into `bits`. None: it is rounded."""
+    first = weight.integers(slice(1)) if isinstance(weight, StoredParameter) else None
+    return first if first is not None and first.bits <= bits else None
+
+
+def num_weight_bytes(model: nn.Module, quantization: str) -> int:
+    """Return the bytes that a model's weights take in kernels with 8 or 4 bits. A tied head is in it once if it is exact."""
+    bits, total = BITS[quantization], 0
+    linears = {module.weight for module in model.modules() if type(module) is nn.Linear}
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for weight in model.parameters():
+        first = stored_integers(weight, bits) if weight in linears else None
+        if weight in linears:  # integers, and a scale in fp32 and a zero for each group
+            group_size = _group_size(weight.shape[1], bits) if first is None else first.group_size
+            total += weight.numel() * bits // 8 + 5 * (weight.numel() // group_size)
+        if weight not in linears or (weight in tables and first is None):
+            total += weight.numel() * torch.bfloat16.itemsize
+    return total
+
+
+def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> Iterator[QuantizedWeight]:
+    """Join matrices that have the same inputs into a single matrix, in integers. Yield its rows piece by piece.
 
     A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
     """
-    stored = [weight.read_integers() if isinstance(weight, QuantizedParameter) else None for weight in weights]
-    kept = [matrix if matrix is not None and matrix.bits <= bits else None for matrix in stored]
+    kept = [stored_integers(weight, bits) for weight in weights]
     # All share a group size, which is smaller than that of a file with large groups: activations would lose more.
-    group_size = math.gcd(_group_size(weights[0].shape[1], bits), *(matrix.group_size for matrix in kept if matrix is not None))
-    matrices = [matrix or quantize(weight, bits, group_size) for matrix, weight in zip(kept, weights, strict=True)]
-    integers = torch.cat([matrix.integers for matrix in matrices])
-    scales, zeros = (
-        torch.cat([getattr(matrix, name).repeat_interleave(matrix.group_size // group_size, dim=1) for matrix in matrices])
-        for name in ("scales", "zeros")
-    )
-    return QuantizedWeight(bits, integers, scales, zeros)
+    group_size = math.gcd(_group_size(weights[0].shape[1], bits), *(first.group_size for first in kept if first is not None))
+    for weight, first in zip(weights, kept, strict=True):
+        if isinstance(weight, StoredParameter) and first is not None:
+            pieces = (weight.integers(rows) or quantize(weight.read(rows), bits, group_size) for rows in weight.pieces())
+        else:
+            pieces = (quantize(piece, bits, group_size) for piece in pieces_of(weight))
+        for piece in pieces:
+            repeats = piece.group_size // group_size
+            scales, zeros = (array.repeat_interleave(repeats, dim=1) for array in (piece.scales, piece.zeros))
+            yield QuantizedWeight(bits, piece.integers, scales, zeros)
 
 
 def quantize(weight: Float[Tensor, "out in"], bits: int, group_size: int | None = None) -> QuantizedWeight:
@@ -122,7 +134,7 @@ def quantize(weight: Float[Tensor, "out in"], bits: int, group_size: int | None 
 
 
 def _group_size(num_inputs: int, bits: int) -> int:
-    return next(group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0)
+    return next((group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0), MULTIPLE)
 
 
 def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,16 +4,18 @@ In: a model built on the "meta" device (shapes without memory) and the checkpoin
 weights. Parameters have the names of the checkpoint, except where the family's WeightRules say otherwise. WeightFiles are the
 Weights of safetensors. formats/ has those of other formats, which are unpacked while they are read.
 
-Files are memory-mapped. On a CPU, a matrix that has the model's dtype is not copied. It is a view of the file until fast/
-packs it. An embedding stays a view, so do not change the file while the model is in use. Everything else is copied into
-its parameter piece by piece, so loading takes little more memory than the parameters.
+`place_weights` makes each parameter a StoredParameter, which takes no memory. `fill` reads them into memory. Where kernels have
+their own layout of a matrix, it is not filled: they read it piece by piece from the checkpoint.
+
+Files are memory-mapped. On a CPU, a filled matrix that has the model's dtype is a view of the file, so do not change the file
+while the model is in use. Everything else is copied piece by piece, and the file's pages are given back, so loading takes
+little more memory than the model.
 """
 
 import logging
-import os
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from tqdm import tqdm
 from nanoinfer.errors import WeightsError, first_line
 from nanoinfer.loading.checkpoint import first_ten
 from nanoinfer.models.registry import WeightRules
+from nanoinfer.system.pages import release_pages
 
 if TYPE_CHECKING:
     from nanoinfer.loading.quantization import QuantizedWeight
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**24  # the names and shapes of about 100,000 tensors
 
-_PIECE = 2**22  # the number of elements that are read at a time
+_PIECE = 2**20  # the number of elements that are read at a time, which stay in the processor's cache
 
 # the names of safetensors
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -52,15 +55,36 @@ class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
     has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
-    has_integers: bool = False  # whether `integers` returns a matrix for any name
+    stored_as: tuple[str, int] | None = None  # the format of most matrices, and its bits. None: floats
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
 
-    def integers(self, name: str) -> "QuantizedWeight | None":
-        """Return a matrix as the integers in the file. None: it has no integers, or a QuantizedWeight cannot hold them."""
+    def integers(self, name: str, rows: slice = slice(None)) -> "QuantizedWeight | None":
+        """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
         return None
+
+    def release(self) -> None:
+        """Give the pages of the files that were read back to the system. They are read again when they are used."""
+
+    def pieces(self, name: str) -> Iterator[slice]:
+        """Yield the rows of a tensor that are read together, and give the pages of the files back at the end."""
+        shape = self[name].shape
+        size = _PIECE * (16 if self[name].is_mapped else 1)  # views take no memory
+        num_rows = max(1, size * shape[0] // max(1, math.prod(shape)))
+        for start in range(0, shape[0], num_rows):
+            yield slice(start, min(start + num_rows, shape[0]))
+        self.release()
+
+
+class DerivedWeights(Weights):
+    """Tensors that are computed from those of `base`."""
+
+    base: Weights
+
+    def release(self) -> None:
+        self.base.release()
 
 
 class WeightFiles(Weights):
@@ -68,6 +92,7 @@ class WeightFiles(Weights):
 
     def __init__(self, paths: list[Path]) -> None:
         self._read: dict[str, Callable[[str], Tensor]] = {}  # from the file that has the tensor
+        self._views: list[Tensor] = []  # what was read since the last release
         for path in paths:
             try:
                 with path.open("rb") as start:
@@ -89,7 +114,14 @@ class WeightFiles(Weights):
             raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        return self._read[name](name)[rows]
+        self._views.append(self._read[name](name)[rows])
+        return self._views[-1]
+
+    def release(self) -> None:
+        for view in self._views:
+            if view.is_contiguous():
+                release_pages(view)
+        self._views.clear()
 
 
 def dtype_of(files: Weights) -> torch.dtype:
@@ -104,73 +136,101 @@ def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     by_parameter = {name.removeprefix(rules.prefix): name for name in files}
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
         return config_says
-    head, embedding = files.read(by_parameter[rules.head]), files.read(by_parameter[rules.embedding])
-    tied = head.dtype is embedding.dtype and torch.equal(head, embedding)
+    head, embedding = by_parameter[rules.head], by_parameter[rules.embedding]
+    tied = (files[head].shape, files[head].dtype) == (files[embedding].shape, files[embedding].dtype) and all(
+        torch.equal(files.read(head, rows), files.read(embedding, rows)) for rows in files.pieces(head)
+    )
     if not tied:
         logger.warning("config.json ties the LM head to the embedding, but the checkpoint has a different head: not tied")
     return tied
 
 
+class StoredParameter(nn.Parameter):
+    """A parameter whose numbers are still in the checkpoint. As a tensor it is NaN everywhere, and takes no memory.
+
+    Attributes:
+        files, source: the checkpoint's tensors, and this one's name there.
+        is_transposed: whether the tensor has the parameter's axes in the other order. It is then read whole.
+    """
+
+    files: Weights
+    source: str
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, like: Tensor, dtype: torch.dtype, files: Weights, source: str, rules: WeightRules) -> "StoredParameter":
+        """Return a parameter of the shape of another."""
+        parameter = cls(torch.full((), math.nan, dtype=dtype).expand(like.shape), requires_grad=False)
+        parameter.files, parameter.source, parameter.is_transposed = files, source, source.endswith(rules.transpose)
+        return parameter
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the rows that are read together."""
+        return iter([slice(None)]) if self.is_transposed else self.files.pieces(self.source)
+
+    def read(self, rows: slice) -> Tensor:
+        """Return rows of the parameter."""
+        values = self.files.read(self.source, rows)
+        return (values.T if self.is_transposed else values).to(self.dtype)
+
+    def integers(self, rows: slice) -> "QuantizedWeight | None":
+        """Return rows of the parameter as the integers in the file: see Weights.integers."""
+        return None if self.is_transposed else self.files.integers(self.source, rows)
+
+    def load(self, device: torch.device) -> nn.Parameter:
+        """Return the parameter with its numbers: a view of the mapped file on a CPU if it has the dtype, or else a copy."""
+        info, has_dtype = self.files[self.source], FLOAT_DTYPES.get(self.files[self.source].dtype) is self.dtype
+        if info.is_mapped and has_dtype and self.ndim > 1 and not self.is_transposed and device.type == "cpu":
+            return nn.Parameter(self.files.read(self.source), requires_grad=False)
+        weight = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for rows in self.pieces():
+            weight[rows] = self.read(rows)
+        return nn.Parameter(weight, requires_grad=False)
+
+
+def pieces_of(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the rows of a parameter in order: those of a StoredParameter piece by piece, any other's together."""
+    if isinstance(weight, StoredParameter):
+        yield from map(weight.read, weight.pieces())
+    else:
+        yield weight.detach()
+
+
 Places = dict[str, list[tuple[nn.Module, str]]]  # parameter -> the modules that hold it (two if tied), and its name there
 
 
-def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> Places:
-    """Fill every parameter of a model built on the meta device, or none if the tensors do not fit (match_tensors)."""
+def place_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype) -> Places:
+    """Make every parameter of a model on the meta device a StoredParameter. Raises: WeightsError (match_tensors)."""
     targets = dict(model.named_parameters())  # a shared parameter is there once
     sources = match_tensors(targets, files, rules)
-    _check_memory(targets, dtype, device)
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    bar = progress_bar("loading weights", len(targets))
-    for name, target in targets.items():
-        bar.update()
-        source = sources[name]
-        info, is_transposed = files[source], source.endswith(rules.transpose)
-        has_dtype = FLOAT_DTYPES.get(info.dtype) is dtype
-        if info.is_mapped and has_dtype and len(info.shape) > 1 and not is_transposed and device.type == "cpu":
-            weight = files.read(source)
-        else:
-            weight = torch.empty(target.shape, dtype=dtype, device=device)
-            _copy(files, source, weight.T if is_transposed else weight)
-        parameter = nn.Parameter(weight, requires_grad=False)
-        if files.has_integers and not is_transposed and device.type == "cpu":
-            from nanoinfer.loading.quantization import QuantizedParameter
-
-            parameter = QuantizedParameter.of(weight, partial(files.integers, source))
-        filled[target] = parameter
-    bar.close()
+    stored = {target: StoredParameter.of(target, dtype, files, sources[name], rules) for name, target in targets.items()}
     names: dict[nn.Parameter, str] = {target: name for name, target in targets.items()}
     places: Places = {name: [] for name in targets}
     for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter is there once per module
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        setattr(module, leaf, filled[target])
+        setattr(module, leaf, stored[target])
         places[names[target]].append((module, leaf))
     return places
+
+
+def fill(model: nn.Module, device: torch.device, kept: Container[Tensor] = ()) -> None:
+    """Replace the StoredParameters of a model by parameters in memory, except for those in `kept`."""
+    places = [(module, *own) for module in model.modules() for own in module.named_parameters(recurse=False)]
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    bar = progress_bar("loading weights", len(places))
+    for module, leaf, parameter in places:
+        bar.update()
+        if isinstance(parameter, StoredParameter) and parameter not in kept:
+            if parameter not in filled:
+                filled[parameter] = parameter.load(device)
+            setattr(module, leaf, filled[parameter])
+    bar.close()
 
 
 def progress_bar(description: str, total: int) -> tqdm:
     """Make a progress bar that appears in a terminal after two seconds."""
     return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
-
-
-def _copy(files: Weights, name: str, out: Tensor) -> None:
-    """Read a tensor into `out` piece by piece, so that unpacking and conversion take little memory."""
-    num_rows = max(1, _PIECE * len(out) // max(1, out.numel()))
-    for start in range(0, len(out), num_rows):
-        rows = slice(start, start + num_rows)
-        out[rows].copy_(files.read(name, rows))
-
-
-def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights that this machine cannot hold, because the system would kill the process while they are copied."""
-    if device.type == "cpu" and os.name == "posix":
-        needed = sum(target.numel() for target in targets.values()) * dtype.itemsize
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > total:
-            raise WeightsError(
-                f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and this machine has {total / 2**30:.1f} GiB; "
-                "use a smaller model or a smaller dtype"
-            )
 
 
 def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:

@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.execution import memory
 from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
@@ -32,6 +31,7 @@ from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.sequence import RequestAdapter
+from nanoinfer.system.process import available_cpu_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Adapters:
             shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
-        free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()
+        free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else available_cpu_memory()
         if self.num_bytes > free:
             raise InvalidValueError(
                 f"max_loras={max_loras} adapters of max_lora_rank={max_rank} take {self.num_bytes} bytes, "

@@ -77,6 +77,24 @@ def cpu_quota() -> float | None:
         return None
 
 
+def available_cpu_memory() -> int:
+    """Return the bytes that can be allocated without swapping, within the container's limit if it has one (cgroup v2)."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux: assume half of the machine's memory, or 8 GiB if that is unknown
+        is_unix = os.name == "posix"
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if is_unix else 2**33
+    try:
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, but reclaimed on demand
+        available = min(available, limit - used + file_cache)
+    except (OSError, ValueError, KeyError):  # no container, or its limit is "max"
+        pass
+    return max(available, 0)
+
+
 @cache
 def limit_threads() -> None:
     """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one thread after a fork.

@@ -48,7 +48,7 @@ class Policy(nn.Module):
     def __init__(self, model: str | os.PathLike[str] | None = None, dtype: str = "auto") -> None:
         super().__init__()
         checkpoint = Checkpoint.open(None if model is None else os.fspath(model))
-        self.model, held, _ = load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu"))
+        self.model, held, _ = load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu", enforce_eager=True))
         self._places = held.places
         for places in self._places.values():
             module, name = places[0]

@@ -68,13 +68,14 @@ def logits_of(model):
         return model.compute_logits(model(IDS, torch.arange(len(IDS)), DenseAttention()))
 
 
-def shard_of(checkpoint, communicator, dtype="float32"):
-    return loader.load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu"), Shards(communicator))[0]
+def shard_of(checkpoint, communicator, dtype="float32", *, optimized=False):
+    config = EngineConfig(dtype=dtype, device="cpu", enforce_eager=not optimized)
+    return loader.load_configured(checkpoint, config, Shards(communicator))[0]
 
 
 def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantization=None):
     def run(communicator):
-        model = shard_of(checkpoint, communicator, dtype)
+        model = shard_of(checkpoint, communicator, dtype, optimized=optimized)
         if optimized:
             model = compile_model(model, quantization).model
         return logits_of(model)
@@ -138,7 +139,8 @@ def test_ranks_give_the_logits_of_one_with_two_adapters_in_a_batch(family, tmp_p
 
         def run(communicator, optimized=optimized):
             shards = Shards(communicator)
-            model, _, _ = loader.load_configured(checkpoint, EngineConfig(dtype="float32", device="cpu"), shards)
+            config = EngineConfig(dtype="float32", device="cpu", enforce_eager=not optimized)
+            model, _, _ = loader.load_configured(checkpoint, config, shards)
             return logits_with_adapters(model, requests, shards, optimized=optimized)
 
         for logits in on_ranks(size, run):

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.load import load_engine
-from nanoinfer.errors import CheckpointNotFoundError, NanoinferError
+from nanoinfer.errors import CheckpointNotFoundError, NanoinferError, OutOfMemoryError
+from nanoinfer.loading import loader
 from nanoinfer.tracing import EngineStarted, Recorder
 
 CACHE = CacheConfig(kv_cache_memory=2**22)
@@ -26,6 +28,16 @@ def test_a_wrong_scheduler_is_refused_before_the_model_is_looked_for():
         load_engine(config)
     with pytest.raises(NanoinferError, match="scheduler_cls"):
         load_engine(dataclasses.replace(config, scheduler=SchedulerConfig(scheduler_cls=int)))
+
+
+def test_memory_that_runs_out_while_a_model_is_loaded_is_an_error_in_one_sentence(monkeypatch):
+    config = EngineConfig(model="tiny-gpt2", cache=CACHE)
+    monkeypatch.setattr(loader, "load", lambda *_: torch.empty(2**60))
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out while the model was loaded \(.*\); use quantization='int4'"):
+        load_engine(config)
+    monkeypatch.setattr(loader, "load", lambda *_: torch.empty(2) @ torch.empty(3))
+    with pytest.raises(RuntimeError, match="size"):
+        load_engine(config)
 
 
 def test_the_first_event_describes_the_engine():

@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoinfer import LLM, SamplingParams, register_model
-from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import CheckpointError, InvalidValueError, OutOfMemoryError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.loading import loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -132,9 +134,27 @@ def test_integer_weights_are_refused_as_quantised(qwen3):
 
 
 def test_weights_beyond_the_machines_memory_are_refused_before_they_are_read(qwen3, monkeypatch):
-    monkeypatch.setattr(weights.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 50}[name])
-    with pytest.raises(WeightsError, match=r"the weights take 0\.0 GiB in torch\.float32, and this machine has 0\.0 GiB"):
+    model = load(qwen3)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(loader, "available_cpu_memory", lambda: num_bytes - 1)
+    monkeypatch.setattr(weights.WeightFiles, "read", None)
+    sentence = r"the weights take 0\.0 GB in float32, and 0\.0 GB of memory are available; use quantization='int4' or a smaller"
+    with pytest.raises(OutOfMemoryError, match=sentence):
         load(qwen3)
+
+
+def test_the_memory_that_is_compared_counts_rounded_weights_and_a_tied_head_once(tmp_path, monkeypatch):
+    path = tiny_models.save("qwen3_tied", tmp_path, hidden_size=64, intermediate_size=96)
+    model = load(path)
+    linears = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    rest = 2 * (sum(weight.numel() for weight in model.parameters()) - sum(linears)) + 2 * model.embed_tokens.weight.numel()
+    for quantization, bytes_per_weight in (("int8", 1 + 5 / 64), ("int4", 1 / 2 + 5 / 64)):
+        in_bits = sum(linears) * bytes_per_weight + rest
+        config = EngineConfig(model=str(path), quantization=quantization, device="cpu")
+        for available, fits in ((1.2 * in_bits, True), (0.9 * in_bits, False)):
+            monkeypatch.setattr(loader, "available_cpu_memory", lambda available=available: available)
+            with nullcontext() if fits else pytest.raises(OutOfMemoryError):
+                loader.load(config)
 
 
 @pytest.mark.slow
@@ -473,6 +493,39 @@ def test_matrices_of_the_models_dtype_stay_in_the_file_until_they_are_packed(qwe
     assert not is_in_file(gpt2, load(gpt2).h[0].mlp.c_fc.weight)  # transposed
     model = compile_model(model).model
     assert is_in_file(qwen3, model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2_untied"])
+def test_matrices_stay_in_the_checkpoint_until_kernels_lay_them_out_or_they_are_filled(family, tmp_path):
+    checkpoint = Checkpoint.open(str(tiny_models.save(family, tmp_path)))
+    model, held, _ = loader.load_configured(checkpoint, EngineConfig(device="cpu"))
+    plain = dict(loader.load_model(checkpoint).named_parameters())
+    stored = {name: weight for name, weight in model.named_parameters() if isinstance(weight, weights.StoredParameter)}
+    assert stored.keys() == {f"{path}.weight" for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert all(weight.isnan().all() and weight.untyped_storage().nbytes() <= 4 for weight in stored.values())
+    for name, weight in stored.items():
+        assert torch.equal(torch.cat(list(weights.pieces_of(weight))), plain[name])
+    weights.fill(model, torch.device("cpu"))
+    assert {name: weight.shape for name, weight in model.named_parameters()} == {name: x.shape for name, x in plain.items()}
+    assert all(torch.equal(weight, plain[name]) for name, weight in model.named_parameters())
+    assert all(getattr(*place) is not None for places in held.places.values() for place in places)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_head_is_kept_once_and_both_change_with_it(dtype, tmp_path):
+    path = tiny_models.save("qwen3_tied", tmp_path, vocab_size=1000)  # the largest matrix
+    llm, params = LLM(path, dtype=dtype), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    model, held = llm.engine.executor.runner.model, llm.engine.executor.runner.weights
+    if isinstance(model.embed_tokens, torch.nn.Embedding):
+        pytest.skip("no C++ compiler")
+    plain = loader.load_model(Checkpoint.open(str(path)), dtype)
+    table, ids = plain.embed_tokens.weight, torch.arange(0, plain.config.vocab_size, 3)
+    assert torch.equal(model.embed_tokens(ids), table[ids])
+    assert sum(tensor.numel() >= table.numel() for tensor in held.tensors()) == 1
+    before = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.update_weights([("model.embed_tokens.weight", table.flip(0))])
+    assert torch.equal(model.embed_tokens(ids), table.flip(0)[ids])
+    assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids != before
 
 
 # ---- the memory bar

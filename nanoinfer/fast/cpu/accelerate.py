@@ -23,7 +23,7 @@ from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.compile import Pack, Packed, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
-from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
+from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -32,7 +32,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import Trace, copied
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
-from nanoinfer.loading.weights import progress_bar
+from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
 
 logger = logging.getLogger(__name__)
+
+Packs = dict[tuple[object, ...], Packed]  # the linear layers that a kernel computes together, and their activation -> the pack
 
 
 def compile_model(
@@ -49,24 +51,28 @@ def compile_model(
     weights: HeldWeights | None = None,
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
+    packs: Packs | None = None,
 ) -> CompiledModel:
     """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
-    Linear layers are laid out in turn, and the plain weight is freed unless something else holds it: a tied head leaves the
-    embedding its own copy. A subclass of nn.Linear stays as it is, because it may do more than multiply.
+    Linear layers are laid out in turn, from the checkpoint where it still has the numbers, and a plain weight is freed. The
+    embedding of a tied head reads the head's kernel weight, unless that is rounded and the embedding is not. A subclass of
+    nn.Linear stays as it is, because it may do more than multiply.
 
     Args:
-        model: a model with its weights, on a CPU.
+        model: a model with its weights, or with StoredParameters, on a CPU.
         quantization: "int8" or "int4" rounds all weights, also the head's, to 8 or 4 bits. None: they stay as they are.
         weights: receives the weights as kernels read them. None: nobody replaces the weights.
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
+        packs: layers that are laid out already, which are used again. It receives the others. None: there are none.
 
     Raises:
         UnsupportedError: the sizes of a layer do not fit the quantisation.
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
     weights = HeldWeights() if weights is None else weights
+    packs = {} if packs is None else packs
     pack: Callable[..., Packed] = PackedLinear
     if quantization:
         check_sizes(model, quantization)
@@ -76,9 +82,19 @@ def compile_model(
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
 
+        def laid_out(fused: FusedLinear) -> Packed:
+            key = *fused.linears, fused.activation
+            try:
+                packs[key] = packs.get(key) or pack(fused, adapters=adapters)
+            except UnsupportedError:
+                for linear in fused.linears:
+                    fill(linear, linear.weight.device)
+                raise
+            return packs[key]
+
         def packed(fused: FusedLinear) -> Packed:
             bar.update(len(fused.linears))
-            result = pack(fused, adapters=adapters)
+            result = laid_out(fused)
             num_uses.subtract(fused.linears)
             for linear, start in fused.starts():
                 if isinstance(result, PackedLinear):
@@ -90,17 +106,36 @@ def compile_model(
 
         def lower(trace: Trace) -> int:
             fuse(trace)
+            for name, value in trace.owned.items():
+                if isinstance(value, StoredParameter):  # the forward pass reads it itself
+                    trace.owned[name] = value.load(value.device)
             modules = map(trace.module, trace.graph.nodes)
             num_uses.update(linear for fused in modules if isinstance(fused, FusedLinear) for linear in fused.linears)
             programs = compile_for_cpu(trace, packed, dtype, weights)
             compiled.num_plain_linears += sum(isinstance(trace.module(node), FusedLinear) for node in trace.graph.nodes)
             return sum(len(program.operations) for program in programs)
 
+        _share_tables(compiled.model, laid_out, keeps_plain=keeps_plain)
         compile_modules(compiled.model, lower, compiled)
         in_programs = set(num_uses)
         outside = [(path, linear) for path, linear in compiled.model.named_modules() if type(linear) is nn.Linear]
         _replace_linears(compiled, [(path, linear) for path, linear in outside if linear not in in_programs], packed)
     return compiled
+
+
+def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
+    """Let an embedding read its rows from the kernel weight of the head with which it shares its table."""
+    heads = {module.weight: module for module in model.modules() if type(module) is nn.Linear}
+    for path, table in list(model.named_modules()):
+        if isinstance(table, nn.Embedding) and table.weight in heads:
+            with suppress(UnsupportedError):  # no kernel has this number of inputs
+                head = pack(FusedLinear(heads[table.weight]))
+                if head.is_exact and type(table).forward is nn.Embedding.forward:
+                    _replace(model, path, KernelEmbedding(head))
+                    if not keeps_plain:
+                        table.register_parameter("weight", None)
+                    continue
+            fill(table, table.weight.device)
 
 
 def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: HeldWeights) -> None:
@@ -149,15 +184,16 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
             quantize_model(cast(nn.Module, runtime.model), config.quantization)
+        fill(cast(nn.Module, runtime.model), runtime.device)
         return runtime
     if type(runtime.backend) is CPUBackend:
         runtime = replace(runtime, backend=kernels)
-    few_layers = one_layer_of_each_kind(cast(nn.Module, runtime.model), sizes.num_hidden_layers)
-    _replace(few_layers, runtime.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
-    tried = replace(runtime, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
+    model, packs = cast(nn.Module, runtime.model), Packs()
+    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
+    few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
+    tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
-    model = cast(nn.Module, runtime.model)
-    compiled = compile_model(model, config.quantization, weights=runtime.weights, adapters=adapters)
+    compiled = compile_with(model, weights=runtime.weights)
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.loading.weights import pieces_of
+from nanoinfer.models.layers import Hidden, Ids, Untraced
 
 if TYPE_CHECKING:
     from nanoinfer.fast.cpu.lora import CPUAdapters
@@ -48,10 +50,13 @@ class PackedLinear:
 
     Attributes:
         scratch_bytes: the memory that a call needs for each row, in bytes.
+        is_exact: whether `rows` returns the numbers of the checkpoint.
 
     Raises:
         UnsupportedError: the kernel does not support the dtype or the number of inputs, or cannot be compiled.
     """
+
+    is_exact = True
 
     def __init__(self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None) -> None:
         first, num_in = fused.linears[0], fused.in_features
@@ -72,7 +77,10 @@ class PackedLinear:
         self._weight[-1] = 0
         self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
         for linear, start in fused.starts():
-            self.write("weight", linear.weight.detach(), start)
+            place = start
+            for piece in pieces_of(linear.weight):
+                self.write("weight", piece, place)
+                place += len(piece)
             if self._bias is not None:
                 self.write("bias", linear.bias.detach(), start)
 
@@ -81,18 +89,13 @@ class PackedLinear:
         if name == "bias":
             assert self._bias is not None
             self._bias[start : start + len(values)] = values
-            return
-        by_output = self._weight.transpose(1, 2)  # [tiles, tile, terms, per_term]
-        tile = by_output.shape[1]
-        values, end = values.unflatten(1, by_output.shape[2:]), start + len(values)
-        first_whole, end_whole = -(-start // tile), end // tile
-        if first_whole < end_whole:
-            whole = values[first_whole * tile - start : end_whole * tile - start]
-            by_output[first_whole:end_whole] = whole.unflatten(0, (-1, tile))
-        for i in {start // tile, end_whole} - set(range(first_whole, end_whole)):  # tiles that are partly replaced
-            first, last = max(start, i * tile), min(end, (i + 1) * tile)
-            if first < last:
-                by_output[i, first - i * tile : last - i * tile] = values[first - start : last - start]
+        else:
+            write_outputs(self._weight, values, start)
+
+    def rows(self, outputs: Int[Tensor, " n"]) -> Float[Tensor, "n in"]:
+        """Return the weights of some outputs."""
+        tile = self._weight.shape[2]
+        return self._weight[outputs // tile, :, outputs % tile].flatten(1)
 
     def arrays(self) -> list[Tensor]:
         """Return the tensors that hold the weights."""
@@ -135,6 +138,37 @@ class KernelLinear(nn.Module):
         arrays = (other.expand(out.shape).contiguous() for other in others.values())
         self._program(num_rows, (out, x.contiguous(), scratch_for(num_rows * packed.scratch_bytes, x), *arrays))
         return out
+
+
+class KernelEmbedding(Untraced):
+    """An embedding whose table is the weight of the tied LM head, as the head's kernel reads it.
+
+    Args:
+        head: a PackedLinear, or an object with its method `rows`.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self._head = head
+
+    def forward(self, input_ids: Ids) -> Hidden:
+        rows: Tensor = self._head.rows(input_ids)
+        return rows
+
+
+def write_outputs(tiles: Shaped[Tensor, "tiles columns tile *rest"], values: Shaped[Tensor, "outputs ..."], start: int) -> None:
+    """Write the numbers of the outputs from `start` on, in place. A tile has each column of all its outputs in turn."""
+    by_output = tiles.transpose(1, 2)  # [tiles, tile, columns, *rest]
+    tile = by_output.shape[1]
+    values, end = values.unflatten(1, by_output.shape[2:]), start + len(values)
+    first_whole, end_whole = -(-start // tile), end // tile
+    if first_whole < end_whole:
+        whole = values[first_whole * tile - start : end_whole * tile - start]
+        by_output[first_whole:end_whole] = whole.unflatten(0, (-1, tile))
+    for i in {start // tile, end_whole} - set(range(first_whole, end_whole)):  # tiles that are partly replaced
+        first, last = max(start, i * tile), min(end, (i + 1) * tile)
+        if first < last:
+            by_output[i, first - i * tile : last - i * tile] = values[first - start : last - start]
 
 
 def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "CPUAdapters | None":

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of
+from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of, write_outputs
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import QuantizedWeight, quantized
+from nanoinfer.loading.quantization import QuantizedWeight, quantized, stored_integers
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -55,13 +54,32 @@ class PackedQuantizedLinear:
         source = Path(__file__).with_name("quantized_linear.cpp")
         definitions = "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
-        weight, bias = quantized([linear.weight for linear in fused.linears], bits), fused.merged_bias()
+        weights, bias = [linear.weight for linear in fused.linears], fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
-        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group_size)  # integers, and a scale and a sum per group
-        self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
+        self.is_exact = all(stored_integers(weight, bits) for weight in weights)
+        self._arrays: tuple[Tensor, ...] = ()
+        start, num_tiles = 0, -(-self.num_out // TILE)  # the last tile is padded with zeros
+        for piece in quantized(weights, bits):
+            columns = _words(piece), piece.scales, piece.zeros
+            self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
+            for tiles, values in zip(self._arrays, columns, strict=True):
+                write_outputs(tiles, values, start)
+            start += len(piece.scales)
+        num_groups = self._arrays[1].shape[1]
+        self.scratch_bytes = self.num_in + 8 * num_groups  # integers, and a scale and a sum per group
         self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
-        self._sizes = self.num_out, self.num_in, weight.group_size, bits, ACTIVATION_CODES[fused.activation]
+        self._sizes = self.num_out, self.num_in, self.num_in // num_groups, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype, adapters)
+
+    def rows(self, outputs: Int[Tensor, " n"]) -> Float[Tensor, "n in"]:
+        """Return the weights of some outputs."""
+        words, scales, zeros = (tiles[outputs // TILE, :, outputs % TILE] for tiles in self._arrays)
+        integers, bits = words.view(torch.uint8), self._sizes[3]
+        if bits == 4:
+            groups = integers.unflatten(1, (-1, 1, 4))
+            integers = torch.cat((groups & 15, groups >> 4), dim=2).flatten(1)
+        found: Tensor = QuantizedWeight(bits, integers, scales, zeros).widened().to(self.dtype)
+        return found
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
         """See PackedLinear.call."""
@@ -73,15 +91,10 @@ class PackedQuantizedLinear:
         )
 
 
-def _tiled(array: Shaped[Tensor, "out columns *rest"]) -> Shaped[Tensor, "tiles columns tile *rest"]:
-    """Lay out the columns of TILE outputs, one column after the other. The last tile is padded with zeros."""
-    tiles: Tensor = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE)).unflatten(0, (-1, TILE))
-    return tiles.transpose(1, 2).contiguous()
-
-
-def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:
-    """Lay out the integers of four inputs together. In 4 bits, the upper halves of the bytes are the next four."""
+def _words(weight: QuantizedWeight) -> Int32[Tensor, "out words"]:
+    """Return the integers of four inputs in a word. In 4 bits, the upper halves of the bytes are the next four."""
     words = weight.integers.unflatten(1, (-1, 4))
     if weight.bits == 4:
         words = words[:, ::2] | words[:, 1::2] << 4
-    return _tiled(words)
+    laid_out: Tensor = words.flatten(1).contiguous().view(torch.int32)
+    return laid_out

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _POWERS = torch.tensor([2.0 ** (scale - 127) for scale in range(256)])  # torch.ldexp may be off by a rounding
@@ -44,13 +44,13 @@ def unpack_fp4(numbers: Tensor, scales: Tensor) -> Tensor:
     return FP4[numbers.int()] * _POWERS[scales.int()].unsqueeze(-1)
 
 
-class ExpertWeights(Weights):
+class ExpertWeights(DerivedWeights):
     """The tensors of `base`, with those of all experts divided. A tensor of an unexpected shape keeps its name."""
 
     def __init__(self, base: Weights, layout: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
-        self._base, self._layout = base, layout
-        self.has_empty_biases, self.has_integers = base.has_empty_biases, base.has_integers
+        self.base, self._layout = base, layout
+        self.has_empty_biases, self.stored_as = base.has_empty_biases, base.stored_as
         self._sources: dict[str, tuple[str, int, slice]] = {}  # name -> a tensor of `base`, the expert, its outputs
         for name, info in base.items():
             match = _TENSOR.fullmatch(name)
@@ -61,6 +61,7 @@ class ExpertWeights(Weights):
                 if scales is None or (scales.shape, scales.dtype) != (info.shape[:-1], "U8") or info.shape[3] != 16:
                     continue
                 del self[_scales_of(name)]
+                self.stored_as = "MXFP4", 4
             del self[name]
             self._divide(name, info, match)
 
@@ -85,18 +86,18 @@ class ExpertWeights(Weights):
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         if name not in self._sources:
-            return self._base.read(name, rows)
+            return self.base.read(name, rows)
         source, expert, outputs = self._sources[name]
-        tensor = self._base.read(source, slice(expert, expert + 1))[0]
+        tensor = self.base.read(source, slice(expert, expert + 1))[0]
         if source.endswith("_blocks"):
             blocks = tensor[outputs][rows]  # [rows, groups, 16]
-            [scales] = self._base.read(_scales_of(source), slice(expert, expert + 1))
+            [scales] = self.base.read(_scales_of(source), slice(expert, expert + 1))
             return unpack_fp4(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2), scales[outputs][rows]).flatten(1)
         is_transposed = self._layout == "interleaved" and not source.endswith("_bias")
         return (tensor.T if is_transposed else tensor)[outputs][rows]
 
-    def integers(self, name: str) -> QuantizedWeight | None:
-        return None if name in self._sources else self._base.integers(name)
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
+        return None if name in self._sources else self.base.integers(name, rows)
 
 
 def _scales_of(name: str) -> str:

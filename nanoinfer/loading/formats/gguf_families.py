@@ -103,7 +103,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
-    """Return the parameter that a tensor fills, or None if it is not read. Unknown names stay, for load_weights to report."""
+    """Return the parameter that a tensor fills, or None if it is not read. Unknown names stay, for match_tensors to report."""
     names, layers = _NAMES.get(file.architecture, _LLAMA_NAMES), "h" if file.architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
     drafts = match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0)

@@ -9,6 +9,7 @@ Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_*
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.loading.formats.gguf_families import WITH_STATES, parameter_name
 from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.system.pages import release_pages
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF
@@ -42,8 +44,6 @@ class GGUFWeights(Weights):
     A_log              is stored as -exp(A_log)
     """
 
-    has_integers = True
-
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._tensors: dict[str, GGUFTensor] = {}
@@ -54,6 +54,12 @@ class GGUFWeights(Weights):
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
         super().__init__((name, self._info(name)) for name in self._tensors)
+        num_bytes: Counter[str] = Counter()
+        for tensor in file.tensors.values():
+            num_bytes[tensor.block_type.name] += tensor.num_bytes
+        [(name, _)] = num_bytes.most_common(1)
+        if name not in _FLOATS:
+            self.stored_as = name, int(next(filter(str.isdigit, name)))  # Q4_K has 4 bits, and a little more for its scales
 
     def _info(self, name: str) -> TensorInfo:
         tensor = self._tensors[name]
@@ -76,14 +82,18 @@ class GGUFWeights(Weights):
                 return weight[:, self._grouped(weight.shape[1])]
         return weight
 
-    def integers(self, name: str) -> QuantizedWeight | None:
+    def release(self) -> None:
+        release_pages(self._bytes)
+
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
         tensor = self._tensors[name]
         found = _WITHOUT_MINIMUM.get(tensor.block_type.name)
         if found is None or found[0] == 5 or self._has_tiled_inputs(name):  # a QuantizedWeight has 4 or 8 bits
             return None
         bits, zero, unpack = found
-        blocks = self._rows(name, slice(None)).reshape(-1, tensor.block_type.num_bytes)
-        integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
+        stored = self._rows(name, rows)
+        blocks = stored.reshape(-1, tensor.block_type.num_bytes)
+        integers, scales = unpack(blocks).view(len(stored), -1), _half(blocks, 0).view(len(stored), -1)
         return QuantizedWeight(bits, integers, scales, torch.full_like(scales, zero, dtype=torch.uint8))
 
     def _is_transposed(self, name: str) -> bool:

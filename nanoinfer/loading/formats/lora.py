@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import check_file, first_ten, locate, read_json
-from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, WeightFiles, Weights
 from nanoinfer.models.registry import WeightRules
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
@@ -56,11 +56,11 @@ class LowRankUpdate:
     scale: float
 
 
-class LoraWeights(Weights):
+class LoraWeights(DerivedWeights):
     """The base's tensors with adapters merged in, each given as (folder or hub name, strength). Strength 1: as trained."""
 
     def __init__(self, base: Weights, adapters: Sequence[tuple[str, float]], rules: WeightRules) -> None:
-        self._base = base
+        self.base = base
         self._rules = rules
         self.has_empty_biases = base.has_empty_biases
         self._updates: dict[str, list[LowRankUpdate]] = defaultdict(list)
@@ -75,7 +75,7 @@ class LoraWeights(Weights):
         super().__init__(base | {name: TensorInfo(base[name].shape, "F32") for name in self._updates})
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        weight = self._base.read(name, rows)
+        weight = self.base.read(name, rows)
         for update in self._updates.get(name, ()):
             is_transposed = name.endswith(self._rules.transpose)  # [in, out]
             a, b = (update.a[:, rows], update.b) if is_transposed else (update.a, update.b[rows])

@@ -13,22 +13,24 @@ from torch import Tensor
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
 from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
 
 _FLOATS = ("F16", "BF16", "F32")  # of scales
 _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 
-class PackedWeights(Weights):
+class PackedWeights(DerivedWeights):
     """The tensors of a quantised checkpoint, with a `weight` for each quantised layer. settings: its quantization_config."""
 
+    bits: int  # of a stored number
     suffixes: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
     def __init__(self, files: Weights, settings: dict[str, Any], config_path: Path) -> None:
-        self.files = files
+        self.base = files
         self._settings = settings
         self._config_path = config_path
         self.read_settings()
+        self.stored_as = str(settings.get("quant_method")), self.bits
         layers = [name.removesuffix(self.suffixes[0]) for name in files if name.endswith(f".{self.suffixes[0]}")]
         self._shapes = {layer: self.shape_of(layer) for layer in layers}  # "model.layers.0.mlp.up_proj." -> [out, in]
         hidden = {layer + suffix for layer in layers for suffix in self.suffixes}
@@ -49,7 +51,7 @@ class PackedWeights(Weights):
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         layer = self._quantised_layer(name)
-        return self.files.read(name, rows) if layer is None else self.unpack(layer, rows)
+        return self.base.read(name, rows) if layer is None else self.unpack(layer, rows)
 
     def _quantised_layer(self, name: str) -> str | None:
         layer = name.removesuffix("weight")
@@ -71,7 +73,7 @@ class PackedWeights(Weights):
 
     def header(self, layer: str, name: str, dtypes: tuple[str, ...], *shape: int | None) -> TensorInfo:
         """Return the header of one of a layer's tensors. shape: the expected sizes. None: an axis may have any size."""
-        info = self.files.get(layer + name)
+        info = self.base.get(layer + name)
         if info is None:
             raise WeightsError(f"{layer}{name} is missing; download the checkpoint again")
         fits = len(info.shape) == len(shape) and all(b in (None, a) for a, b in zip(info.shape, shape, strict=True))
@@ -96,6 +98,7 @@ class FP8Weights(PackedWeights):
     integrations/finegrained_fp8.py.
     """
 
+    bits = 8
     suffixes = ("weight_scale_inv", "weight")
 
     def read_settings(self) -> None:
@@ -118,10 +121,10 @@ class FP8Weights(PackedWeights):
 
     def unpack(self, layer: str, rows: slice) -> Tensor:
         num_outputs, num_inputs = self._shapes[layer]
-        scales = self.files.read(layer + "weight_scale_inv").float()
+        scales = self.base.read(layer + "weight_scale_inv").float()
         scales = scales[torch.arange(num_outputs)[rows] // self._block[0]]  # for each row
         scales = scales.repeat_interleave(self._block[1], dim=1)[:, :num_inputs]
-        return self.files.read(layer + "weight", rows).float() * scales
+        return self.base.read(layer + "weight", rows).float() * scales
 
 
 # ---- integers with a scale and a zero point for each output and group of inputs
@@ -133,8 +136,6 @@ Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 class IntegerWeights(PackedWeights):
     """The tensors of a checkpoint whose quantised layers are integers of `bits`."""
 
-    has_integers = True
-    bits: int  # of an integer: 4 or 8
     group_size: int  # the number of inputs that share a scale. -1: all inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
@@ -148,11 +149,11 @@ class IntegerWeights(PackedWeights):
         integers, scales, zeros, groups = self.fields(layer, rows)
         return (integers - zeros[:, groups]) * scales[:, groups]
 
-    def integers(self, name: str) -> QuantizedWeight | None:
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
         layer = self._quantised_layer(name)
         if layer is None:
             return None
-        integers, scales, zeros, groups = self.fields(layer, slice(None))
+        integers, scales, zeros, groups = self.fields(layer, rows)
         num_inputs, num_groups = len(groups), scales.shape[1]
         in_order = torch.arange(num_inputs) // -(-num_inputs // num_groups)
         if num_inputs % num_groups or not torch.equal(groups, in_order) or zeros.max() > 255:
@@ -165,9 +166,9 @@ class IntegerWeights(PackedWeights):
     def group_of_inputs(self, layer: str, name: str) -> Tensor:
         """Return the group of each input. name: the tensor with each input's group, which layers with act-order have."""
         num_inputs = self._shapes[layer][1]
-        if layer + name not in self.files:
+        if layer + name not in self.base:
             return torch.arange(num_inputs) // (num_inputs if self.group_size == -1 else self.group_size)
-        groups, num_groups = self.files.read(layer + name).long(), self.num_groups(num_inputs)
+        groups, num_groups = self.base.read(layer + name).long(), self.num_groups(num_inputs)
         if len(groups) and (int(groups.min()) < 0 or int(groups.max()) >= num_groups):
             raise WeightsError(f"{layer}{name} names groups outside 0 .. {num_groups - 1}; download the checkpoint again")
         return groups
@@ -204,14 +205,14 @@ class GPTQWeights(IntegerWeights):
         num_inputs = num_words * per_word
         self.header(layer, "qzeros", ("I32",), self.num_groups(num_inputs), num_outputs // per_word)
         self.header(layer, "scales", _FLOATS, self.num_groups(num_inputs), num_outputs)
-        if layer + "g_idx" in self.files:
+        if layer + "g_idx" in self.base:
             self.header(layer, "g_idx", ("I32",), num_inputs)
         return num_outputs, num_inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
-        scales = self.files.read(layer + "scales").float()[:, rows]
-        zeros = unpack_words(self.files.read(layer + "qzeros"), self.bits).flatten(1)[:, rows] + self._stored_zero
-        words = self.files.read(layer + "qweight")[:, rows]
+        scales = self.base.read(layer + "scales").float()[:, rows]
+        zeros = unpack_words(self.base.read(layer + "qzeros"), self.bits).flatten(1)[:, rows] + self._stored_zero
+        words = self.base.read(layer + "qweight")[:, rows]
         integers = unpack_words(words, self.bits).transpose(1, 2).flatten(0, 1)  # [in, rows]
         return integers.T, scales.T, zeros.T, self.group_of_inputs(layer, "g_idx")
 
@@ -254,10 +255,10 @@ class AWQWeights(IntegerWeights):
 
         def outputs(name: str) -> Tensor:
             """Return rows of the fields, in the order of the outputs: [n, words] -> [n, rows]."""
-            fields = unpack_words(self.files.read(layer + name)[:, words], self.bits)[..., self.field_of_output]
+            fields = unpack_words(self.base.read(layer + name)[:, words], self.bits)[..., self.field_of_output]
             return fields.flatten(1)[:, start - words.start * 8 : stop - words.start * 8]
 
-        scales = self.files.read(layer + "scales").float()[:, start:stop]
+        scales = self.base.read(layer + "scales").float()[:, start:stop]
         return outputs("qweight").T, scales.T, outputs("qzeros").T, self.group_of_inputs(layer, "g_idx")
 
 
@@ -312,22 +313,22 @@ class CompressedWeights(IntegerWeights):
         num_outputs, num_words = self.header(layer, "weight_packed", ("I32",), None, None).shape
         shape = num_outputs, num_words * per_word
         self.header(layer, "weight_shape", ("I64", "I32"), 2)
-        if (stored := tuple(self.files.read(layer + "weight_shape").tolist())) != shape:
+        if (stored := tuple(self.base.read(layer + "weight_shape").tolist())) != shape:
             raise WeightsError(f"{layer}weight_shape is {list(stored)}, but weight_packed holds {list(shape)}")
         num_groups = self.num_groups(shape[1])
         self.header(layer, "weight_scale", _FLOATS, num_outputs, num_groups)
-        if layer + "weight_zero_point" in self.files:
+        if layer + "weight_zero_point" in self.base:
             self.header(layer, "weight_zero_point", ("I32",), -(-num_outputs // per_word), num_groups)
-        if layer + "weight_g_idx" in self.files:
+        if layer + "weight_g_idx" in self.base:
             self.header(layer, "weight_g_idx", ("I32", "I64"), shape[1])
         return shape
 
     def fields(self, layer: str, rows: slice) -> Fields:
-        scales = self.files.read(layer + "weight_scale", rows).float()
-        integers = unpack_words(self.files.read(layer + "weight_packed", rows), self.bits).flatten(1)  # [rows, in]
+        scales = self.base.read(layer + "weight_scale", rows).float()
+        integers = unpack_words(self.base.read(layer + "weight_packed", rows), self.bits).flatten(1)  # [rows, in]
         zeros = torch.full_like(scales, 2 ** (self.bits - 1))
-        if layer + "weight_zero_point" in self.files:
-            packed = self.files.read(layer + "weight_zero_point")
+        if layer + "weight_zero_point" in self.base:
+            packed = self.base.read(layer + "weight_zero_point")
             stored = unpack_words(packed, self.bits)  # [out * bits / 32, groups, 32 / bits]
             zeros = stored.transpose(1, 2).flatten(0, 1)[: self._shapes[layer][0]][rows]
         return integers, scales, zeros, self.group_of_inputs(layer, "weight_g_idx")

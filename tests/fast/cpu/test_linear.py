@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
+from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 
 KINDS = {  # activation, what a call gets besides x
@@ -51,6 +51,20 @@ def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_o
         assert torch.equal(kernel(x, **given), together)
     finally:
         torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (34, 1), (770, 49)])
+def test_an_embedding_reads_the_rows_of_the_heads_weight(num_in, num_out, dtype):
+    layer = nn.Linear(num_in, num_out, bias=False).to(dtype)
+    try:
+        packed = PackedLinear(FusedLinear(layer))
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    ids = torch.tensor([num_out - 1, 0, num_out // 2, 0])
+    assert torch.equal(KernelEmbedding(packed)(ids), layer.weight[ids])
+    assert KernelEmbedding(packed)(ids[:0]).shape == (0, num_in)
 
 
 @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.chat.template import apply_chat_template
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
@@ -24,7 +24,9 @@ from nanoinfer.loading.formats.gguf import read_gguf
 from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
 from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.loading.formats.gguf_weights import GGUFWeights
-from nanoinfer.loading.quantization import QuantizedParameter, quantized
+from nanoinfer.loading.quantization import quantized
+from nanoinfer.loading.weights import StoredParameter
+from nanoinfer.models.registry import WeightRules
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import gguf_files, tiny_models
 from tests.helpers.gguf_files import floats, random_blocks
@@ -174,25 +176,29 @@ def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp
             tensor, unpacked = (floats(weight, kind), weight) if kind == "F16" else random_blocks(kind, (40, 256), number)
             tensors[f"blk.0.attn_{name}.weight"], expected[name] = tensor, unpacked
         weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", {"general.architecture": "qwen3"}, tensors)))
-        parameters = [QuantizedParameter.of(weights.read(name).bfloat16(), partial(weights.integers, name)) for name in weights]
-        linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in parameters]
-        for linear, parameter in zip(linears, parameters, strict=True):
-            linear.weight = parameter
-        joined = quantized(parameters, bits)
-        assert int(joined.integers.max()) < 2**bits
-        for found, kind, exact in zip(joined.widened().split(40), (first, second, third), expected.values(), strict=True):
+        linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in weights]
+        rules = WeightRules(prefix="", embedding="")
+        for linear, name in zip(linears, weights, strict=True):
+            linear.weight = StoredParameter.of(linear.weight, torch.bfloat16, weights, name, rules)
+        pieces = list(quantized([linear.weight for linear in linears], bits))
+        assert max(int(piece.integers.max()) for piece in pieces) < 2**bits
+        joined = torch.cat([piece.widened() for piece in pieces])
+        for found, kind, exact in zip(joined.split(40), (first, second, third), expected.values(), strict=True):
             if kind in ("Q4_0", "Q8_0")[: bits // 4]:  # these keep their integers
                 torch.testing.assert_close(found, exact, atol=0, rtol=1e-6)
             else:
-                groups = exact.unflatten(1, (-1, joined.group_size))
+                groups = exact.unflatten(1, (-1, pieces[0].group_size))
                 low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
                 step = (high - low) / 15 if bits == 4 else groups.abs().amax(2) / 127
                 allowed = 1.1 * step.unsqueeze(2) + 2**-8 * groups.abs()  # 0.5 to the next integer, and bfloat16's
-                assert ((found - exact).abs().unflatten(1, (-1, joined.group_size)) <= allowed).all(), (kind, joined.group_size)
+                assert ((found - exact).abs().unflatten(1, (-1, pieces[0].group_size)) <= allowed).all(), (
+                    kind,
+                    pieces[0].group_size,
+                )
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
         kernel = KernelLinear(PackedQuantizedLinear(FusedLinear(*linears), bits))
-        exact = x.float() @ joined.widened().T
-        rounding = x.float().abs().max() / 254 * joined.widened().abs().sum(1)  # of activations to 8 bits
+        exact = x.float() @ joined.T
+        rounding = x.float().abs().max() / 254 * joined.abs().sum(1)  # of activations to 8 bits
         assert ((kernel(x).float() - exact).abs() <= rounding + 2**-8 * exact.abs()).all()
 
 
@@ -521,3 +527,26 @@ def test_a_gguf_file_chats_ends_its_text_and_runs_in_8_bits(tmp_path):
         answers.append(output.outputs[0].text)
     assert answers[1] == answers[0]
     assert answers[2]
+
+
+@pytest.mark.parametrize(("block_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(block_type, quantization, tmp_path):
+    model = tiny_models.build("qwen3_tied", hidden_size=64, intermediate_size=96)
+    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", (block_type,)))
+    llm = LLM(str(path), quantization=quantization)
+    table = loader.load_model(Checkpoint.open(str(path)), "bfloat16").embed_tokens.weight
+    embedding, ids = llm.engine.executor.runner.model.embed_tokens, torch.arange(len(table))
+    if isinstance(embedding, nn.Embedding):
+        pytest.skip("no C++ compiler")
+    assert torch.equal(embedding(ids), table)
+
+
+def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog):
+    model = tiny_models.build("qwen3_tied", hidden_size=512, vocab_size=160_000)  # 82 million weights
+    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", ("Q4_0",)))
+    for quantization, num_lines in ((None, 1), ("int4", 0)):
+        caplog.clear()
+        config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
+        loader.load_configured(Checkpoint.open(str(path)), config)
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert lines == ["Q4_0 runs in bfloat16 and takes 0.2 GB; quantization='int4' takes 0.1 GB"][:num_lines]

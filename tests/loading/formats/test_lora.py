@@ -36,7 +36,7 @@ def change(model, pairs, scales):
 
 
 def logits_here(path, lora):
-    config = EngineConfig(dtype="float32", device="cpu", lora=tuple(lora))
+    config = EngineConfig(dtype="float32", device="cpu", lora=tuple(lora), enforce_eager=True)
     model = loader.load_configured(Checkpoint.open(str(path)), config)[0]
     with torch.inference_mode():
         return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))

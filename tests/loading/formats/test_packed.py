@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError, WeightsError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -205,12 +206,14 @@ def test_a_quantised_checkpoint_runs_in_8_bits_with_nearly_the_same_tokens(saved
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
 def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
     checkpoint = Checkpoint.open(str(saved(name)[0]))
-    weights, model = loader.open_weights(checkpoint), loader.load_model(checkpoint, "bfloat16")
+    weights, config = loader.open_weights(checkpoint), EngineConfig(dtype="bfloat16", device="cpu")
+    model, _, _ = loader.load_configured(checkpoint, config)
     attention = model.layers[0].self_attn
     names = [f"model.layers.0.self_attn.{suffix}_proj.weight" for suffix in "qkv"]
     exact = torch.cat([weights.read(name) for name in names])
     for bits in (4, 8):
-        kept = quantized([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], bits).widened()
+        layers = attention.q_proj, attention.k_proj, attention.v_proj
+        kept = torch.cat([piece.widened() for piece in quantized([layer.weight for layer in layers], bits)])
         if "act" in name or (bits == 4 and name in ("gptq 8 bits", "int8")):  # groups out of order, more bits: rounded again
             assert weights.integers(names[0]) is None or bits == 4
             assert 0 < (kept - exact).abs().max() < exact.abs().max() / (8 if bits == 4 else 100)
