@@ -56,7 +56,7 @@ def in_float32(name, *definitions):
 
 KERNELS = {name: in_float32(name) for name in ("layers", "dense_linear", "exponentials")}
 MORE_KERNELS = {
-    **{name: in_float32(name) for name in ("paged_decode", "paged_prefill", "delta", "greedy")},
+    **{name: in_float32(name) for name in ("paged_decode", "paged_prefill", "delta", "sampling")},
     "layers in float16": in_float32("layers", "FP16"),
     "paged_decode with pages in 8 bits": in_float32("paged_decode", "INT8_PAGES"),
     "layers in bfloat16": DRIVERS["layers"],

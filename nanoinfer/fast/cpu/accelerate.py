@@ -7,7 +7,6 @@ as they are, and one log line says so.
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -171,10 +170,9 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
-    with suppress(UnsupportedError):
-        use_kernel()
     runtime = replace(runtime, routes=(FewLogits(),))
     try:
+        use_kernel()
         kernels = KernelBackend(
             runtime.dtype,
             num_heads=sizes.num_attention_heads,

@@ -2,8 +2,8 @@
 
 In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
 draw.draw give. The same stages run here, on fewer columns. The result is exact for four reasons. Columns stay in the order of
-their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. torch's
-exp gives a number the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
+their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. An
+exponential has the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
 
     row has top_k    the k + 32 largest logits are enough, unless more tie with the k-th
     row has min_p    the 256 largest are enough, if min_p drops the smallest of them

@@ -79,7 +79,7 @@ struct Weights {
     const Number* logits;
     float shift, temperature, largest;  // of the divided logits
 
-    // exp_of and torch's exp differ by less than 2^-21 of the number.
+    // exp_of and sampling/exponentials.py differ by less than 2^-21 of the number.
     void at(int64_t i, int num, Longs& low, Longs& high) const {
         const Floats ratio = exp_of((load(logits + i, num) - shift) / temperature - largest) * 4294967296.0f;
         low = __builtin_convertvector(ratio * (1 - 0x1p-21f), Longs);

@@ -56,7 +56,8 @@ def draw_from_all(
 ) -> tuple[Int[Tensor, " batch"], Int[Tensor, "batch 2"], Float[Tensor, " batch"]]:
     """Draw from all weights after the temperature.
 
-    The kernel does not know the last bits of torch's exp. It computes bounds of each weight, which decide nearly every row.
+    The kernel's exp has other last bits than sampling/exponentials.py. It computes bounds of each weight, which decide nearly
+    every row.
 
     Returns:
         The token ids, -1 where the bounds do not decide, the bounds of the sum of all weights, and the largest logits. A row
