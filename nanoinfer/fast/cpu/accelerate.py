@@ -171,10 +171,9 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
-    with suppress(UnsupportedError):
+    try:
         use_exponentials()
         runtime = replace(runtime, routes=(FewLogits(),))
-    try:
         kernels = KernelBackend(
             runtime.dtype,
             num_heads=sizes.num_attention_heads,

@@ -532,7 +532,9 @@ def test_a_gguf_file_chats_ends_its_text_and_runs_in_8_bits(tmp_path):
 @pytest.mark.parametrize(("block_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
 def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(block_type, quantization, tmp_path):
     model = tiny_models.build("qwen3_tied", hidden_size=64, intermediate_size=96)
-    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", (block_type,)))
+    tensors = gguf_files.tensors_of(model, "F16", (block_type,))
+    tensors["token_embd.weight"], _ = random_blocks(block_type, tuple(model.lm_head.weight.shape))
+    path = save(model, tmp_path, tensors)
     llm = LLM(str(path), quantization=quantization)
     table = loader.load_model(Checkpoint.open(str(path)), "bfloat16").embed_tokens.weight
     embedding, ids = llm.engine.executor.runner.model.embed_tokens, torch.arange(len(table))
@@ -542,8 +544,10 @@ def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(b
 
 
 def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog):
-    model = tiny_models.build("qwen3_tied", hidden_size=512, vocab_size=160_000)  # 82 million weights
-    path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", ("Q4_0",)))
+    model = tiny_models.build("qwen3_tied", hidden_size=512, intermediate_size=512, vocab_size=160_000)  # 84 million weights
+    tensors = gguf_files.tensors_of(model, "F16", ("Q4_0",))
+    tensors["token_embd.weight"], _ = random_blocks("Q4_0", (160_000, 512))
+    path = save(model, tmp_path, tensors)
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
         config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
