@@ -42,7 +42,7 @@ on_cpu: Exponentials = by_torch  # fast/sampling/kernels.py puts a kernel with t
 
 
 def exponentials(logits: Float[Tensor, "batch vocab"], bits: int) -> Int[Tensor, "batch vocab"]:
-    """Compute floor(2^bits * exp(logit - largest)) of logits in fp32. A row without a finite logit gets zeros. bits: at most 40."""
+    """Compute floor(2^bits * exp(logit - largest)). A row without a finite logit gets zeros. bits: at most 40."""
     logits = logits.float()
     largest = logits.amax(dim=-1, keepdim=True)
     below = logits - largest.clamp(min=torch.finfo(logits.dtype).min)  # clamped: -inf - -inf would be NaN
