@@ -194,7 +194,7 @@ class ChatSession(Conversation):
         note("  Ctrl-C                  Stop an answer, or clear the line.")
 
     def set_parameter(self, assignment: str) -> None:
-        """Change a sampling parameter, show its value, or show all parameters.
+        """Change or show a sampling parameter, or show all.
 
         The value is a Python literal, true, false, none or plain text. `default` restores the value at the chat's start.
         """

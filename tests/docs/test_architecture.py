@@ -28,7 +28,7 @@ ALLOWED = {
     "chat": {"words", "system", "tokenization", "sampling"},
     "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
     "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
-    "lora": {"words", "scheduling", "loading", "execution"},
+    "lora": {"words", "system", "scheduling", "loading", "execution"},
     "engine": {
         *("words", "system", "tracing", "tokenization", "scheduling", "loading", "sampling", "chat", "execution"),
         *("lora", "fast"),

@@ -26,7 +26,7 @@ SENTENCES = {
 OPTIONAL = """
     fast/ chat/ server/ cli/ lab/ distributed/ engine/speculative/ loading/formats/ loading/hub.py
     sampling/grammar.py sampling/grammar_mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
-    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py training/ system/pages.py
+    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py training/
     lora/ engine/reading.py embedding/ scheduling/stored_blocks.py execution/block_files.py
     attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
     models/gemma3.py models/gpt_oss.py

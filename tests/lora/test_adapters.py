@@ -19,6 +19,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.execution import memory
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.lora import adapters as adapters_module
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -190,7 +191,8 @@ def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
 
 def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwen3, monkeypatch):
     base, adapters = qwen3
-    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 2**22)
+    for module in (memory, adapters_module):
+        monkeypatch.setattr(module, "available_cpu_memory", lambda: 2**22)
     adapted, plain = (
         LLM(base, dtype="bfloat16", block_size=4, **settings)
         for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})

@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def guarded():
-    settings = {"api_keys": ("first key", "second"), "cors_origins": ("https://page.example",), "max_body_bytes": LIMIT}
+    settings = {"api_key": ("first key", "second"), "cors_origin": ("https://page.example",), "max_body_bytes": LIMIT}
     with http_server.serving(**settings) as running:
         yield running
 

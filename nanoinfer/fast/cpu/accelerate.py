@@ -6,7 +6,6 @@ as they are, and one log line says so.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,9 +55,8 @@ def compile_model(
 ) -> CompiledModel:
     """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
-    Linear layers are laid out in turn, from the checkpoint where it still has the numbers, and a plain weight is freed. The
-    embedding of a tied head reads the head's kernel weight, unless that is rounded and the embedding is not. A subclass of
-    nn.Linear stays as it is, because it may do more than multiply.
+    Linear layers are laid out in turn, from the checkpoint where it still has the numbers, and a plain weight is freed. A
+    subclass of nn.Linear stays as it is, because it may do more than multiply.
 
     Args:
         model: a model with its weights, or with StoredParameters, on a CPU.
@@ -73,25 +71,13 @@ def compile_model(
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
     weights = HeldWeights() if weights is None else weights
-    packs = {} if packs is None else packs
-    pack: Callable[..., Packed] = PackedLinear
     if quantization:
         check_sizes(model, quantization)
-        pack = partial(PackedQuantizedLinear, bits=BITS[quantization])
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    with torch.inference_mode(), progress_bar("packing weights", len(linears)) as bar:
+    pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
+    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs={} if packs is None else packs)
+    with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
-
-        def laid_out(fused: FusedLinear) -> Packed:
-            key = *fused.linears, fused.activation
-            try:
-                packs[key] = packs.get(key) or pack(fused, adapters=adapters)
-            except UnsupportedError:
-                for linear in fused.linears:
-                    fill(linear, linear.weight.device)
-                raise
-            return packs[key]
 
         def packed(fused: FusedLinear) -> Packed:
             bar.update(len(fused.linears))
@@ -107,9 +93,7 @@ def compile_model(
 
         def lower(trace: Trace) -> int:
             fuse(trace)
-            for name, value in trace.owned.items():
-                if isinstance(value, StoredParameter):  # the forward pass reads it itself
-                    trace.owned[name] = value.load(value.device)
+            _read_owned(trace)
             modules = map(trace.module, trace.graph.nodes)
             num_uses.update(linear for fused in modules if isinstance(fused, FusedLinear) for linear in fused.linears)
             programs = compile_for_cpu(trace, packed, dtype, weights)
@@ -118,14 +102,34 @@ def compile_model(
 
         _share_tables(compiled.model, laid_out, keeps_plain=keeps_plain)
         compile_modules(compiled.model, lower, compiled)
-        in_programs = set(num_uses)
-        outside = [(path, linear) for path, linear in compiled.model.named_modules() if type(linear) is nn.Linear]
-        _replace_linears(compiled, [(path, linear) for path, linear in outside if linear not in in_programs], packed)
+        _replace_linears(compiled, set(num_uses), packed)
     return compiled
 
 
+def _lay_out(fused: FusedLinear, pack: Pack, packs: Packs) -> Packed:
+    """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
+    key = *fused.linears, fused.activation
+    try:
+        packs[key] = packs.get(key) or pack(fused)
+    except UnsupportedError:
+        for linear in fused.linears:
+            fill(linear, linear.weight.device)
+        raise
+    return packs[key]
+
+
+def _read_owned(trace: Trace) -> None:
+    """Read the parameters that a forward pass uses itself, without a module."""
+    for name, value in trace.owned.items():
+        if isinstance(value, StoredParameter):
+            trace.owned[name] = value.load(value.device)
+
+
 def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
-    """Let an embedding read its rows from the kernel weight of the head with which it shares its table."""
+    """Let an embedding read its rows from the kernel weight of the head with which it shares its table.
+
+    Not if the kernel weight is rounded and the embedding is not.
+    """
     heads = {module.weight: module for module in model.modules() if type(module) is nn.Linear}
     for path, table in list(model.named_modules()):
         if isinstance(table, nn.Embedding) and table.weight in heads:
@@ -153,9 +157,12 @@ def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: H
                 compiled.compiled[path] = 1
 
 
-def _replace_linears(compiled: CompiledModel, linears: list[tuple[str, nn.Linear]], pack: Pack) -> None:
+def _replace_linears(compiled: CompiledModel, in_programs: set[nn.Module], pack: Pack) -> None:
     """Compute the linear layers that are in no program by separate kernels."""
+    linears = [(path, module) for path, module in compiled.model.named_modules() if type(module) is nn.Linear]
     for path, linear in linears:
+        if linear in in_programs:
+            continue
         try:
             _replace(compiled.model, path, KernelLinear(pack(FusedLinear(linear))))
         except UnsupportedError as error:

@@ -69,10 +69,14 @@ def find_largest(
     """
     values = torch.empty(len(logits), num_columns)
     ids = torch.empty(len(logits), num_columns, dtype=torch.int64)
-    width = logits.shape[-1]
-    call = LargestCall(Slice(0, 0, width), Slice(1, 0, num_columns), Slice(2, 0, num_columns), width, num_columns)
-    Program([KernelCall(_library(logits.dtype).find_largest, call)])(len(logits), (logits.contiguous(), values, ids))
+    _largest_program(logits.dtype, logits.shape[-1], num_columns)(len(logits), (logits.contiguous(), values, ids))
     return values, ids
+
+
+@cache
+def _largest_program(dtype: torch.dtype, width: int, num_columns: int) -> Program:
+    call = LargestCall(Slice(0, 0, width), Slice(1, 0, num_columns), Slice(2, 0, num_columns), width, num_columns)
+    return Program([KernelCall(_library(dtype).find_largest, call)])
 
 
 def draw_from_all(

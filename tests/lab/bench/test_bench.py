@@ -228,7 +228,7 @@ def test_the_roofline_reports_shares_of_the_limit(small_roofline):
     ("arguments", "sentence"),
     [
         (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
-        (("--workload", "A", "--num-prompts", "1"), "give --workload, or --num-prompts for one of your own, not both"),
+        (("--workload", "A", "--num-prompts", "1"), "give --workload, or --num-prompts for a workload of your own, not both"),
         (("--random-model", "gpt5"), "--random-model must be one of gpt2,"),
         (
             ("--random-model", "gpt2", "--model", "tiny-gpt2"),
