@@ -9,6 +9,7 @@ LLM(batch_invariant=True) with the same dtype for equal bits.
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, repeat
 from numbers import Integral
 
@@ -27,9 +28,10 @@ from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_configured
+from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.training.functions import TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
+from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
 
 OPERATIONS: dict[type, type] = {FusedLinear: TrainedLinear, FusedRotation: TrainedRotation}
 
@@ -135,7 +137,8 @@ class Policy(nn.Module):
         logits = logits.masked_fill(banned, -torch.inf)  # `divided` subtracts the largest remaining logit
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
-        found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
+        logprobs = KernelFunction.apply(log_softmax, partial(torch.log_softmax, dim=-1), 1, logits)
+        found = logprobs.gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
         return torch.split(found, [num - 1 for num in lengths])
 
 

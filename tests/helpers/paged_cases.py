@@ -130,6 +130,8 @@ def check_poison_free_reuse(path, backend, **settings):
 
     All prompts begin with the same two blocks. The poisoned one is in flight, its blocks in the prefix cache, when another
     starts from them, and two more are given its freed blocks.
+
+    path: of a model whose LM head is not tied, so that a NaN in the embedding reaches only the requests that have its id.
     """
     bad_id, shared = 90, list(range(1, 9))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)

@@ -110,8 +110,8 @@ MUTANTS = {
     ],
     "min_p": [
         ("ratio < ", "ratio <= "),
-        ("(logits - logits.amax(dim=-1, keepdim=True)).exp()", "logits.softmax(-1)"),
-        ("amax(dim=-1, keepdim=True)", "amax()"),
+        ("integer_weights(logits).float() / ONE", "logits.softmax(-1)"),
+        ("integer_weights(logits).float() / ONE", "(logits - logits.amax()).exp()"),
         ("ratio <", "ratio >"),
     ],
     "top_p": [
