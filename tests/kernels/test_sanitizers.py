@@ -90,7 +90,11 @@ def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_th
     check(DRIVERS[name], "short", *SANITIZED)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "tile_linear")) for name in DRIVERS])
+# Those that wait in the middle of a kernel, and a kernel of tasks. The others take as long, and wait between kernels.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "paged_decode", "sampling"))) for name in DRIVERS],
+)
 def test_no_team_has_a_data_race(name):
     check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)
 
