@@ -90,7 +90,7 @@ def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_th
     check(DRIVERS[name], "short", *SANITIZED)
 
 
-# Those that wait in the middle of a kernel, and a kernel of tasks. The others take as long, and wait between kernels.
+# By default: calls in a row, a kernel that waits twice, and tasks. The others take as long.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "paged_decode", "sampling"))) for name in DRIVERS],
