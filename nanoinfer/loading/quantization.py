@@ -9,40 +9,19 @@ scale per group).
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.loading.weights import StoredParameter, pieces_of
+from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_of
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A matrix scales * (integers - zeros), with a scale and a zero for each output and group of inputs."""
-
-    bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
-    integers: UInt8[Tensor, "out in"]
-    scales: Float[Tensor, "out groups"]
-    zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
-
-    @property
-    def group_size(self) -> int:
-        """The number of inputs that share a scale."""
-        return self.integers.shape[1] // self.scales.shape[1]
-
-    def widened(self) -> Float[Tensor, "out in"]:
-        """The weight in float32."""
-        shifted: Tensor = self.integers.unflatten(1, (-1, self.group_size)).float() - self.zeros.unsqueeze(2)
-        return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 
 class QuantizedLinear(nn.Module):

@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -28,9 +28,6 @@ from nanoinfer.errors import WeightsError, first_line
 from nanoinfer.loading.checkpoint import first_ten
 from nanoinfer.models.registry import WeightRules
 from nanoinfer.system.pages import release_pages
-
-if TYPE_CHECKING:
-    from nanoinfer.loading.quantization import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +48,26 @@ class TensorInfo:
     is_mapped: bool = False  # whether `read` returns a view of the mapped file, which takes no memory
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix scales * (integers - zeros), with a scale and a zero for each output and group of inputs."""
+
+    bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
+    integers: UInt8[Tensor, "out in"]
+    scales: Float[Tensor, "out groups"]
+    zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
+
+    @property
+    def group_size(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        shifted: Tensor = self.integers.unflatten(1, (-1, self.group_size)).float() - self.zeros.unsqueeze(2)
+        return (shifted * self.scales.unsqueeze(2)).flatten(1)
+
+
 class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
@@ -61,7 +78,7 @@ class Weights(dict[str, TensorInfo]):
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
 
-    def integers(self, name: str, rows: slice = slice(None)) -> "QuantizedWeight | None":
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
         """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
         return None
 
@@ -173,7 +190,7 @@ class StoredParameter(nn.Parameter):
         values = self.files.read(self.source, rows)
         return (values.T if self.is_transposed else values).to(self.dtype)
 
-    def integers(self, rows: slice) -> "QuantizedWeight | None":
+    def integers(self, rows: slice) -> QuantizedWeight | None:
         """Return rows of the parameter as the integers in the file: see Weights.integers."""
         return None if self.is_transposed else self.files.integers(self.source, rows)
 

@@ -23,7 +23,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of, write_outputs
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import QuantizedWeight, quantized, stored_integers
+from nanoinfer.loading.quantization import quantized, stored_integers
+from nanoinfer.loading.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers

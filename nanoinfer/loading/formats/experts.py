@@ -28,8 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
+from nanoinfer.loading.weights import DerivedWeights, QuantizedWeight, TensorInfo, Weights
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _POWERS = torch.tensor([2.0 ** (scale - 127) for scale in range(256)])  # torch.ldexp may be off by a rounding

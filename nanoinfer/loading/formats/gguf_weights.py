@@ -19,8 +19,7 @@ from torch import Tensor
 from nanoinfer.loading.formats.experts import unpack_fp4
 from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.loading.formats.gguf_families import WITH_STATES, parameter_name
-from nanoinfer.loading.quantization import QuantizedWeight
-from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.loading.weights import QuantizedWeight, TensorInfo, Weights
 from nanoinfer.system.pages import release_pages
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
