@@ -9,24 +9,12 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonBackend, num_splits_for
+from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
 
 pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    # The interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those: convert them to float32 first.
-    from triton.runtime import interpreter
-
-    dot_of_floats = interpreter.InterpreterBuilder.create_dot
-
-    def dot(builder, a, b, *more):
-        widened = (
-            builder.cast_impl(x, interpreter.tl.float32) if x.dtype.scalar == interpreter.tl.bfloat16 else x for x in (a, b)
-        )
-        return dot_of_floats(builder, *widened, *more)
-
-    interpreter.InterpreterBuilder.create_dot = dot
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
 RAGGED = [(0, 1), (15, 1), (16, 1), (299, 1), (0, 2), (0, 64), (0, 65), (40, 20), (64, 64), (200, 100)]  # 1 to 300 tokens
 
