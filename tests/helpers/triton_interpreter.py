@@ -1,4 +1,4 @@
-"""Triton's interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those in a dot. Here it converts them first."""
+"""Triton's interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those. Here it converts them first."""
 
 import torch
 from triton.runtime import interpreter
