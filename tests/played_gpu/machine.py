@@ -8,7 +8,6 @@ meet again where their paths do. Programs share nothing, so that several are pla
 `fma` rounds twice (to fp64 and to fp32), and an approximate `ex2`, `rsqrt` or `div` is exact to half a unit in the last place.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -38,18 +37,19 @@ _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
 Step = Callable[[], None]
+Observe = Callable[["Machine", Instruction], None]
 
 
 def play(
     kernel: Kernel, grid: Sequence[int], arguments: Sequence[int | float], memory: GlobalMemory, shared_size: int,
-    shared: Callable[..., SharedMemory] = SharedMemory,
+    observe: Observe | None = None,
 ) -> None:  # fmt: skip
     """Execute all programs of a grid.
 
     Args:
         arguments: the values of the kernel's parameters, tensors by the addresses that memory gave them.
         shared_size: bytes of shared memory of a program.
-        shared: makes the shared memory of the programs that are played together.
+        observe: is called before each instruction, for the threads of `machine.threads`.
 
     Raises:
         Fault: the kernel does what a GPU would not report.
@@ -57,12 +57,20 @@ def play(
     """
     x, y, z = (*grid, 1, 1)[:3]
     programs = np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)])
-    at_once = max(1, _LANES_AT_ONCE // kernel.num_threads)
+    num_threads, cell = kernel.num_threads, _smallest_shared_access(kernel)
+    at_once = max(1, _LANES_AT_ONCE // num_threads)
+
+    def who(thread: int) -> str:
+        return f"thread {thread % num_threads} of program {tuple(programs[thread // num_threads].tolist())}"
+
+    memory.who = who
     with np.errstate(all="ignore"):
         for first in range(0, len(programs), at_once):
             chosen = programs[first : first + at_once]
-            cell = _smallest_shared_access(kernel)
-            Machine(kernel, chosen, arguments, memory, shared(shared_size, cell, len(chosen), kernel.num_threads)).run()
+            shared = SharedMemory(
+                shared_size, cell, len(chosen), num_threads, lambda thread, first=first: who(first * num_threads + thread)
+            )
+            Machine(kernel, chosen, first * num_threads, arguments, memory, shared, observe).run()
 
 
 def _smallest_shared_access(kernel: Kernel) -> int:
@@ -85,10 +93,11 @@ class Machine:
     """
 
     def __init__(
-        self, kernel: Kernel, programs: NDArray, arguments: Sequence[int | float], memory: GlobalMemory, shared: SharedMemory
-    ) -> None:
+        self, kernel: Kernel, programs: NDArray, first_thread: int, arguments: Sequence[int | float], memory: GlobalMemory,
+        shared: SharedMemory, observe: Observe | None,
+    ) -> None:  # fmt: skip
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
-        self.memory, self.shared = memory, shared
+        self.memory, self.shared, self._first_thread, self._observe = memory, shared, first_thread, observe
         self.banks = {
             prefix: np.zeros((count, self.num_lanes), _REGISTER_TYPES[prefix]) for prefix, count in kernel.num_registers.items()
         }
@@ -180,7 +189,7 @@ class Machine:
 
         return scatter
 
-    def _address(self, operand: str) -> Callable[[], NDArray]:
+    def address(self, operand: str) -> Callable[[], NDArray]:
         """The addresses of the threads that take part."""
         base, offset = _ADDRESS.fullmatch(operand).groups()
         if base == "global_smem":
@@ -200,7 +209,16 @@ class Machine:
         step = decode and decode(instruction, types)
         if step is None:
             raise NotImplementedError(f"the player does not know {instruction}")
+        if self._observe:
+            step = self._observed(instruction, step)
         return step if instruction.guard is None else self._guarded(instruction.guard, step)
+
+    def _observed(self, instruction: Instruction, step: Step) -> Step:
+        def observed() -> None:
+            self._observe(self, instruction)
+            step()
+
+        return observed
 
     def _ufunc(self, function: np.ufunc, target: str, sources: Sequence[str], dtype: type, out: type | None = None) -> Step:
         result = self._register(target, out or dtype)
@@ -349,23 +367,23 @@ class Machine:
             else:
                 value = np.array(argument % 2**64, np.uint64).astype(dtype).astype(self._register(target).dtype)
             return self._copy(self._register(target), lambda: value)
-        memory = self.memory if types[0] == "global" else self.shared
+        memory, first = (self.memory, self._first_thread) if types[0] == "global" else (self.shared, 0)
         number, size = len(self._rows(target)[1]), _TYPES[types[-1]]().itemsize
-        addresses, scatter, unit = self._address(address), self._scatter(target), _TYPES[types[-1]]
+        addresses, scatter, unit = self.address(address), self._scatter(target), _TYPES[types[-1]]
 
         def load() -> None:
-            scatter(memory.load(addresses(), number * size, self.threads, instruction).view(unit).T)
+            scatter(memory.load(addresses(), number * size, self.threads + first, instruction).view(unit).T)
 
         return load
 
     def _decode_st(self, instruction: Instruction, types: list[str]) -> Step:
         address, source = instruction.operands
-        memory = self.memory if types[0] == "global" else self.shared
-        addresses = self._address(address)
+        memory, first = (self.memory, self._first_thread) if types[0] == "global" else (self.shared, 0)
+        addresses = self.address(address)
 
         def store() -> None:
             values = np.ascontiguousarray(self._gather(source)[:, self.threads].T).view(np.uint8)
-            memory.store(addresses(), values, self.threads, instruction)
+            memory.store(addresses(), values, self.threads + first, instruction)
 
         return store
 
@@ -379,7 +397,7 @@ class Machine:
         if types[1:] not in (["ca", "shared", "global"], ["cg", "shared", "global"]):
             return None
         target, source, size, *given = instruction.operands
-        size, target, source = int(size, 0), self._address(target), self._address(source)
+        size, target, source = int(size, 0), self.address(target), self.address(source)
         given = self._value(given[0], np.uint32) if given else np.uint32(size)
 
         def copy() -> None:
@@ -389,7 +407,7 @@ class Machine:
             if not np.isin(num_bytes, (0, size)).all():
                 raise NotImplementedError(f"the player copies all or nothing, not a part, in {instruction}")
             if reads.any():
-                values[reads] = self.memory.load(source()[reads], size, self.threads[reads], instruction)
+                values[reads] = self.memory.load(source()[reads], size, self.threads[reads] + self._first_thread, instruction)
             self.shared.copy_async(target(), values, self.threads, instruction)
 
         return copy
@@ -399,7 +417,7 @@ class Machine:
         if types[:3] != ["sync", "aligned", "m8n8"] or types[-2:] != ["shared", "b16"]:
             return None
         number, transposed = int(types[3][1:]), "trans" in types
-        address, scatter = self._address(instruction.operands[1]), self._scatter(instruction.operands[0])
+        address, scatter = self.address(instruction.operands[1]), self._scatter(instruction.operands[0])
 
         def ldmatrix() -> None:
             self._require_whole_warps(instruction)
@@ -460,7 +478,11 @@ class Machine:
         if types != ["sync", "add", "s32"]:
             return None
         target, source, members = instruction.operands
-        result, source, members = self._register(target, np.int32), self._register(source, np.int32), self._value(members, np.uint32)
+        result, source, members = (
+            self._register(target, np.int32),
+            self._register(source, np.int32),
+            self._value(members, np.uint32),
+        )
 
         def redux() -> None:
             self._require_whole_warps(instruction)

@@ -6,7 +6,7 @@ An access is checked when it is made, for its address and for bytes that nobody 
 barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were played.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,10 +77,14 @@ class Region:
 
 
 class GlobalMemory:
-    """The tensors of a launch. Each has addresses of its own, even where two share a storage."""
+    """The tensors of a launch. Each has addresses of its own, even where two share a storage.
+
+    who: names a thread by its number in the launch.
+    """
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
+        self.who: Callable[[int], str] = "thread {}".format
 
     def add(self, name: str, tensor: Tensor, written: NDArray | None = None) -> int:
         """Give a tensor an address, as aligned as its own.
@@ -92,28 +96,34 @@ class GlobalMemory:
         self._regions.append(Region(name, tensor, base, written))
         return base
 
-    def _find(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> Iterator[tuple[Region, NDArray, NDArray]]:
+    def _find(
+        self, addresses: NDArray, size: int, threads: NDArray, by: Instruction
+    ) -> Iterator[tuple[Region, NDArray, NDArray]]:
         """For each region, the positions of its addresses and the elements that they reach. [positions, elements]"""
         if (addresses % size).any():
             wrong = np.flatnonzero(addresses % size)[0]
-            raise OutsideFault(f"thread {threads[wrong]}: address {addresses[wrong]:#x} is no multiple of {size} bytes in {by}")
+            raise OutsideFault(
+                f"{self.who(threads[wrong])}: address {addresses[wrong]:#x} is no multiple of {size} bytes in {by}"
+            )
         slots = (addresses >> np.uint64(_SLOT)).astype(np.int64) - 1
         for slot in np.unique(slots):
             chosen = np.flatnonzero(slots == slot)
             if not 0 <= slot < len(self._regions):
-                raise OutsideFault(f"thread {threads[chosen[0]]}: address {addresses[chosen[0]]:#x} is no tensor's in {by}")
+                raise OutsideFault(f"{self.who(threads[chosen[0]])}: address {addresses[chosen[0]]:#x} is no tensor's in {by}")
             region = self._regions[slot]
             item = region.elements.itemsize
             if size % item:
                 raise ValueError(f"{by} reaches {size} bytes of {region.name}, whose elements have {item}")
-            elements = ((addresses[chosen] - np.uint64(region.base)).astype(np.int64) // item)[:, None] + np.arange(size // item)
+            elements = ((addresses[chosen] - np.uint64(region.base)).astype(np.int64) // item)[:, None] + np.arange(
+                size // item
+            )
             outside = (elements < 0) | (elements >= len(region.elements))
             if not outside.any() and region.owned is not None:
                 outside = ~region.owned[elements]
             if outside.any():
                 row, column = np.argwhere(outside)[0]
                 raise OutsideFault(
-                    f"thread {threads[chosen[row]]}: element {elements[row, column]} of {region.name}, "
+                    f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name}, "
                     f"which has the shape {region.shape}, is outside it in {by}"
                 )
             yield region, chosen, elements
@@ -125,8 +135,16 @@ class GlobalMemory:
             if not region.written[elements].all():
                 row, column = np.argwhere(~region.written[elements])[0]
                 raise UnwrittenFault(
-                    f"thread {threads[chosen[row]]}: element {elements[row, column]} of {region.name} was never written. "
+                    f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name} was never written. "
                     f"It is read in {by}"
+                )
+            others = (region.writer[elements] >= 0) & (region.writer[elements] != threads[chosen][:, None])
+            if others.any():
+                row, column = np.argwhere(others)[0]
+                element = elements[row, column]
+                raise RaceFault(
+                    f"{self.who(threads[chosen[row]])} reads element {element} of {region.name}, which "
+                    f"{self.who(region.writer[element])} wrote in the same launch, in {by}"
                 )
             out[chosen] = region.elements[elements].view(np.uint8)
         return out
@@ -140,8 +158,8 @@ class GlobalMemory:
                 row, column = np.argwhere(others)[0]
                 element = elements[row, column]
                 raise RaceFault(
-                    f"threads {region.writer[element]} and {threads[chosen[row]]} both write element {element} of {region.name} "
-                    f"in one launch, the second in {by}"
+                    f"{self.who(region.writer[element])} and {self.who(threads[chosen[row]])} write element {element} of "
+                    f"{region.name} in one launch, the second in {by}"
                 )
             region.elements[elements] = values[chosen].view(region.elements.dtype)
             region.written[elements] = True
@@ -176,14 +194,16 @@ class SharedMemory:
     Attributes:
         size: bytes of a program.
         cell: bytes of a cell.
-        num_programs, num_threads: of a program.
+        num_programs: how many programs are played at once.
+        num_threads: of a program.
+        who: names a thread by its number among these programs.
     """
 
     size: int
     cell: int
     num_programs: int
     num_threads: int
-    num_wavefronts: dict[int, tuple[int, int]] = field(default_factory=dict)  # PTX line -> needed, taken
+    who: Callable[[int], str]
     _cells: NDArray = field(init=False)
     _state: NDArray = field(init=False)
     _turns: NDArray = field(init=False)
@@ -205,7 +225,7 @@ class SharedMemory:
         if wrong.any():
             first = np.flatnonzero(wrong)[0]
             raise OutsideFault(
-                f"thread {threads[first]}: byte {offsets[first]} of shared memory, which has {self.size}, cannot be reached by "
+                f"{self.who(threads[first])}: byte {offsets[first]} of shared memory, which has {self.size}, cannot be reached by "
                 f"{size} bytes in {by}"
             )
         starts = offsets // self.cell + threads // self.num_threads * (len(self._cells) // self.num_programs)
@@ -222,7 +242,7 @@ class SharedMemory:
             row, column = np.argwhere(states != _WRITTEN)[0]
             self._refuse_in_flight(cells[row, column], threads[row], by)
             raise UnwrittenFault(
-                f"thread {threads[row]}: byte {self._byte(cells[row, column])} of shared memory was never written. It is read in {by}"
+                f"{self.who(threads[row])}: byte {self._byte(cells[row, column])} of shared memory was never written. It is read in {by}"
             )
         self._note(cells, threads, False, by)
         return self._cells[cells].view(np.uint8)
@@ -253,7 +273,8 @@ class SharedMemory:
         cell = cells[row, column]
         other = threads[np.flatnonzero(((cells == cell) & ~lost).any(1))[0]]
         raise RaceFault(
-            f"threads {threads[row]} and {other} write different values to byte {self._byte(cell)} of shared memory in {by}"
+            f"{self.who(threads[row])} and {self.who(other)} write different values to byte {self._byte(cell)} of shared memory "
+            f"in {by}"
         )
 
     def _byte(self, cell: int) -> int:
@@ -263,7 +284,7 @@ class SharedMemory:
         for copy in self._copies:
             if (copy.cells == cell).any():
                 raise InFlightFault(
-                    f"thread {thread}: byte {self._byte(cell)} of shared memory is used in {by} before a wait for {copy.by}"
+                    f"{self.who(thread)}: byte {self._byte(cell)} of shared memory is used in {by} before a wait for {copy.by}"
                 )
 
     def copy_async(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
@@ -293,9 +314,7 @@ class SharedMemory:
                 self._note(copy.cells[lands], copy.threads[lands], True, copy.by)
             if not lands.all():
                 left = ~lands
-                self._copies.append(
-                    _Copy(copy.cells[left], copy.values[left], copy.threads[left], copy.groups[left], copy.by)
-                )
+                self._copies.append(_Copy(copy.cells[left], copy.values[left], copy.threads[left], copy.groups[left], copy.by))
 
     def meet_in_warps(self, threads: NDArray) -> None:
         """Order what the threads of each warp did before and what they will do."""
@@ -312,7 +331,9 @@ class SharedMemory:
                 for kept, chosen in ((now, arrives), (later, ~arrives)):
                     if chosen.any():
                         kept.append(
-                            _Access(access.cells[chosen], access.threads[chosen], access.turns[chosen], access.writes, access.by)
+                            _Access(
+                                access.cells[chosen], access.threads[chosen], access.turns[chosen], access.writes, access.by
+                            )
                         )
         self._accesses = later
         self._find_races(now)
@@ -352,7 +373,7 @@ class SharedMemory:
             if races.any():
                 first = np.flatnonzero(races)[0]
                 told = [
-                    f"thread {user[1]} {'writes' if user[4] else 'reads'} it in {accesses[user[3]].by}"
+                    f"{self.who(user[1])} {'writes' if user[4] else 'reads'} it in {accesses[user[3]].by}"
                     for user in (a[:, first], b[:, first])
                 ]
                 raise RaceFault(

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from tests import simulated_gpu  # switches the interpreter off, before triton is imported
+import numpy as np
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-import numpy as np
-import torch
-
+from tests import simulated_gpu  # switches the interpreter off, before triton is imported
 from tests.played_gpu import machine
-from tests.played_gpu.memory import GlobalMemory, SharedMemory, unsigned
+from tests.played_gpu.machine import Observe
+from tests.played_gpu.memory import GlobalMemory, unsigned
 from tests.played_gpu.ptx import parse
 from tests.simulated_gpu import Launch
 
@@ -51,16 +51,13 @@ class Unwritten(TorchFunctionMode):
         return None if known is None else known[1][tensor.storage_offset() :][: len(unsigned(tensor))]
 
 
-def play(
-    launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None = None,
-    shared: Callable[..., SharedMemory] = SharedMemory,
-) -> None:  # fmt: skip
+def play(launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None = None, observe: Observe | None = None) -> None:
     """Execute a launch, whose tensors are in the host's memory.
 
     Args:
         ptx: executed in place of what the compiler wrote.
         unwritten: knows what may not be read. None: all elements of all tensors may be.
-        shared: makes the shared memory.
+        observe: is called before each instruction (machine.py).
 
     Raises:
         Fault: the kernel does what a GPU would not report.
@@ -75,17 +72,18 @@ def play(
         if kind != "constexpr":
             values.append(argument)
     kernel = parse(ptx or compiled.asm["ptx"])
-    machine.play(kernel, launch.grid, values + [0, 0], memory, compiled.metadata.shared, shared)
+    machine.play(kernel, launch.grid, values + [0, 0], memory, compiled.metadata.shared, observe)
 
 
 @contextmanager
 def played_gpu(
-    edits: Mapping[str, Callable[[str], str]] | None = None, *, shared: Callable[..., SharedMemory] = SharedMemory
+    edits: Mapping[str, Callable[[str], str]] | None = None, *, observe: Observe | None = None
 ) -> Iterator[list[Launch]]:
     """Compile for sm_80 and play what is launched, and list the launches.
 
     Args:
         edits: for a kernel's name, what changes its PTX before it is played.
+        observe: is called before each instruction (machine.py).
 
     Raises:
         AssertionError: an edit that changes nothing.
@@ -102,7 +100,7 @@ def played_gpu(
                 edited = edit(ptx)
                 assert edited != ptx, f"the edit of {launch.kernel} changes nothing"
                 ptx = edited
-            play(launch, ptx, unwritten=unwritten, shared=shared)
+            play(launch, ptx, unwritten=unwritten, observe=observe)
 
         with mock.patch.object(JITFunction, "run", run):
             yield launches
