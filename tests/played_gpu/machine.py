@@ -2,10 +2,10 @@
 
 In: a kernel (ptx.py), a grid, arguments and tensors (memory.py). Out: the tensors are written, or a `Fault` is raised.
 
-Each instruction is decoded once into a function of no arguments, which computes whole arrays. Where threads diverge, each has its
-own next block, and the first of these blocks in the kernel's order is executed next, by the threads that are there, so that they
-meet again where their paths do. Programs share nothing, so that several are played together. Arithmetic is IEEE's, except that
-`fma` rounds twice (to fp64 and to fp32), and an approximate `ex2`, `rsqrt` or `div` is exact to half a unit in the last place.
+Each instruction is decoded once into a function of no arguments, which computes whole arrays. Every thread has its own next
+block. The first of these blocks in the kernel's order is executed next, by the threads that are there, so that threads that
+diverge meet again where their paths do. Programs share nothing in a launch, so several are played together. Arithmetic is
+IEEE's, except that `fma` rounds twice (to fp64 and to fp32). The approximate `ex2`, `rsqrt` and `div` round to nearest.
 """
 
 import re
@@ -96,6 +96,7 @@ class Machine:
         self, kernel: Kernel, programs: NDArray, first_thread: int, arguments: Sequence[int | float], memory: GlobalMemory,
         shared: SharedMemory, observe: Observe | None,
     ) -> None:  # fmt: skip
+        self.kernel = kernel
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
         self.memory, self.shared, self._first_thread, self._observe = memory, shared, first_thread, observe
         self.banks = {

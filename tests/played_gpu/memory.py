@@ -2,8 +2,8 @@
 
 In: the addresses of each thread. Out: bytes, or a `Fault`. machine.py decides which threads take part.
 
-An access is checked when it is made, for its address and for bytes that nobody wrote. A race is found when the threads meet at a
-barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were played.
+An access is checked when it is made, for its address and for bytes that nobody wrote. A race is found when the threads meet at
+a barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were played.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,9 @@ from tests.played_gpu.ptx import Instruction
 SHARED_BASE = 0x1000  # so that address 0 lies outside
 _SLOT = 40  # a tensor begins at a multiple of 2^40, so a wrong offset cannot reach the next tensor
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_ROUNDING = 2**-20  # of lanes that add the same 32 numbers in other orders, in fp32: 5 steps of 2^-24 each
+# A thread that adds its own square exactly and its neighbour's rounded (`fma` and `shfl`) gets another fp32 sum than its
+# neighbour, and which sum lands is undefined. Both are the sum within 2 * 10 roundings of 2^-24 each.
+_ROUNDING = 20 * 2**-24
 _UNWRITTEN, _WRITTEN, _IN_FLIGHT = 0, 1, 2
 
 
@@ -159,7 +161,7 @@ class GlobalMemory:
                 element = elements[row, column]
                 raise RaceFault(
                     f"{self.who(region.writer[element])} and {self.who(threads[chosen[row]])} write element {element} of "
-                    f"{region.name} in one launch, the second in {by}"
+                    f"{region.name} in one launch, in {by}"
                 )
             region.elements[elements] = values[chosen].view(region.elements.dtype)
             region.written[elements] = True
@@ -225,8 +227,8 @@ class SharedMemory:
         if wrong.any():
             first = np.flatnonzero(wrong)[0]
             raise OutsideFault(
-                f"{self.who(threads[first])}: byte {offsets[first]} of shared memory, which has {self.size}, cannot be reached by "
-                f"{size} bytes in {by}"
+                f"{self.who(threads[first])}: byte {offsets[first]} of shared memory, which has {self.size}, cannot be reached "
+                f"by {size} bytes in {by}"
             )
         starts = offsets // self.cell + threads // self.num_threads * (len(self._cells) // self.num_programs)
         return starts[:, None] + np.arange(size // self.cell)
@@ -242,7 +244,8 @@ class SharedMemory:
             row, column = np.argwhere(states != _WRITTEN)[0]
             self._refuse_in_flight(cells[row, column], threads[row], by)
             raise UnwrittenFault(
-                f"{self.who(threads[row])}: byte {self._byte(cells[row, column])} of shared memory was never written. It is read in {by}"
+                f"{self.who(threads[row])}: byte {self._byte(cells[row, column])} of shared memory was never written. "
+                f"It is read in {by}"
             )
         self._note(cells, threads, False, by)
         return self._cells[cells].view(np.uint8)
@@ -258,7 +261,7 @@ class SharedMemory:
         self._note(cells, threads, True, by)
 
     def _put(self, cells: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
-        """Threads may write one place in one instruction, if their fp32 sums of the same numbers differ by no more than rounding."""
+        """Write cells. Threads may write one place in one instruction, if their fp32 values differ by rounding only."""
         self._cells[cells] = values
         self._state[cells] = _WRITTEN
         landed = self._cells[cells]
@@ -273,8 +276,8 @@ class SharedMemory:
         cell = cells[row, column]
         other = threads[np.flatnonzero(((cells == cell) & ~lost).any(1))[0]]
         raise RaceFault(
-            f"{self.who(threads[row])} and {self.who(other)} write different values to byte {self._byte(cell)} of shared memory "
-            f"in {by}"
+            f"{self.who(threads[row])} and {self.who(other)} write different values to byte {self._byte(cell)} of shared "
+            f"memory in {by}"
         )
 
     def _byte(self, cell: int) -> int:

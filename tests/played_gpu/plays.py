@@ -3,8 +3,8 @@
     with played_gpu() as launches:
         rms_norm(x, weight, 1e-6)  # tensors are the CPU's
 
-An edit changes the PTX first: `played_gpu({"_decode_kernel": lambda ptx: ptx.replace("bar.sync", "//", 1)})`. Triton's interpreter
-must be off in the process (tests/simulated_gpu.py).
+An edit changes the PTX first: `played_gpu({"_decode_kernel": lambda ptx: ptx.replace("bar.sync", "//", 1)})`. Triton's
+interpreter must be off in the process (tests/simulated_gpu.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +72,7 @@ def play(launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None 
         if kind != "constexpr":
             values.append(argument)
     kernel = parse(ptx or compiled.asm["ptx"])
-    machine.play(kernel, launch.grid, values + [0, 0], memory, compiled.metadata.shared, observe)
+    machine.play(kernel, launch.grid, [*values, 0, 0], memory, compiled.metadata.shared, observe)
 
 
 @contextmanager
