@@ -18,7 +18,7 @@ from tests.played_gpu.memory import (
 from tests.played_gpu.ptx import parse
 from tests.played_gpu.table import Table, wavefronts
 
-# A body begins with r1 = tid, r2 = 4 * tid, r3 = byte 4 * tid of shared memory, rd1 and rd2 = element tid of the input and of out.
+# A body begins with r1 = tid, r2 = 4 * tid, r3 = byte 4 * tid of shared memory, rd1 and rd2 = element tid of source and out.
 KERNEL = """
 .visible .entry kernel(
 	.param .u64 .ptr .global .align 1 kernel_param_0,
@@ -311,11 +311,11 @@ def test_the_table_counts_what_the_first_warp_executes_by_lines():
     play(WRITE_OWN + "bar.sync 0;\nadd.s32 %r6, %r3, %r2;\nst.shared.b32 [%r6], %r5;", grid=(2,), observe=table.observe)
     rows = [row.strip("| ").split(" | ") for row in str(table).splitlines()[2:]]
     assert rows == [
-        ["`kernel.py:1`", "8", "0", "0", "0", "0", "0"],
+        ["`kernel.py:1`", "9", "0", "0", "0", "0", "0"],
         ["`kernel.py:10`", "1", "1", "0", "0", "0", "0"],
         ["`kernel.py:11`", "1", "0", "1", "0", "0", "0"],
         ["`kernel.py:12`", "1", "0", "0", "0", "0", "1"],
         ["`kernel.py:13`", "1", "0", "0", "0", "0", "0"],
         ["`kernel.py:14`", "2", "0", "1", "1", "0", "0"],
-        ["`total`", "14", "1", "2", "1", "0", "1"],
+        ["`total`", "15", "1", "2", "1", "0", "1"],
     ]
