@@ -19,6 +19,7 @@ from tests.played_gpu.ptx import Instruction, Kernel
 
 _WARP = 32
 _LANES_AT_ONCE = 4096  # programs are played together up to this number of threads
+_SINK = -1  # the row of what `_` takes
 _DONE = np.iinfo(np.int64).max
 _REGISTER_TYPES = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
 _TYPES = {
@@ -100,7 +101,7 @@ class Machine:
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
         self.memory, self.shared, self._first_thread, self._observe = memory, shared, first_thread, observe
         self.banks = {
-            prefix: np.zeros((count, self.num_lanes), _REGISTER_TYPES[prefix]) for prefix, count in kernel.num_registers.items()
+            prefix: np.zeros((count + 1, self.num_lanes), _REGISTER_TYPES[prefix]) for prefix, count in kernel.num_registers.items()
         }
         self._all = np.arange(self.num_lanes)
         self._special = {name: programs.T[axis].repeat(self.num_threads).astype(np.uint32) for name, axis in _SPECIAL.items()}
@@ -169,8 +170,8 @@ class Machine:
     def _rows(self, operand: str) -> tuple[str, list[int]]:
         """The prefix and the numbers of one register, or of several in braces."""
         names = operand.strip("{} ").replace(" ", "").split(",")
-        prefix = re.match(r"%\D+", names[0])[0]
-        return prefix, [int(name[len(prefix) :]) for name in names]
+        prefix = re.search(r"%\D+", operand)[0]
+        return prefix, [_SINK if name == "_" else int(name[len(prefix) :]) for name in names]
 
     def _gather(self, operand: str) -> NDArray:
         """The registers in braces. [registers, threads]"""
@@ -268,6 +269,9 @@ class Machine:
 
         return fma
 
+    def _decode_not(self, instruction: Instruction, types: list[str]) -> Step:
+        return self._ufunc(np.invert, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
+
     def _decode_neg(self, instruction: Instruction, types: list[str]) -> Step:
         return self._ufunc(np.negative, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
 
@@ -281,6 +285,10 @@ class Machine:
     def _decode_rsqrt(self, instruction: Instruction, types: list[str]) -> Step:
         value, result = self._value(instruction.operands[1], np.float32), self._register(instruction.operands[0], np.float32)
         return self._copy(result, lambda: 1 / np.sqrt(value, dtype=np.float64))
+
+    def _decode_popc(self, instruction: Instruction, types: list[str]) -> Step:
+        value, result = self._value(instruction.operands[1], np.uint32), self._register(instruction.operands[0])
+        return self._copy(result, lambda: np.unpackbits(value.view(np.uint8).reshape(-1, 4), axis=1).sum(1))
 
     def _decode_setp(self, instruction: Instruction, types: list[str]) -> Step:
         target, a, b = instruction.operands
@@ -348,7 +356,8 @@ class Machine:
         target, source = instruction.operands
         if target.startswith("{"):
             scatter, value = self._scatter(target), self._register(source)
-            return lambda: scatter(value[self.threads].view(np.uint16).reshape(-1, 2).T)
+            prefix, rows = self._rows(target)
+            return lambda: scatter(value[self.threads].view(_REGISTER_TYPES[prefix]).reshape(-1, len(rows)).T)
         if source.startswith("{"):
             result = self._register(target)
             return self._copy(result, lambda: np.ascontiguousarray(self._gather(source).T).view(result.dtype)[:, 0])

@@ -1,4 +1,4 @@
-"""Launch kernels as the engine does, compiled for sm_80, and execute what the compiler wrote.
+"""Launch kernels as the engine does, compiled for sm_80 or sm_75, and execute what the compiler wrote.
 
     with played_gpu() as launches:
         rms_norm(x, weight, 1e-6)  # tensors are the CPU's
@@ -25,7 +25,6 @@ from tests.played_gpu.memory import GlobalMemory, unsigned
 from tests.played_gpu.ptx import parse
 from tests.simulated_gpu import Launch
 
-ARCH = 80
 _EMPTY = {torch.empty, torch.empty_like, Tensor.new_empty}
 
 
@@ -77,19 +76,20 @@ def play(launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None 
 
 @contextmanager
 def played_gpu(
-    edits: Mapping[str, Callable[[str], str]] | None = None, *, observe: Observe | None = None
+    edits: Mapping[str, Callable[[str], str]] | None = None, *, observe: Observe | None = None, arch: int = 80
 ) -> Iterator[list[Launch]]:
-    """Compile for sm_80 and play what is launched, and list the launches.
+    """Compile and play what is launched, and list the launches.
 
     Args:
         edits: for a kernel's name, what changes its PTX before it is played.
         observe: is called before each instruction (machine.py).
+        arch: 80 or 75. The player does not know the instructions of later architectures.
 
     Raises:
         AssertionError: an edit that changes nothing.
     """
     unwritten = Unwritten()
-    with simulated_gpu.simulated_gpu(ARCH) as launches, unwritten:
+    with simulated_gpu.simulated_gpu(arch) as launches, unwritten:
         compile_only = JITFunction.run
 
         def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
