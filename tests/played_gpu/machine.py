@@ -101,7 +101,8 @@ class Machine:
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
         self.memory, self.shared, self._first_thread, self._observe = memory, shared, first_thread, observe
         self.banks = {
-            prefix: np.zeros((count + 1, self.num_lanes), _REGISTER_TYPES[prefix]) for prefix, count in kernel.num_registers.items()
+            prefix: np.zeros((count + 1, self.num_lanes), _REGISTER_TYPES[prefix])
+            for prefix, count in kernel.num_registers.items()
         }
         self._all = np.arange(self.num_lanes)
         self._special = {name: programs.T[axis].repeat(self.num_threads).astype(np.uint32) for name, axis in _SPECIAL.items()}

@@ -61,21 +61,23 @@ class Region:
     """A tensor in global memory.
 
     Attributes:
-        written: for each element, whether anybody wrote it. Regions of one storage may share it.
-        owned: for each element, whether it is the tensor's. Between the rows of a view, others may lie.
-        writer: the thread that wrote an element in this launch, -1 if none did.
+        written: for each element, whether anybody wrote it. Regions of one storage may share it. None: all are written.
+        writer: for each element, 1 plus the thread that wrote it in this launch. 0: none did. None: no element was written.
     """
 
     def __init__(self, name: str, tensor: Tensor, base: int, written: NDArray | None) -> None:
         self.name, self.base, self.shape = name, base, tuple(tensor.shape)
         self.elements = unsigned(tensor)
-        self.written = np.ones(len(self.elements), bool) if written is None else written
-        self.owned = None
-        if not tensor.is_contiguous():
-            self.owned = np.zeros(len(self.elements), bool)
-            item = self.owned.itemsize
-            np.lib.stride_tricks.as_strided(self.owned, tensor.shape, [item * stride for stride in tensor.stride()])[...] = True
-        self.writer = np.full(len(self.elements), -1, np.int64)
+        self.written, self.writer = written, None
+        self._steps = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+
+    def outside(self, elements: NDArray) -> NDArray:
+        """Which elements, counted in memory from the first, are not the tensor's. Others may lie between its rows."""
+        outside, rest = elements < 0, elements
+        for stride, size in self._steps:
+            index = np.minimum(rest // stride, size - 1) if stride else 0
+            rest = rest - index * stride
+        return outside | (rest != 0)
 
 
 class GlobalMemory:
@@ -119,9 +121,7 @@ class GlobalMemory:
             elements = ((addresses[chosen] - np.uint64(region.base)).astype(np.int64) // item)[:, None] + np.arange(
                 size // item
             )
-            outside = (elements < 0) | (elements >= len(region.elements))
-            if not outside.any() and region.owned is not None:
-                outside = ~region.owned[elements]
+            outside = region.outside(elements)
             if outside.any():
                 row, column = np.argwhere(outside)[0]
                 raise OutsideFault(
@@ -134,37 +134,43 @@ class GlobalMemory:
         """size bytes from each address. [addresses, size]"""
         out = np.empty((len(addresses), size), np.uint8)
         for region, chosen, elements in self._find(addresses, size, threads, by):
-            if not region.written[elements].all():
+            if region.written is not None and not region.written[elements].all():
                 row, column = np.argwhere(~region.written[elements])[0]
                 raise UnwrittenFault(
                     f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name} was never written. "
                     f"It is read in {by}"
                 )
-            others = (region.writer[elements] >= 0) & (region.writer[elements] != threads[chosen][:, None])
-            if others.any():
-                row, column = np.argwhere(others)[0]
-                element = elements[row, column]
-                raise RaceFault(
-                    f"{self.who(threads[chosen[row]])} reads element {element} of {region.name}, which "
-                    f"{self.who(region.writer[element])} wrote in the same launch, in {by}"
-                )
+            if region.writer is not None:
+                writers = region.writer[elements]
+                others = (writers > 0) & (writers != threads[chosen][:, None] + 1)
+                if others.any():
+                    row, column = np.argwhere(others)[0]
+                    raise RaceFault(
+                        f"{self.who(threads[chosen[row]])} reads element {elements[row, column]} of {region.name}, which "
+                        f"{self.who(writers[row, column] - 1)} wrote in the same launch, in {by}"
+                    )
             out[chosen] = region.elements[elements].view(np.uint8)
         return out
 
     def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
         """Write values, bytes [addresses, size]. No element may be written by two threads of a launch."""
         for region, chosen, elements in self._find(addresses, values.shape[1], threads, by):
-            region.writer[elements] = np.where(region.writer[elements] < 0, threads[chosen][:, None], region.writer[elements])
-            others = region.writer[elements] != threads[chosen][:, None]
+            if region.writer is None:
+                region.writer = np.zeros(len(region.elements), np.int64)
+            own = threads[chosen][:, None] + 1
+            earlier = region.writer[elements]
+            region.writer[elements] = np.where(earlier == 0, own, earlier)
+            writers = region.writer[elements]
+            others = writers != own
             if others.any():
                 row, column = np.argwhere(others)[0]
-                element = elements[row, column]
                 raise RaceFault(
-                    f"{self.who(region.writer[element])} and {self.who(threads[chosen[row]])} write element {element} of "
-                    f"{region.name} in one launch, in {by}"
+                    f"{self.who(writers[row, column] - 1)} and {self.who(threads[chosen[row]])} write element "
+                    f"{elements[row, column]} of {region.name} in one launch, in {by}"
                 )
             region.elements[elements] = values[chosen].view(region.elements.dtype)
-            region.written[elements] = True
+            if region.written is not None:
+                region.written[elements] = True
 
 
 @dataclass(slots=True)
