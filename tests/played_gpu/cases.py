@@ -9,16 +9,15 @@
 A case returns its largest error as a share of the tolerance, which must be at most 1. Stored keys and values are exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
+from nanoinfer.fast.cuda import fused_kernels
 from tests.helpers.paged_cases import compare, in_float64
-from tests.played_gpu.plays import played_gpu  # before triton is imported
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -48,9 +47,7 @@ def check_store(dtype: torch.dtype) -> float:
     expected = pages.clone().view(2, 64, 3, 80)
     expected[0, slots], expected[1, slots] = k, v
     expected[0, 17, 1], expected[1, 17, 1] = float("nan"), 0
-    # k and v are views of rows, as a fused projection gives them
-    rows = torch.cat((k, v), 1)
-    triton.store(rows[:, :3], rows[:, 3:], *pages, slots)
+    triton.store(k, torch.cat((k, v), 1)[:, 3:], *pages, slots)  # v is a view, as a fused projection gives it
     return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
 
 
@@ -58,7 +55,7 @@ def check_rms_norm(dtype: torch.dtype) -> float:
     """|out| * (u + 16 e): the sum of up to 2^16 squares as a tree (17 e / 2), 1 / sqrt (3 e), a division (2 e), 2 products."""
     x, weight = torch.randn(5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
     expected = _normed(x) * weight.double()
-    return share(rms_norm(x, weight, EPS), expected, _rounded(dtype, expected) + 16 * _E * expected.abs())
+    return share(fused_kernels.rms_norm(x, weight, EPS), expected, _rounded(dtype, expected) + 16 * _E * expected.abs())
 
 
 def check_silu_mul(dtype: torch.dtype) -> float:
@@ -66,7 +63,9 @@ def check_silu_mul(dtype: torch.dtype) -> float:
     gate_up = torch.randn(3, 2 * 1500, generator=_generator()).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     expected = gate * torch.sigmoid(gate) * up
-    return share(silu_and_mul(gate_up), expected, _rounded(dtype, expected) + (12 + gate.abs()) * _E * expected.abs())
+    return share(
+        fused_kernels.silu_and_mul(gate_up), expected, _rounded(dtype, expected) + (12 + gate.abs()) * _E * expected.abs()
+    )
 
 
 def check_rotate(dtype: torch.dtype) -> float:
@@ -80,17 +79,31 @@ def check_rotate(dtype: torch.dtype) -> float:
         c, s = cos.double()[..., :40], sin.double()[..., :40]
         expected = torch.cat((first * c - second * s, second * c + first * s), -1)
         terms = torch.cat(((first * c).abs() + (second * s).abs(), (second * c).abs() + (first * s).abs()), -1)
-        out = rotate(x[:, :3], cos, sin, scale, EPS)  # the first heads of rows, as a fused projection gives them
+        out = fused_kernels.rotate(x[:, :3], cos, sin, scale, EPS)  # the first heads of rows, as a fused projection gives them
         largest = max(largest, share(out, expected, _rounded(dtype, expected) + 18 * _E * terms))
     return largest
 
 
-def check_attention(dtype: torch.dtype, head_dim: int, option: str) -> float:
-    """Play store, decode, merge and prefill in a step of 7 sequences with scattered blocks, and compare within `_tolerance`."""
+def check_far_rotate(dtype: torch.dtype) -> float:
+    """As check_rotate, with offsets beyond 2^31. The memory between the rows is not touched."""
+    x = torch.empty_strided((3, 1, 64), (2**30 + 64, 64, 1), dtype=dtype)
+    x.copy_(torch.randn(3, 1, 64, generator=_generator()))
+    turn = torch.ones(3, 1, 64, dtype=dtype)
+    first, second = x.double().chunk(2, -1)
+    expected = torch.cat((first - second, second + first), -1)
+    out = fused_kernels.rotate(x, turn, turn)
+    return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
+
+
+def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Sequence[tuple[int, int]] = LENGTHS) -> float:
+    """Play store, decode, merge and prefill in a step with scattered blocks, and compare within `_tolerance`.
+
+    lengths: the tokens in the cache and the new tokens of each sequence.
+    """
     window, has_sinks = OPTIONS[option]
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):  # two splits, which have several tiles
         return compare(
-            triton.TritonBackend(), LENGTHS, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            triton.TritonBackend(), lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
             window=window, has_sinks=has_sinks, packed=True, tolerance=_tolerance,
         )  # fmt: skip
 
@@ -133,6 +146,8 @@ CASES: dict[str, Callable[[], float]] = {
     )
     for name, dtype in DTYPES.items()
 } | {
+    "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
+} | {
     f"attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: check_attention(
         dtype, head_dim, option
     )
@@ -140,9 +155,3 @@ CASES: dict[str, Callable[[], float]] = {
     for head_dim in (64, 128, 256)
     for option in OPTIONS
 }  # fmt: skip
-
-
-def run(name: str) -> tuple[float, int]:
-    """Play a case. Returns its largest error as a share of the tolerance, and the number of launches."""
-    with played_gpu() as launches:
-        return CASES[name](), len(launches)
