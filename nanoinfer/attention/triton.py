@@ -212,6 +212,7 @@ class TritonBackend:
     default_block_size = 16
     supports_cuda_graph = True
     supports_windows = True
+    supports_sinks = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""

@@ -40,14 +40,15 @@ def greedy(path, max_tokens=64, **options):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [((2, 1), 64), ((2, 7), 64), ((1, 8), 128), ((4, 1), 80)])
-def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim):
+@pytest.mark.parametrize("window", [None, 300])
+def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim, window):
     _, reason = find_backend(backend, torch.device("cuda"), dtype, head_dim, 256)
     if reason:
         pytest.skip(reason)
     num_kv_heads, group = heads
     error = compare(
         backend, RAGGED, block_size=256, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, dtype=dtype, device="cuda",
-        packed=True,
+        packed=True, window=window,
     )  # fmt: skip
     assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
 
