@@ -323,10 +323,10 @@ def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
     """
     dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
     tile = _TILE // (2 if dim > _WIDE else 1)
-    return (dim, tile, 4) if q.element_size() == 2 and _uses_tensor_cores() else (dim, tile // 2, 8)
+    return (dim, tile, 4) if q.element_size() == 2 and uses_tensor_cores() else (dim, tile // 2, 8)
 
 
-def _uses_tensor_cores() -> bool:
+def uses_tensor_cores() -> bool:
     """Whether Triton multiplies 16-bit numbers on tensor cores, which it does from sm_80 on."""
     if not isinstance(_prefill_kernel, JITFunction):  # interpreted
         return True

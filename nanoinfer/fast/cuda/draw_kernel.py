@@ -1,17 +1,16 @@
 """A Triton kernel that draws from all logits of a row. It serves the rows on a GPU that the largest logits do not decide.
 
-In: logits and weights of every id. Out: the token ids of the undecided rows. The programs of other rows end at once, so the host
-need not know which rows these are, and a CUDA graph can capture the launch.
+In: logits and weights of every id. Out: the token ids of the undecided rows. The programs of other rows end at once, so the
+host need not know which rows these are, and a CUDA graph can capture the launch.
 """
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_TILE = 4096  # ids at a time
-_SECTIONS = 16  # of the range that the search narrows at a time
+_TILE, _NUM_WARPS = 2048, 16  # ids at a time, and the warps that share them
+_SECTIONS = 8  # of the range that the search narrows at a time
 
 
 @triton.jit
@@ -32,11 +31,11 @@ def _load(logits, weights, row, first, VOCAB: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _weights_from(logits, weights, row, least, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Sum the weights of the ids whose key is at least `least`. least: [num]. Returns [num]."""
-    sums = least * 0
+    sums = tl.zeros([TILE, least.shape[0]], tl.int64)
     for first in range(0, VOCAB, TILE):
         keys, tile = _load(logits, weights, row, first, VOCAB, TILE)
-        sums += tl.sum(tl.where(keys[:, None] >= least[None, :], tile[:, None], 0), 0)
-    return sums
+        sums += tl.where(keys[:, None] >= least[None, :], tile[:, None], 0)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -106,5 +105,7 @@ def draw_undecided(
         token_ids: those of the other rows stay.
     """
     batch, vocab = logits.shape
-    tile = min(_TILE, triton.next_power_of_2(vocab))
-    _draw_kernel[(batch,)](logits, weights, smallest, top_p, u, is_undecided, token_ids, vocab, tile, _SECTIONS)
+    tile = min(_TILE, triton.next_power_of_2(vocab))  # an interpreter has less to do
+    _draw_kernel[(batch,)](
+        logits, weights, smallest, top_p, u, is_undecided, token_ids, vocab, tile, _SECTIONS, num_warps=_NUM_WARPS
+    )  # fmt: skip

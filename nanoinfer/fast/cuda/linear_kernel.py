@@ -5,11 +5,12 @@ program computes a few columns for all rows, so each weight is read once. torch'
 bandwidth unused, and the sum with the residual and the gate would be further launches.
 """
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
+
+from nanoinfer.attention.triton import uses_tensor_cores
 
 MAX_ROWS = 16  # a product of tensor cores has at least 16 rows
 COLUMNS, TILE, NUM_WARPS, NUM_STAGES = 16, 256, 2, 4  # of a program: output columns, inputs at a time, and how it is compiled
@@ -50,8 +51,8 @@ def _linear_kernel(
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the kernel computes so many rows of this dtype. Tensor cores do not multiply fp32 exactly."""
-    return len(x) <= MAX_ROWS and x.element_size() == 2
+    """Whether the kernel computes so many rows of this dtype on this GPU. Tensor cores do not multiply fp32 exactly."""
+    return len(x) <= MAX_ROWS and x.element_size() == 2 and uses_tensor_cores()
 
 
 def few_rows_linear(
