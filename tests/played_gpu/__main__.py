@@ -8,6 +8,8 @@ python -m tests.played_gpu --fault "decode: no wait for the keys"      # a plant
 import argparse
 import json
 
+import torch
+
 from tests.played_gpu.plays import played_gpu  # isort: skip  # switches the interpreter off before triton is imported
 from tests.played_gpu import faults
 from tests.played_gpu.cases import CASES, DTYPES
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, nargs="+", default=[])
     parser.add_argument("--fault", choices=faults.FAULTS, nargs="+", default=[])
     args = parser.parse_args()
+    torch.set_num_threads(1)  # tensors are tiny
     for name in args.case:
         with played_gpu(arch=args.arch) as launches:
             share_of_tolerance = CASES[name]()

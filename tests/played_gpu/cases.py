@@ -25,7 +25,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
 OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
 EPS = 1e-6
 # (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
-LENGTHS = [(0, 1), (15, 1), (64, 1), (290, 1), (0, 20), (40, 33), (150, 70)]
+LENGTHS = [(290, 1), (0, 1), (15, 1), (64, 1), (150, 70), (0, 20), (40, 33)]
 
 
 def _rounded(dtype: torch.dtype, out: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Machine:
         self._all = np.arange(self.num_lanes)
         self._special = {name: programs.T[axis].repeat(self.num_threads).astype(np.uint32) for name, axis in _SPECIAL.items()}
         self._special["%tid.x"] = (self._all % self.num_threads).astype(np.uint32)
-        self._parameters = dict(zip(kernel.parameters, arguments, strict=False))
+        self._parameters = dict(zip(kernel.parameters, arguments, strict=True))
         self._labels = kernel.labels
         self._blocks = [[self._decode(instruction) for instruction in block] for block in kernel.blocks]
         self._next = np.zeros(self.num_lanes, np.int64)

@@ -71,7 +71,8 @@ def play(launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None 
         if kind != "constexpr":
             values.append(argument)
     kernel = parse(ptx or compiled.asm["ptx"])
-    machine.play(kernel, launch.grid, [*values, 0, 0], memory, compiled.metadata.shared, observe)
+    values += [0] * (len(kernel.parameters) - len(values))  # Triton's own memory, which the kernels do not use
+    machine.play(kernel, launch.grid, values, memory, compiled.metadata.shared, observe)
 
 
 @contextmanager
