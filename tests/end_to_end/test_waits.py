@@ -68,7 +68,6 @@ def test_a_step_reads_its_tokens_and_which_experts_compute(family, enforce_eager
     assert waits == Counter({READ: num_steps, EXPERTS: FAMILIES[family] * num_steps})
 
 
-DRAFTS = {"prompt_lookup_min": 1, "adaptive": False}
 FEATURES = {
     "drawn": (params(temperature=0.8), {}),
     "n": (params(temperature=0.8, n=3), {}),
