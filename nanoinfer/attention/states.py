@@ -19,6 +19,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Advance, Attend, AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.attention.kv_cache import StateCache
+from nanoinfer.system.transfer import integers_on_device
 
 
 class Piece(NamedTuple):
@@ -57,15 +58,12 @@ class AttendWithStates:
             singles = [piece for piece in pieces if piece is not None and piece.stop - piece.start == 1]
             batches += [singles] if singles else []
             batches += [[piece] for piece in pieces if piece is not None and piece.stop - piece.start > 1]
-        device = self.states.layer(0)[0].device
-        return [
-            (
-                torch.tensor([list(range(piece.start, piece.stop)) for piece in batch], device=device),
-                torch.tensor([piece.read for piece in batch], device=device),
-                torch.tensor([piece.write for piece in batch], device=device),
-            )
-            for batch in batches
-        ]
+        lists: list[list[int]] = []
+        for batch in batches:
+            tokens = chain.from_iterable(range(piece.start, piece.stop) for piece in batch)
+            lists += [[*tokens], [piece.read for piece in batch], [piece.write for piece in batch]]
+        tensors = iter(integers_on_device(lists, self.states.layer(0)[0].device))
+        return [(next(tensors).view(len(batch), -1), next(tensors), next(tensors)) for batch in batches]
 
     @cached_property
     def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
