@@ -65,7 +65,6 @@ RACES = [
 for file, driver in {fault.file: fault.driver for fault in FAULTS}.items():
     waits = re.findall(r".*\n.*me\.wait\(\);", (PACKAGE / file).read_text(encoding="utf-8"))
     RACES += [Fault(file, lines, lines.replace("me.wait();", ";"), driver) for lines in waits]
-NUM_BY_DEFAULT = 2  # that are planted by default: those whose files compile in less than a second
 
 
 @cache
@@ -99,7 +98,16 @@ def test_no_team_has_a_data_race(name):
     check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)
 
 
-@pytest.mark.parametrize("name", [name for name, driver in DRIVERS.items() if driver.counted_rows])  # is built to be counted
+# By default: the kernels with instructions of their own, which are not instrumented. test_instruction_counts.py runs the same
+# programs.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("dense_linear", "quantized_linear", "paged_decode")))
+        for name, driver in DRIVERS.items()
+        if driver.counted_rows
+    ],
+)
 def test_no_kernel_as_it_is_used_touches_the_page_behind_its_memory(name):
     check(DRIVERS[name], "short", *GUARDED, *ONE_TARGET)
 
@@ -131,9 +139,7 @@ def planted(fault, folder):
 
 
 def marked(faults):
-    return [
-        pytest.param(fault, id=fault.file, marks=[pytest.mark.long] * (i >= NUM_BY_DEFAULT)) for i, fault in enumerate(faults)
-    ]
+    return [pytest.param(fault, id=fault.file, marks=[pytest.mark.long] * (fault is not faults[0])) for fault in faults]
 
 
 @pytest.mark.parametrize("fault", marked(FAULTS))
