@@ -68,14 +68,14 @@ def addresses(llm):
     return [tensor.data_ptr() for tensor in weights.tensors()]
 
 
-def assert_ten_updates_take_no_memory(llm, first, second, wanted):
-    """Replace the weights of the first checkpoint ten times in a row, and compare the answers each time."""
+def assert_updates_take_no_memory(llm, first, second, wanted):
+    """Replace the weights of the first checkpoint four times in a row, and compare the answers each time."""
     before, num_bytes = addresses(llm), []
-    for i, path in enumerate([second, first] * 5):
+    for i, path in enumerate([second, first] * 2):
         assert llm.update_weights(tensors_of(path).items()) == i + 1
         assert answers(llm) == wanted[1 - i % 2]
         assert addresses(llm) == before
-        if i in (1, 9):
+        if i in (1, 3):
             gc.collect()
             num_bytes.append(sum(one.nbytes for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)))
     assert num_bytes[0] == num_bytes[1], "no tensor is kept"
@@ -96,12 +96,12 @@ def assert_ten_updates_take_no_memory(llm, first, second, wanted):
         ("gpt_oss_window", "bfloat16"),
     ],
 )
-def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
+def test_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
     first, second = checkpoints(family)
     wanted = [fresh_answers(path, dtype=dtype) for path in (first, second)]
     assert wanted[0] != wanted[1]
     with load(first, dtype=dtype) as llm:
-        assert_ten_updates_take_no_memory(llm, first, second, wanted)
+        assert_updates_take_no_memory(llm, first, second, wanted)
 
 
 def test_the_parameters_of_transformers_own_mixture_are_taken(checkpoints):
@@ -183,7 +183,7 @@ def test_both_ranks_get_their_parts(checkpoints, family):
     with forked.ranks(), load(first, **settings) as llm:
         wanted = [answers(llm), fresh_answers(second, **settings)]
         assert wanted[0] != wanted[1]
-        assert_ten_updates_take_no_memory(llm, first, second, wanted)
+        assert_updates_take_no_memory(llm, first, second, wanted)
         llm.update_weights_from_path(str(second))
         assert answers(llm) == wanted[1]
         llm.sleep(2)
