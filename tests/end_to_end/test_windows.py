@@ -159,6 +159,7 @@ def test_a_text_of_4000_tokens_runs_in_the_blocks_of_a_window_and_a_chunk(tmp_pa
     assert len(seq.token_ids) == 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [(WINDOW, WINDOW), (None, WINDOW)], ids=str)
 def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as_it_is_written(windows, tmp_path, monkeypatch):
     """Nothing is freed, and compiled layers have the windows of the file, of which one KV group may have several."""
