@@ -45,7 +45,7 @@ LESS = {
     "04_prefill_and_decode": {
         "for seed in range(2):": "for seed in range(1):",
         "num_decodes=8": "num_decodes=2",
-        "BATCHES = (1, 4, 16, 64)": "BATCHES = (1, 4, 16)",
+        '"n_layer": 6': '"n_layer": 2',
         "for _ in range(5):": "for _ in range(1):",
     },
     "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
@@ -67,8 +67,12 @@ LESS = {
         "assert len(orders) == 12": "assert len(orders) == 4",
     },
     "13_speculative_decoding": {"prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)"},
+    "15_serving": {"NUM_REQUESTS = 40": "NUM_REQUESTS = 10"},
     "16_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
-    "19_reinforcement_learning_with_an_engine": {"SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100"},
+    "19_reinforcement_learning_with_an_engine": {
+        'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
+        "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
+    },
 }
 
 
