@@ -293,7 +293,7 @@ def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_d
     numbers = heads.float()
     largest = numbers.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, 127 / largest, 0.0)
-    integers = (numbers.double() * factors).nan_to_num(0.0).round().to(torch.int8)  # products are exact in float64
+    integers = (numbers * factors).nan_to_num(0.0).round().to(torch.int8)
     return torch.cat((integers, (largest / 127).view(torch.int8)), -1)
 
 

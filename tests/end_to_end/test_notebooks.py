@@ -45,14 +45,37 @@ LESS = {
         "STRIDE = 32": "STRIDE = 128",
         "for _ in range(3):  # all lengths": "for _ in range(1):  # all lengths",
     },
-    "04_prefill_and_decode": {"for seed in range(2):": "for seed in range(1):", "num_decodes=8": "num_decodes=2"},
-    "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 10"},
-    "09_why_the_same_prompt_can_give_other_bits": {"for _ in range(3):": "for _ in range(1):"},
-    "11_fast_top_k_and_top_p": {"repeats=2": "repeats=1", "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)"},
+    "04_prefill_and_decode": {
+        "for seed in range(2):": "for seed in range(1):",
+        "num_decodes=8": "num_decodes=2",
+        '"n_layer": 6': '"n_layer": 2',
+        "for _ in range(5):": "for _ in range(1):",
+    },
+    "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
+    "09_why_the_same_prompt_can_give_other_bits": {
+        "for _ in range(3):": "for _ in range(1):",
+        "time_prompts((64, 256, 500))": "time_prompts((64,))",
+        "time_prompts((500, 1000), model=folder)": "time_prompts((64,), model=folder)",
+    },
+    "11_fast_top_k_and_top_p": {
+        "repeats=2": "repeats=1",
+        "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)",
+        "torch.randn(200, 50_257": "torch.randn(20, 50_257",
+        "((1_000, 2048), (50_257, 32))": "((1_000, 256), (50_257, 8))",
+    },
     "12a_write_your_own_model": {"0.7, num=12)": "0.7, num=4)", "for window in (10**9, 32):": "for window in (32,):"},
+    "12b_write_your_own_stage": {"num=16": "num=4"},
+    "12c_write_your_own_scheduler": {
+        "for AtRandom.seed in range(12):": "for AtRandom.seed in range(4):",
+        "assert len(orders) == 12": "assert len(orders) == 4",
+    },
     "13_speculative_decoding": {"prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)"},
+    "15_serving": {"NUM_REQUESTS = 40": "NUM_REQUESTS = 10"},
     "16_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
-    "19_reinforcement_learning_with_an_engine": {"SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100"},
+    "19_reinforcement_learning_with_an_engine": {
+        'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
+        "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
+    },
 }
 
 
