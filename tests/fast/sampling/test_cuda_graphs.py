@@ -92,7 +92,7 @@ def num_disagreeing(steps, sampler):
 # ---- the same tokens
 
 
-@pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 30), (2, 60), (30, 120), (1000, 20), (5000, 10)])
+@pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 30), (2, 60), (30, 120), (1000, 10), (5000, 4)])
 def test_replayed_draws_are_those_of_the_plain_stages(vocab_size, num_steps):
     """All steps share the static inputs: rows beyond a batch hold the content of earlier steps."""
     capture = SimulatedCapture()
