@@ -72,10 +72,10 @@ class InSource:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "changed_kernels.py")
             path.write_text(text.replace(self.old, self.new))
-            spec = importlib.util.spec_from_file_location("changed_kernels", path)
+            spec = importlib.util.spec_from_file_location(Path(folder).name, path)
             changed = importlib.util.module_from_spec(spec)
-            name = self.module.__name__.rsplit(".", 1)[1]
-            with mock.patch.dict(sys.modules, {"changed_kernels": changed}), mock.patch.object(cases, name, changed):
+            sys.modules[spec.name] = changed  # it stays, because Triton reports at exit what is left of a module that is gone
+            with mock.patch.object(cases, self.module.__name__.rsplit(".", 1)[1], changed):
                 spec.loader.exec_module(changed)
                 yield
 

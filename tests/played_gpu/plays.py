@@ -7,6 +7,9 @@ An edit changes the PTX first: `played_gpu({"_decode_kernel": lambda ptx: ptx.re
 interpreter must be off in the process (tests/simulated_gpu.py).
 """
 
+from tests import simulated_gpu  # switches the interpreter off, before triton is imported
+
+# isort: split
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +21,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-from tests import simulated_gpu  # switches the interpreter off, before triton is imported
 from tests.played_gpu import machine
 from tests.played_gpu.machine import Observe
 from tests.played_gpu.memory import GlobalMemory, unsigned
