@@ -336,6 +336,17 @@ class Machine:
         value = self._value(value, dtype)
         return self._copy(self._register(target, dtype), lambda: (value << up) >> down)
 
+    def _decode_prmt(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """Four of the eight bytes of two registers. A constant names each in four bits."""
+        target, a, b, chosen = instruction.operands
+        numbers = [int(chosen.rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
+        if types != ["b32"] or max(numbers) > 7:
+            return None
+        a, b, result = self._register(a), self._register(b), self._register(target)
+        return self._copy(
+            result, lambda: np.ascontiguousarray(np.stack((a, b), 1).view(np.uint8)[:, numbers]).view(np.uint32)[:, 0]
+        )
+
     def _decode_cvt(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, *sources = instruction.operands
         rounded = types[0] in ("rn", "rzi")

@@ -271,6 +271,7 @@ def test_integers_wrap_and_widen_as_their_types_say():
         "mul.wide.s32 %rd4, %r5, 2;\nshr.s64 %rd5, %rd4, 32;\ncvt.u32.u64 %r6, %rd5;": -1,
         "setp.gt.u32 %p1, %r5, 7;\nselp.b32 %r6, 1, 0, %p1;": 1, "neg.s32 %r6, %r5;": 3,
         "redux.sync.add.s32 %r6, %r5, -1;": -96 + 31 * 16, "mul.lo.s32 %r6, %r5, 0x40000000;": 0x40000000,
+        "prmt.b32 %r6, %r5, %r1, 0x5410U;": 0xFFFD, "prmt.b32 %r6, %r1, %r5, 0x0465;": 0x00FDFFFF,
     }  # fmt: skip
     for instructions, expected in cases.items():
         assert play(body.format(3, instructions))[0] == expected, instructions
