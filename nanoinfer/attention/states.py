@@ -19,6 +19,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Advance, Attend, AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.attention.kv_cache import StateCache
+from nanoinfer.system.transfer import integers_on_device
 
 
 class Piece(NamedTuple):
@@ -57,14 +58,14 @@ class AttendWithStates:
             singles = [piece for piece in pieces if piece is not None and piece.stop - piece.start == 1]
             batches += [singles] if singles else []
             batches += [[piece] for piece in pieces if piece is not None and piece.stop - piece.start > 1]
-        device = self.states.layer(0)[0].device
+        lists: list[list[int]] = []
+        for batch in batches:
+            lists.append([token for piece in batch for token in range(piece.start, piece.stop)])
+            lists += [piece.read for piece in batch], [piece.write for piece in batch]
+        tensors = integers_on_device(lists, self.states.layer(0)[0].device)
         return [
-            (
-                torch.tensor([list(range(piece.start, piece.stop)) for piece in batch], device=device),
-                torch.tensor([piece.read for piece in batch], device=device),
-                torch.tensor([piece.write for piece in batch], device=device),
-            )
-            for batch in batches
+            (tokens.view(len(reads), -1), reads, writes)
+            for tokens, reads, writes in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
         ]
 
     @cached_property

@@ -18,6 +18,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
+from nanoinfer.system.transfer import integers_on_device
 
 
 class AdapterMapping:
@@ -43,7 +44,7 @@ class AdapterMapping:
         for row, index in enumerate(indices):
             rows.setdefault(index, []).append(row)
         rows.pop(-1, None)
-        self.rows = {index: torch.tensor(numbers, device=device) for index, numbers in rows.items()}
+        self.rows = dict(zip(rows, integers_on_device(list(rows.values()), device), strict=True))
         if self.kernels is not None:
             self.kernels.set(indices if rows else [])
 

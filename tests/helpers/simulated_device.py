@@ -14,7 +14,7 @@ A tensor of the device holds a tensor on the CPU, its memory. The device
     lets a copy to pinned memory arrive when the host waits for an event after it, and not before
     fills new memory with NaN, or with a huge integer
     captures graphs (Graph), which replay what was launched, on the same memory, with the same numbers
-    counts the bytes of its tensors, of TOTAL_BYTES
+    counts the bytes of its tensors, of Device.total_bytes
 """
 
 import sys
@@ -39,11 +39,9 @@ from nanoinfer.attention import base
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.loading import loader
 
-TOTAL_BYTES = 2**27
 NAME = "sim"
 
 aten = torch.ops.aten
-COPIES = {aten.copy_.default, aten._to_copy.default}
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}  # how often torch calls them depends on references
 # Operations whose result, or the size of their result, the host reads.
 READS = {
@@ -84,7 +82,9 @@ class SimulatedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return device.execute(operation, args, kwargs or {})
+        kwargs = kwargs or {}
+        parts = operation.decompose(*args, **kwargs)  # NotImplemented: the operation has kernels of its own
+        return device.execute(operation, args, kwargs) if parts is NotImplemented else parts
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -100,11 +100,14 @@ class Device:
     """The state of the device.
 
     Attributes:
+        allocated, peak: the bytes of all tensors, and the most since `peak` was reset.
         waits: where the host waited for the device, with the line of the package, except for waits for an event.
         num_synchronized: how often the host waited for an event.
         on_the_way: copies to pinned memory that no event has shown to have arrived: the target, and its numbers.
         graph: the graph that is being captured, or whose replay is being compared.
     """
+
+    total_bytes = 2**27
 
     def __init__(self) -> None:
         self.allocated = self.peak = 0
@@ -113,10 +116,9 @@ class Device:
         self.on_the_way: list[tuple[Tensor, Tensor]] = []
         self.pinned: dict[int, weakref.ref[Tensor]] = {}
         self.graph: Graph | None = None
-        self.num_launches = 0
 
     def reset_counts(self) -> None:
-        self.waits, self.num_synchronized, self.num_launches = [], 0, 0
+        self.waits, self.num_synchronized = [], 0
 
     def take(self, num_bytes: int) -> None:
         self.allocated += num_bytes
@@ -135,7 +137,6 @@ class Device:
         """Run a kernel of Triton, whose arguments may be tensors of the device only. kwargs: the grid and the options."""
         if any(isinstance(arg, Tensor) and not isinstance(arg, SimulatedTensor) for arg in args):
             raise DeviceError(f"{kernel.__name__} got a tensor of the CPU: {place()}")
-        self.num_launches += 1
         if self.graph is not None:
             self.graph.launch(kernel, args, kwargs)
         else:
@@ -145,11 +146,8 @@ class Device:
         """Run an operation on the tensors inside."""
         if operation is aten.copy_.default:
             return self._copy(*args, **kwargs)
-        if operation is aten._to_copy.default and kwargs.get("device") is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "pin_memory")}
-        is_for_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
         result = on_inner(operation, tree_map(inner_of, args), tree_map(inner_of, kwargs))
-        return result if is_for_host else self.wrap(result, args, kwargs)
+        return result if is_for_host(kwargs) else self.wrap(result, args, kwargs)
 
     def wrap(self, result: Any, args: Any, kwargs: Any) -> Any:
         """Wrap what an operation returned: an argument itself, a view of one, or new memory."""
@@ -173,7 +171,7 @@ class Device:
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         here = [tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)]
         others = [tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor) and tensor.ndim]
-        if here and others and operation not in COPIES:
+        if here and others and operation is not aten.copy_.default:
             shapes = [tuple(tensor.shape) for tensor in others]
             raise DeviceError(f"{operation} got tensors of the device and of the CPU, {shapes}: {place()}")
         name = operation.__name__.removesuffix(".default")
@@ -187,9 +185,8 @@ class Device:
             is_queued = self.is_pinned(host) and (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             if not is_queued and host.ndim:
                 self.wait("a copy from or to memory that is not pinned")
-        elif operation is aten._to_copy.default and here and kwargs.get("device") is not None:
-            if torch.device(kwargs["device"]).type == "cpu":
-                self.wait("a copy to the CPU")
+        elif here and is_for_host(kwargs):
+            self.wait("a copy to the CPU")
 
     def wait(self, what: str) -> None:
         """Note that the host waits for all earlier work of the device."""
@@ -337,6 +334,11 @@ def inner_of(value: Any) -> Any:
     return value.inner if isinstance(value, SimulatedTensor) else value
 
 
+def is_for_host(kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes a tensor of the CPU."""
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+
+
 def another_of(value: Any) -> Any:
     """Another tensor object with the same memory, because torch lets an operation return a view once."""
     return SimulatedTensor(value.inner, value.memory) if isinstance(value, SimulatedTensor) else value
@@ -414,11 +416,16 @@ class Stream:
 
 @contextmanager
 def capturing(graph: Graph) -> Iterator[None]:
+    """Let a graph capture or compare what is launched. What was captured has no result until it is replayed."""
     device.graph = graph
     try:
         yield
     finally:
         device.graph = None
+    if graph.num_compared is None:
+        for output in tree_flatten([launched.outputs for launched in graph.launched])[0]:
+            if isinstance(output, SimulatedTensor) and output.memory in graph.own:
+                poison(output.inner)
 
 
 def compared_capture(capture: CUDACapture, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -450,7 +457,7 @@ MODULE = SimpleNamespace(
     device=lambda of: ExitStack(),
     synchronize=lambda of=None: device.wait("synchronize"),
     empty_cache=lambda: None,
-    mem_get_info=lambda of=None: (TOTAL_BYTES - device.allocated, TOTAL_BYTES),
+    mem_get_info=lambda of=None: (device.total_bytes - device.allocated, device.total_bytes),
     memory_allocated=lambda of=None: device.allocated,
     memory_reserved=lambda of=None: device.allocated,
     max_memory_allocated=lambda of=None: device.peak,
