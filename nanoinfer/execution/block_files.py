@@ -150,8 +150,9 @@ class BlockFiles:
         if content.device.type == "cpu":
             return lambda: content
         copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(content.device))
+        gpu = torch.get_device_module(content.device)
+        copied = gpu.Event()
+        copied.record(gpu.current_stream(content.device))
 
         def wait() -> Tensor:
             copied.synchronize()

@@ -45,6 +45,8 @@ _SIZES = (
 # Numbers that transformers accepts whatever they are, with the limits of what is sensible.
 _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
 
+DEVICE_TYPES = ("cpu", "cuda")  # torch's names
+
 MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
 
@@ -134,7 +136,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         raise UnsupportedError(
             f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
         )
-    if device.type == "cuda":
+    if device.type != "cpu":
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
     model, weights = on_meta(checkpoint)
@@ -312,10 +314,10 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if device.type not in DEVICE_TYPES or (device.type == "cpu" and device.index):
         raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidValueError(f"device is {shown(name)}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    if device.type != "cpu" and (device.index or 0) >= (num_gpus := torch.get_device_module(device).device_count()):
+        raise InvalidValueError(f"device is {shown(name)}, but torch sees {num_gpus} GPUs; use 'cpu'")
     return device
 
 
