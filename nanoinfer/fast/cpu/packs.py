@@ -36,6 +36,7 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.loading.weights import StoredParameter
 from nanoinfer.system.kept_files import KeptFiles, private_folder, stamp
 
@@ -173,8 +174,9 @@ def _made_from(version: str) -> str:
 def _checksum(arrays: Arrays) -> str:
     """Return a digest of the sums of all pages of 4,096 bytes, as integers of 8 bytes."""
     digest = hashlib.sha256()
-    for array in chain(*arrays.values()):
-        words = array.view(torch.int64)
-        end = len(words) // 512 * 512
-        digest.update(torch.cat((words[:end].view(-1, 512).sum(1), words[end:])).numpy().data)
+    with one_torch_thread():  # memory limits it, and two threads would wait for each other at each array
+        for array in chain(*arrays.values()):
+            words = array.view(torch.int64)
+            end = len(words) // 512 * 512
+            digest.update(torch.cat((words[:end].view(-1, 512).sum(1), words[end:])).numpy().data)
     return digest.hexdigest()
