@@ -66,11 +66,13 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
 )
 def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, num_ranks, expected):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: free)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes, num_ranks=num_ranks) == expected
 
 
 def test_more_than_is_free_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     assert memory_for_cache(CPU, 1000, 0.9) == 1000
     with pytest.raises(InvalidValueError, match="kv_cache_memory is 1000 bytes, but 900 are free on cpu; lower"):
         memory_for_cache(CPU, 1000, 0.9, lora_bytes=100)
