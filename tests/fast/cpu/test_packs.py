@@ -150,7 +150,7 @@ def test_a_file_of_other_code_is_replaced(folder, checkpoint, monkeypatch):
     answers_of(checkpoint)
     [path] = files(folder)
     content = path.read_bytes()
-    monkeypatch.setattr(torch, "__version__", "1.0")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     answers_of(checkpoint)
     assert files(folder) == [path]
     assert path.read_bytes() != content
@@ -181,6 +181,7 @@ def test_updates_and_sleep_do_not_change_the_file(folder, checkpoint):
     tensors = load_file(checkpoint / "model.safetensors")
     llm.update_weights((name, tensor.flip(0)) for name, tensor in tensors.items() if "down_proj" in name)
     assert answers(llm) != expected
+    assert path.read_bytes() == content
     if sys.platform == "linux":
         llm.sleep(2)
         llm.wake_up()
