@@ -1,6 +1,6 @@
 """A GPU that is simulated: every kernel of a step is compiled for it, and every launch is checked. Nothing runs.
 
-    python -m tests.simulated_gpu                    # a Markdown table: registers and shared memory on sm_80, sm_90 and sm_100
+    python -m tests.simulated_gpu                    # a Markdown table: registers and shared memory by architecture
     python -m tests.simulated_gpu --arch 90 --dtype float16 --model Qwen3-0.6B
 
 Needs Triton, which brings NVIDIA's assembler, and no GPU. The models have the sizes of published checkpoints, one layer, and
@@ -41,6 +41,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 SHARED_MEMORY = {
+    75: 64 * 1024,
     80: 163 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
@@ -58,6 +59,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                         "num_attention_heads": 32, "num_key_value_heads": 8}),
     "Mistral-7B-v0.1": (LlamaForCausalLM, {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
                                            "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 512}),
+    "head_dim 80": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 640, "intermediate_size": 2048,
+                                       "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 80}),
     "head_dim 256": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
                                         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}),
     "gpt-oss-20b": (GptOssForCausalLM, {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,

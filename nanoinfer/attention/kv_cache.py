@@ -75,7 +75,7 @@ class CacheSizes:
 
     Attributes:
         groups: the layers that have keys and values.
-        has_windows: whether some layers have a window or sinks, which a backend must support.
+        has_sinks: whether some layers have attention sinks, which a backend must support.
         num_state_layers: the number of layers that keep a state instead (Recur in base.py).
         state_shapes: the shapes of a state's tensors in one layer. (): no layer keeps a state.
     """
@@ -83,7 +83,7 @@ class CacheSizes:
     num_kv_heads: int
     head_dim: int
     groups: tuple[KVGroup, ...]
-    has_windows: bool
+    has_sinks: bool
     num_state_layers: int
     state_shapes: tuple[tuple[int, ...], ...]
 
@@ -98,7 +98,7 @@ class CacheSizes:
             config.num_key_value_heads,
             config.head_dim,
             kv_groups(windows),
-            any(windows) or given["has_sinks"],
+            given["has_sinks"],
             given["num_state_layers"],
             given["state_shapes"],
         )

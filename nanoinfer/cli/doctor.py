@@ -31,7 +31,7 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
-from nanoinfer.loading.loader import cpu_has_fast_bf16, load
+from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.process import cpu_quota, limit_threads
 
@@ -72,7 +72,7 @@ def examine(model: str | None = None, *, with_model: bool = False, with_bits: bo
     Raises: the errors of loading.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_fast_bf16() else torch.float32
+    dtype = default_dtype(torch.bfloat16, device)
     checks = [_check(name, device) for name in BACKENDS]
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))

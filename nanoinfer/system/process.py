@@ -124,5 +124,5 @@ def limit_threads() -> None:
 
 def set_cuda_device(device: torch.device) -> None:
     """Make a device the current device, on which Triton launches kernels."""
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     log_once(f"the current CUDA device is {device}")

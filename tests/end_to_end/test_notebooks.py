@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -21,13 +22,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nanoinfer
+from benchmarks import gpu
 from nanoinfer.attention.base import BACKENDS
 from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -114,6 +117,21 @@ def test_what_the_cells_import_comes_with_the_extra():
     roots = {module.partition(".")[0] for module in modules} - {"nanoinfer", "drawing", "grpo", *sys.stdlib_module_names}
     assert {"torch", "matplotlib"} <= roots
     assert not distributions_of(roots) - requirements_of("notebooks")
+
+
+def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
+    """It runs on a GPU alone, so it has no outputs here."""
+    notebook = read(FOLDER / "gpu.ipynb")
+    nbformat.validate(notebook)
+    assert [cell.outputs for cell in code_of(notebook)] == [[], []]
+    install, run = (cell.source for cell in code_of(notebook))
+    assert run == "!make gpu PYTHON=python"
+    tests = [path.removesuffix(".py").replace("/", ".") for path in gpu.TESTS]
+    code = f"import sys, benchmarks.report, tests.conftest, {', '.join(tests)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    used = distributions_of(done.stdout.split()) & requirements_of("test") - requirements_of()
+    used -= {"beartype", "httpx2", "triton"}  # optional, of huggingface_hub, of torch's CUDA build
+    assert used == {"pytest", "hypothesis"} == set(install.rpartition("-e . ")[2].split())
 
 
 def test_a_notebook_runs_in_jupyters_kernel(tmp_path):

@@ -188,5 +188,5 @@ def test_a_backend_without_windows_is_refused_by_name(path, monkeypatch):
     from nanoinfer.attention.reference import ReferenceBackend
 
     monkeypatch.setattr(ReferenceBackend, "supports_windows", False)
-    with pytest.raises(UnsupportedError, match="'reference' cannot be used: it does not support sliding windows and sinks"):
+    with pytest.raises(UnsupportedError, match="'reference' cannot be used: it does not support sliding windows"):
         LLM(path, kv_cache_memory=2**24, attention_backend="reference")

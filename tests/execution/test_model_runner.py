@@ -38,10 +38,10 @@ def llm_with(path, capture, **options):
     )  # fmt: skip
     engine = llm.engine
     pages, _ = engine.executor.runner.cache.layer(0)
-    num_blocks, block_size, num_kv_heads, head_dim = pages.shape
+    _, block_size, num_kv_heads, head_dim = pages.shape
     cache = KVCache(
-        num_layers=engine.executor.runner.cache.num_layers, num_blocks=num_blocks + 1, block_size=block_size,
-        num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE, groups=engine.executor.runner.cache.groups,
+        num_layers=engine.executor.runner.cache.num_layers, num_blocks=engine.executor.info.num_blocks + 1,
+        block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE, groups=engine.executor.runner.cache.groups,
     )  # fmt: skip
     graphs = DecodeGraphs(engine.executor.info, max_num_rows=5, capture=capture)
     engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)

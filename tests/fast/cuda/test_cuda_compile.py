@@ -18,7 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
 IDS = torch.arange(1, 14) * 31 % tiny_models.VOCAB_SIZE
 
-dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+HALF = "bfloat16" if DEVICE == "cpu" or loader.gpu_has_bf16(torch.device(DEVICE)) else "float16"
+dtypes = pytest.mark.parametrize("dtype", ["float32", HALF])
 
 
 def load(path, dtype="float32", device=DEVICE):
@@ -32,7 +33,7 @@ def logits_of(model):
 
 
 def assert_same_logits(path, dtype, compiled):
-    """In fp32 within rounding. In bf16 as near the fp32 truth as the textbook, times FACTOR."""
+    """In fp32 within rounding. In 16 bits as near the fp32 truth as the textbook, times FACTOR."""
     truth = logits_of(load(path, device="cpu"))
     if dtype == "float32":
         torch.testing.assert_close(logits_of(compiled), truth, atol=1e-4, rtol=0)
