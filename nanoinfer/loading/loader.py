@@ -27,7 +27,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
+from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -139,6 +139,9 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     if device.type != "cpu":
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
+    # Before the files are opened, so that files that are replaced at this moment have another identity at the next start.
+    paths = [path.resolve() for path in checkpoint.weight_files]
+    states = [(state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in map(Path.stat, paths)]
     model, weights = on_meta(checkpoint)
     stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
@@ -149,6 +152,10 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
+    if not config.lora:
+        version = repr((states, checkpoint.config, type(model), model.weight_rules))
+        part = (0, 1) if shards is None else (shards.rank, shards.size)
+        weights.identity = Identity([*map(str, paths)], part, version)
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.

@@ -97,6 +97,15 @@ def available_cpu_memory() -> int:
     return max(available, 0)
 
 
+def mapped_file_bytes() -> int:
+    """Return the bytes of mapped files that this process has in memory, such as kept weights. They count as available."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssFile"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return 0
+
+
 @cache
 def limit_threads() -> None:
     """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one thread after a fork.
