@@ -61,7 +61,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
-class Unread:
+class Unread(sampler.SampledTokens):
     """Tokens that stay on their device."""
 
     def __init__(self, token_ids, read):
