@@ -30,6 +30,11 @@ def run_cells(sources, *, cwd, environment=None):
     return _run(_cells, sources, cwd, inline | (environment or {}))
 
 
+def run_function(function, *arguments):
+    """Call a function of a module. Returns: returncode, stdout, stderr."""
+    return _run(_call, (function, arguments), Path.cwd(), {})
+
+
 def _run(function, what, cwd, environment):
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -68,6 +73,11 @@ def _script(command):
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _call(what):
+    function, arguments = what
+    function(*arguments)
 
 
 def _cells(sources):
