@@ -134,7 +134,7 @@ def memory_for_cache(
     """
     if device.type != "cpu":
         free, total = torch.get_device_module(device).mem_get_info(device)
-        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
+        spare = int(total * gpu_memory_utilization - (total - free)) - step_bytes - lora_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
