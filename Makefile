@@ -74,13 +74,9 @@ notebooks: .venv/installed-test
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# On a machine with a CUDA device, with the Python at hand. Installs nothing, and adds an entry to BENCHMARKS.md.
+# On a machine with a CUDA device, with the Python at hand. Installs nothing. Prints a block for BENCHMARKS.md, and adds it there.
 gpu:
-	$(PYTHON) -m pytest tests/end_to_end/test_gpu.py tests/attention/test_triton.py tests/fast/cuda/test_fused_kernels.py tests/fast/cuda/test_cuda_compile.py tests/execution/test_model_runner.py
-	$(PYTHON) -m nanoinfer doctor
-	$(PYTHON) -m benchmarks.report --random-model qwen3-0.6b --device cuda --workload A,C,E,F > gpu-report.md || (rm gpu-report.md; exit 1)
-	(echo; cat gpu-report.md) >> BENCHMARKS.md
-	rm gpu-report.md
+	$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-lowest .venv-trl

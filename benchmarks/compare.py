@@ -8,14 +8,14 @@ import math
 import statistics
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchmarks import program
-from benchmarks.peers.process import Peer, PeerProcess, parse_peers
+from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
 from nanoinfer.cli.bench import ModelOptions, RunOptions, WorkloadOptions, pick_workloads
 from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.config import SchedulerConfig
@@ -28,6 +28,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.loading.checkpoint import Checkpoint
 
 OURS = "nanoinfer"
+TEMPERATURE = 0.6  # of nano-vllm's own benchmark
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ def compare(
 ) -> list[Comparison]:
     """Run each workload once to warm up, then `repeats` times, in every engine.
 
+    If an engine samples with a temperature alone, all engines do, and the workload's name says so.
+
     Args:
         checkpoint: A name or a folder, as LLM takes it.
         workloads: Run in this order.
@@ -64,6 +67,8 @@ def compare(
         InvalidValueError: A workload is too long, or a peer does not support the device or the dtype.
         NanoinferError: A peer has failed.
     """
+    if any(ENGINES[peer.name].is_temperature_only for peer in peers):
+        workloads = [_with_temperature_only(workload) for workload in workloads]
     llm = load(checkpoint, workloads, **engine)
     info = llm.info
     for workload in workloads:  # generate pads to the longest prompt and the longest answer
@@ -72,11 +77,13 @@ def compare(
             raise InvalidValueError(
                 f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is {limit}; pick a shorter one"
             )
-    if any(peer.name != "transformers" for peer in peers) and (not info.device == "cpu" or info.dtype == "float16"):
-        raise InvalidValueError(
-            "a comparison with engines other than transformers requires device=cpu and dtype bfloat16 or float32, got "
-            f"{info.device} and {info.dtype}"
-        )
+    for peer in peers:
+        required = ENGINES[peer.name]
+        if required.device not in (None, torch.device(info.device).type) or info.dtype not in required.dtypes:
+            raise InvalidValueError(
+                f"{peer.name} requires device={required.device} and dtype {' or '.join(required.dtypes)}, got "
+                f"{info.device} and {info.dtype}; leave it out of engines"
+            )
     for workload in workloads:
         run_workload(llm, workload, 0)
     with ExitStack() as stack:
@@ -95,6 +102,12 @@ def compare(
             processes.append(stack.enter_context(closing(process)))
             print(f"comparing with {process.engine}", file=sys.stderr)
         return [_take_turns(workload, repeats, llm, processes) for workload in workloads]
+
+
+def _with_temperature_only(workload: Workload) -> Workload:
+    """Leave top_k and top_p out, and sample instead of greedy decoding."""
+    temperature = workload.sampling["temperature"] or TEMPERATURE
+    return replace(workload, name=f"{workload.name}, temperature {temperature}", sampling={"temperature": temperature})
 
 
 def _take_turns(workload: Workload, repeats: int, llm: LLM, processes: list[PeerProcess]) -> Comparison:
@@ -119,7 +132,9 @@ def main(
     run: RunOptions,
     engines: Annotated[
         str,
-        typer.Option(help="transformers, openvino, vllm, llama.cpp, with commas. Each may have its Python: openvino=PYTHON."),
+        typer.Option(
+            help="transformers, openvino, vllm, llama.cpp, nano-vllm, with commas. Each may have its Python: vllm=PYTHON."
+        ),
     ] = "transformers",
     as_json: AsJson = False,
 ) -> None:

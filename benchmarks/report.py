@@ -12,9 +12,13 @@ from benchmarks import program
 from benchmarks.compare import OURS, Comparison, compare
 from benchmarks.peers.process import Peer
 from nanoinfer.cli.bench import DEFAULT_WORKLOADS, ModelOptions, Named, Repeats
-from nanoinfer.lab.bench import roofline, workloads
+from nanoinfer.lab.bench import offline, roofline, workloads
 from nanoinfer.lab.bench.random_models import checkpoint_of
+from nanoinfer.lab.bench.timing import figures
 from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+
+LARGEST_BATCH = 2**17  # tokens that transformers may pad a workload to. F would be 2**19, whose keys exceed most GPUs' memory
 
 
 def entry(
@@ -22,14 +26,19 @@ def entry(
     device: torch.device,
     machine: roofline.Machine,
     dtype: torch.dtype,
-    phases: list[roofline.Phase],
+    limits: list[tuple[str, float, float]],
     results: list[Comparison],
 ) -> str:
-    """Write the entry in Markdown. name: of the model."""
+    """Write the entry in Markdown.
+
+    Args:
+        name: The model's.
+        limits: What was measured, the least seconds that the roofline allows, and the seconds that it took.
+    """
     dtype_name = str(dtype).removeprefix("torch.")
     packages = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
     lines = [
-        f"## {name} in {dtype_name} on {_device_name(device)}, {datetime.date.today()}",
+        f"### {name} in {dtype_name} on {_device_name(device)}, {datetime.date.today()}",
         "",
         f"Python {platform.python_version()}, {packages}. {machine.bandwidth / 1e9:,.0f} GB/s read, "
         f"{machine.gemm_rates[dtype] / 1e9:,.0f} GFLOP/s in {dtype_name}, measured in the same run.",
@@ -40,10 +49,9 @@ def entry(
     for result in results:
         ours, theirs = result.show(OURS), result.show("transformers")
         lines.append(f"| {result.workload} | {ours} | {theirs} | {result.ratios['transformers']:.2f} |")
-    lines += ["", "| step | limit, ms | measured, ms | share of the limit |", "|---|---|---|---|"]
-    for phase in phases:
-        least, measured = phase.least_s(machine, dtype), phase.measured_s
-        lines.append(f"| {phase.name} | {least * 1e3:.2f} | {measured * 1e3:.2f} | {least / measured:.0%} |")
+    lines += ["", "| step, or all steps of a workload | limit, ms | measured, ms | share of the limit |", "|---|---|---|---|"]
+    for what, least, measured in limits:
+        lines.append(f"| {what} | {least * 1e3:,.2f} | {measured * 1e3:,.2f} | {least / measured:.0%} |")
     return "\n".join(lines)
 
 
@@ -53,23 +61,38 @@ def _device_name(device: torch.device) -> str:
     return f"{torch.get_num_threads()} CPU threads ({platform.machine()})"
 
 
+def _free_memory() -> None:
+    """Free the last model, which its cycles keep."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def main(*, measured: ModelOptions, workload: Named = None, repeats: Repeats = 1) -> None:
-    """Print a comparison with transformers and the roofline, as a dated entry for BENCHMARKS.md."""
+    """Print a comparison with transformers and the roofline, as a dated entry for BENCHMARKS.md.
+
+    A workload too large for a padded batch is compared with the roofline alone.
+    """
+    chosen = workloads.named(workload or DEFAULT_WORKLOADS)
+    paddable = [one for one in chosen if len(one.input_lens) * (max(one.input_lens) + max(one.output_lens)) <= LARGEST_BATCH]
+    engine = {"dtype": measured.dtype, "device": measured.device}
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
-        results = compare(
-            checkpoint,
-            workloads.named(workload or DEFAULT_WORKLOADS),
-            repeats=repeats,
-            peers=[Peer("transformers", sys.executable)],
-            dtype=measured.dtype,
-            device=measured.device,
-        )
-        gc.collect()  # frees the model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        machine, dtype, phases = roofline.run(checkpoint, dtype=measured.dtype, device=measured.device)
+        results = compare(checkpoint, paddable, repeats=repeats, peers=[Peer("transformers", sys.executable)], **engine)
+        _free_memory()
+        machine, dtype, phases = roofline.run(checkpoint, **engine)
+        limits = [(phase.name, phase.least_s(machine, dtype), phase.measured_s) for phase in phases]
+        model, _ = loader.on_meta(Checkpoint.open(checkpoint))
+        for one in chosen:
+            if one in paddable:
+                continue
+            _free_memory()
+            llm = offline.load(checkpoint, [one], **engine)
+            _, timings = (offline.run_workload(llm, one, run) for run in range(2))
+            found = figures(timings)
+            least = roofline.least_s_of_run(timings, machine, model, dtype)
+            limits.append((f"{one.name}, {found.output_tokens_per_s:,.0f} tok/s", least, found.duration_s))
     name = measured.random_model or measured.model or "tiny-qwen3"
-    print(entry(name, loader.resolve_device(measured.device), machine, dtype, phases, results))
+    print(entry(name, loader.resolve_device(measured.device), machine, dtype, limits, results))
 
 
 app = program(main)

@@ -76,7 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/pictures/*.*",
         "docs/site.css",
         "docs/interactive.js",
-        "notebooks/*.ipynb",
+        "notebooks/[0-9]*.ipynb",
         "notebooks/pictures/*.svg",
     ]
     of_the_theme = [one for one in files if one.src_dir != config.docs_dir]

@@ -330,8 +330,8 @@ class EngineArgs:
     )] = EngineConfig.skip_tokenizer_init
     revision: Annotated[str | None, Doc("Branch, tag or commit of a hub model.")] = None
     dtype: Annotated["str | torch.dtype", Doc(
-        '"auto" (that of the checkpoint, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16", '
-        '"float16"/"half", or a dtype of torch.')] = "auto"
+        '"auto" (that of the checkpoint, but on a device that is slow at it float32 on a CPU, float16 on a GPU), '
+        '"float32"/"float", "bfloat16", "float16"/"half", or a dtype of torch.')] = "auto"
     quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
         Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
     lora: Annotated[str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None, Doc(

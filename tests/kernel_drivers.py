@@ -19,8 +19,8 @@ from tests.helpers import recorded_counts
 
 PACKAGE, FOLDER = native.HEADERS.parents[1], Path(__file__).parent / "kernels"
 
-# A report ends the driver. -O1 keeps the places of a report readable, and compiles in half the time.
-SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# A report ends the driver. These keep the places of a report readable, and compile in half the time of -O3.
+SANITIZED = ("-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADED = ("-O1", "-g1", "-fsanitize=thread", "-fno-builtin-memcpy")  # the sanitizer sees no inlined memcpy
 GUARDED = ("-DGUARD_PAGES",)  # -O3, as the kernels are used
 ONE_TARGET = ("-march=x86-64-v3",)  # instructions that valgrind knows, the same ones on every machine

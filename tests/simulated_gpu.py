@@ -1,6 +1,6 @@
 """A GPU that is simulated: every kernel of a step is compiled for it, and every launch is checked. Nothing runs.
 
-    python -m tests.simulated_gpu                    # a Markdown table: registers and shared memory on sm_80, sm_90 and sm_100
+    python -m tests.simulated_gpu                    # a Markdown table: registers and shared memory by architecture
     python -m tests.simulated_gpu --arch 90 --dtype float16 --model Qwen3-0.6B
 
 Needs Triton, which brings NVIDIA's assembler, and no GPU. The models have the sizes of published checkpoints, one layer, and
@@ -33,6 +33,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.fast.cuda.draw_kernel import draw_undecided
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -41,6 +42,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 SHARED_MEMORY = {
+    75: 64 * 1024,
     80: 163 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
@@ -58,6 +60,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                         "num_attention_heads": 32, "num_key_value_heads": 8}),
     "Mistral-7B-v0.1": (LlamaForCausalLM, {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
                                            "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 512}),
+    "head_dim 80": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 640, "intermediate_size": 2048,
+                                       "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 80}),
     "head_dim 256": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
                                         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}),
     "gpt-oss-20b": (GptOssForCausalLM, {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
@@ -96,14 +100,23 @@ REACH: dict[str, dict[str, str]] = {
         "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM",
         "out": "grid[0] * HEAD_DIM",
     },
+    "_linear_kernel": {
+        "x": "(num_rows - 1) * x_stride + NUM_IN",
+        "weight": "(1 + GATED) * NUM_OUT * NUM_IN",
+        "out": "num_rows * NUM_OUT",
+    },
+    "_draw_kernel": {
+        "logits": "grid[0] * VOCAB",
+        "weights": "grid[0] * VOCAB",
+        **dict.fromkeys(("smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
+    },
 }
-INTEGERS = {
-    "slots",
-    "query_start_loc",
-    "seq_lens",
-    "block_tables",
-}  # parameters that are int64. All others have the model's dtype
-PARTIAL = {"partial_m", "partial_l", "partial_o", "sinks"}  # or are fp32
+DTYPES = (  # of parameters by name. All others have the model's dtype
+    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "block_tables", "weights", "token_ids"), torch.int64)
+    | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "logits", "smallest"), torch.float32)
+    | dict.fromkeys(("top_p", "u"), torch.float64)
+    | {"is_undecided": torch.bool}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +133,7 @@ class Launch:
         assert all(1 <= size <= limit for size, limit in zip(self.grid, MAX_GRID, strict=False)), (self.kernel, self.grid)
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         for name, tensor in tensors.items():
-            expected = torch.int64 if name in INTEGERS else torch.float32 if name in PARTIAL else dtype
-            assert tensor.dtype is expected, (self.kernel, name, tensor.dtype)
+            assert tensor.dtype is DTYPES.get(name, dtype), (self.kernel, name, tensor.dtype)
             assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
         for name, formula in REACH[self.kernel].items():
             reach = eval(formula, {"grid": self.grid, **self.arguments})
@@ -194,6 +206,12 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         attend = TritonBackend().begin_step(cache, batch.attention)
         with torch.inference_mode():
             model(batch.input_ids.to("meta"), batch.positions.to("meta"), attend)
+    batch_size, vocab_size = 3, COMMON["vocab_size"]
+    smallest, top_p, u, is_undecided, token_ids = (
+        torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in list(REACH["_draw_kernel"])[2:]
+    )
+    logits = torch.empty(batch_size, vocab_size, device="meta")
+    draw_undecided(logits, torch.empty_like(logits, dtype=torch.int64), smallest, top_p, u, is_undecided, token_ids)
 
 
 def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
@@ -239,6 +257,8 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
             missing = set(REACH) - {launch.kernel for launch in launches}
             if name == "gpt-oss-20b":  # its MLP clamps
                 missing -= {"_silu_mul_kernel"}
+            if dtype is torch.float32 or arch < 80:  # torch's products
+                missing -= {"_linear_kernel"}
             assert not missing, f"{name} launches no {missing}"
             for launch in {launch.compiled.hash: launch for launch in launches}.values():
                 key = launch.kernel, str(dtype).removeprefix("torch."), name
@@ -261,13 +281,12 @@ def main() -> None:
     print(f"Triton {triton.__version__}. Registers of a thread / KB of shared memory, + bytes spilled to memory.\n")
     print("| kernel | dtype | model |", " | ".join(f"sm_{arch}" for arch in archs), "|")
     print("|---|---|---|" + "---|" * len(archs))
-    for key in found[archs[0]]:
+    for key in dict.fromkeys(key for arch in archs for key in found[arch]):
         cells = []
         for arch in archs:
-            used = found[arch][key]
-            cells.append(
-                f"{used['registers']} / {used['shared'] / 1024:.0f}" + (f" + {used['spilled']}" if used["spilled"] else "")
-            )
+            used = found[arch].get(key)
+            spilled = f" + {used['spilled']}" if used and used["spilled"] else ""
+            cells.append(f"{used['registers']} / {used['shared'] / 1024:.0f}{spilled}" if used else "")
         print("|", " | ".join([f"`{key[0].strip('_')}`", *key[1:], *cells]), "|")
 
 

@@ -68,6 +68,7 @@ def params(**more):
     return SamplingParams(**{"max_tokens": 12, "seed": 3} | more)
 
 
+@pytest.mark.slow
 def test_many_at_once_get_the_tokens_of_generate(llm):
     requests = [(random.Random(i).choice(PROMPTS), params(seed=i, temperature=i % 3 / 2, max_tokens=5 + i)) for i in range(24)]
     expected = llm.generate([prompt for prompt, _ in requests], [one for _, one in requests], use_tqdm=False)
@@ -734,6 +735,7 @@ def test_while_the_engine_is_full_requests_start_by_priority_then_arrival_and_pr
     assert num_preemptions == 0
 
 
+@pytest.mark.slow
 def test_when_blocks_run_out_the_last_in_priority_is_preempted_and_starts_again_in_its_turn():
     """24 blocks of 4 tokens. low 1, low 2 and high need 11 each in the end, so blocks run out when each has 8."""
     settings = {"device": "cpu", "block_size": 4, "max_model_len": 90}

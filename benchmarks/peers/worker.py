@@ -24,7 +24,7 @@ class Setup:
         model: a checkpoint's folder.
         cache: a folder for converted models.
         dtype: "bfloat16", "float32" or "float16".
-        device: "cpu", for transformers also "cuda:0".
+        device: "cpu", for transformers and nano-vllm also "cuda:0".
         num_cache_tokens: of all sequences together.
     """
 

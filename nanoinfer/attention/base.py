@@ -111,8 +111,8 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes
-    windows and sinks has `supports_windows = True`.
+    A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes windows
+    has `supports_windows = True`, and a backend whose Attend takes sinks has `supports_sinks = True`.
     """
 
     layout: Layout
@@ -171,18 +171,21 @@ def select_backend(
     block_size: int | None = None,
     enforce_eager: bool = False,
     has_windows: bool = False,
+    has_sinks: bool = False,
 ) -> tuple[str, AttentionBackend]:
     """Construct the attention backend of this name, and return its name with it. "auto" is the first of PREFERRED that fits.
 
-    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. has_windows:
-    whether some layers have a window or sinks.
+    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. has_windows,
+    has_sinks: whether some layers have a window, and whether some have sinks.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
     for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
         if has_windows and backend_class is not None and not getattr(backend_class, "supports_windows", False):
-            backend_class, reason = None, "it does not support sliding windows and sinks"
+            backend_class, reason = None, "it does not support sliding windows"
+        if has_sinks and backend_class is not None and not getattr(backend_class, "supports_sinks", False):
+            backend_class, reason = None, "it does not support attention sinks"
         if backend_class is not None:
             return candidate, backend_class(enforce_eager=enforce_eager)
         if name != "auto":

@@ -1,7 +1,8 @@
 """Paged attention by the flash-attn package (https://github.com/Dao-AILab/flash-attention), which the user installs.
 
 The package reads blocks of 256 slots or a multiple, and requires int32 indices. It aligns the causal mask to the last key, so
-the last query attends to every key.
+the last query attends to every key. Its windows count the keys on either side of a query without the query's own, and it reads
+no block that lies wholly before the window. It has no sinks.
 """
 
 import torch
@@ -21,6 +22,7 @@ class FlashBackend:
     layout: Layout = "NHD"
     default_block_size = BLOCK_SIZE
     supports_cuda_graph = True
+    supports_windows = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because the package comes with compiled kernels."""
@@ -56,9 +58,10 @@ class FlashAttend:
         self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
-        assert (window, sinks) == (None, None), "select_backend chooses another backend for layers with windows or sinks"
+        assert sinks is None, "select_backend chooses another backend for layers with sinks"
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         k_pages, v_pages = self._cache.layer(layer)
+        window_size = (-1, -1) if window is None else (window - 1, 0)  # keys to the left and to the right. -1: all
         n = self._num_decodes
         outputs = []
         if n:
@@ -69,6 +72,7 @@ class FlashAttend:
                 cache_seqlens=self._seq_lens[:n],
                 block_table=self._block_tables[:n],
                 causal=True,
+                window_size=window_size,
             )
             outputs.append(decoded.squeeze(1))
         if n < len(self._seq_lens):
@@ -81,6 +85,7 @@ class FlashAttend:
                 max_seqlen_q=self._metadata.max_query_len,
                 max_seqlen_k=self._metadata.max_seq_len,
                 causal=True,
+                window_size=window_size,
                 block_table=self._block_tables[n:],
             )
             outputs.append(prefilled)

@@ -75,7 +75,7 @@ class CacheSizes:
 
     Attributes:
         groups: the layers that have keys and values.
-        has_windows: whether some layers have a window or sinks, which a backend must support.
+        has_sinks: whether some layers have attention sinks, which a backend must support.
         num_state_layers: the number of layers that keep a state instead (Recur in base.py).
         state_shapes: the shapes of a state's tensors in one layer. (): no layer keeps a state.
     """
@@ -83,7 +83,7 @@ class CacheSizes:
     num_kv_heads: int
     head_dim: int
     groups: tuple[KVGroup, ...]
-    has_windows: bool
+    has_sinks: bool
     num_state_layers: int
     state_shapes: tuple[tuple[int, ...], ...]
 
@@ -98,7 +98,7 @@ class CacheSizes:
             config.num_key_value_heads,
             config.head_dim,
             kv_groups(windows),
-            any(windows) or given["has_sinks"],
+            given["has_sinks"],
             given["num_state_layers"],
             given["state_shapes"],
         )
@@ -293,7 +293,7 @@ def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_d
     numbers = heads.float()
     largest = numbers.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, 127 / largest, 0.0)
-    integers = (numbers.double() * factors).nan_to_num(0.0).round().to(torch.int8)  # products are exact in float64
+    integers = (numbers * factors).nan_to_num(0.0).round().to(torch.int8)
     return torch.cat((integers, (largest / 127).view(torch.int8)), -1)
 
 

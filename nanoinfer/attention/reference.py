@@ -20,6 +20,7 @@ class ReferenceBackend:
     supports_cuda_graph = False
     supports_int8_cache = True
     supports_windows = True
+    supports_sinks = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because nothing is compiled."""

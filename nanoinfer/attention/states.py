@@ -60,13 +60,10 @@ class AttendWithStates:
             batches += [[piece] for piece in pieces if piece is not None and piece.stop - piece.start > 1]
         lists: list[list[int]] = []
         for batch in batches:
-            lists.append([token for piece in batch for token in range(piece.start, piece.stop)])
-            lists += [piece.read for piece in batch], [piece.write for piece in batch]
-        tensors = integers_on_device(lists, self.states.layer(0)[0].device)
-        return [
-            (tokens.view(len(reads), -1), reads, writes)
-            for tokens, reads, writes in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
-        ]
+            tokens = chain.from_iterable(range(piece.start, piece.stop) for piece in batch)
+            lists += [[*tokens], [piece.read for piece in batch], [piece.write for piece in batch]]
+        tensors = iter(integers_on_device(lists, self.states.layer(0)[0].device))
+        return [(next(tensors).view(len(batch), -1), next(tensors), next(tensors)) for batch in batches]
 
     @cached_property
     def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:

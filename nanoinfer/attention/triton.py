@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries, Sinks, Window, with_whole_heads
@@ -37,7 +38,7 @@ from nanoinfer.attention.kv_cache import KVCache, Layout
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
 _TARGET_PROGRAMS = 512  # decode is split until it has this many programs (an H100 has 132 processors, each runs several)
 _MAX_SPLITS = 32
-_TILE = 64  # the number of queries, and of keys, in a tile. It is smaller for heads wider than _WIDE and for fp32
+_TILE = 64  # the number of queries, and of keys, in a tile. It is smaller for heads wider than _WIDE, and without tensor cores
 _WIDE = 128
 _MIN_ROWS = 16  # the minimum for a matrix product on tensor cores
 
@@ -211,6 +212,7 @@ class TritonBackend:
     default_block_size = 16
     supports_cuda_graph = True
     supports_windows = True
+    supports_sinks = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""
@@ -283,14 +285,14 @@ def prefill(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
-    dim, tile = _tile_sizes(q)
+    dim, tile, num_warps = _tile_sizes(q)
     rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _MIN_ROWS))
     grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
     _prefill_kernel[grid](
         q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, window,
-        num_warps=4 if q.element_size() == 2 else 8,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -302,7 +304,7 @@ def decode(
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
     rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
-    dim, tile = _tile_sizes(q)
+    dim, tile, _ = _tile_sizes(q)
     m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
@@ -313,11 +315,20 @@ def decode(
     _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, sinks, num_heads, head_dim, dim, num_splits)
 
 
-def _tile_sizes(q: Tensor) -> tuple[int, int]:
-    """Return head_dim, padded to a power of 2 that tensor cores support, and the number of tokens in a tile.
+def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
+    """Return head_dim, padded to a power of 2 that tensor cores support, the tokens in a tile, and the warps of a prefill.
 
-    A tile must fit into the registers of its program, because registers beyond them are kept in memory, up to 10 KB a thread in
-    fp32, which tensor cores do not multiply exactly. tests/simulated_gpu.py shows what a compiled kernel takes.
+    A tile must fit into the registers of its program, because registers beyond them are kept in memory, up to 10 KB a thread
+    without tensor cores. These do not multiply fp32 exactly. tests/simulated_gpu.py shows what a compiled kernel takes.
     """
     dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
-    return dim, _TILE // (q.element_size() // 2) // (2 if dim > _WIDE else 1)
+    tile = _TILE // (2 if dim > _WIDE else 1)
+    return (dim, tile, 4) if q.element_size() == 2 and uses_tensor_cores() else (dim, tile // 2, 8)
+
+
+def uses_tensor_cores() -> bool:
+    """Whether Triton multiplies 16-bit numbers on tensor cores, which it does from sm_80 on."""
+    if not isinstance(_prefill_kernel, JITFunction):  # interpreted
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return not (target.backend == "cuda" and target.arch < 80)

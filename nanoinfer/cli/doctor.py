@@ -31,7 +31,7 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
-from nanoinfer.loading.loader import cpu_has_fast_bf16, load
+from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.process import cpu_quota, limit_threads
 
@@ -72,7 +72,7 @@ def examine(model: str | None = None, *, with_model: bool = False, with_bits: bo
     Raises: the errors of loading.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_fast_bf16() else torch.float32
+    dtype = default_dtype(torch.bfloat16, device)
     checks = [_check(name, device) for name in BACKENDS]
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))
@@ -107,6 +107,7 @@ def _machine(device: torch.device) -> dict[str, str]:
     named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
     cpu = named[1] if named else platform.processor() or platform.machine()
     limit_threads()
+    packed = [path.stat().st_size for path in (cache_folder() / "packed").glob("*.weights")]
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
@@ -117,6 +118,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "memory": _memory(),
         "C++ compiler": _compiler(),
         "kernels are kept in": _folder(cache_folder()),
+        "packed weights next to them": f"{sum(packed) / 2**30:.1f} GiB in {len(packed)} files, which can be deleted",
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
         "GPU": gpu,
         "torch": torch.__version__,  # has the build (2.13.0+cpu), which the metadata lacks

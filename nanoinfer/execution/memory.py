@@ -17,7 +17,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.scheduling.block_manager import most_blocks
-from nanoinfer.system.process import available_cpu_memory
+from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def memory_for_cache(
 
     Args:
         step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given.
-        lora_bytes: kept free for this rank's adapters.
+        lora_bytes: kept free for this rank's adapters. On a CPU, mapped weights are kept in memory as well.
         num_ranks: the number of processes that share a CPU's memory.
 
     Raises: InvalidValueError if kv_cache_memory is more than is free.
@@ -138,6 +138,7 @@ def memory_for_cache(
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
+        lora_bytes += mapped_file_bytes()
         spare = min(DEFAULT_CPU_MEMORY // num_ranks, (free // num_ranks - lora_bytes) // 2)
         way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
     free -= lora_bytes

@@ -107,7 +107,8 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
         sizes.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
-        has_windows=sizes.has_windows,
+        has_windows=any(sizes.windows),
+        has_sinks=sizes.has_sinks,
     )
     is_int8 = config.cache.kv_cache_dtype == "int8"
     if is_int8 and not getattr(backend, "supports_int8_cache", False):

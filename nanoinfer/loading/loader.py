@@ -27,7 +27,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
+from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -139,6 +139,9 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     if device.type != "cpu":
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
+    # Before the files are opened, so that files that are replaced at this moment have another identity at the next start.
+    paths = [path.resolve() for path in checkpoint.weight_files]
+    states = [(state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in map(Path.stat, paths)]
     model, weights = on_meta(checkpoint)
     stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
@@ -149,6 +152,10 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
+    if not config.lora:
+        version = repr((states, checkpoint.config, type(model), model.weight_rules))
+        part = (0, 1) if shards is None else (shards.rank, shards.size)
+        weights.identity = Identity([*map(str, paths)], part, version)
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
@@ -209,7 +216,7 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
     """Build the checkpoint's model with its weights: the textbook version, which runs on every device.
 
     Args:
-        dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
+        dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or another one on a device that is slow at it.
     """
     return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), enforce_eager=True))[0]
 
@@ -325,12 +332,30 @@ def cpu_has_fast_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def gpu_has_bf16(device: torch.device) -> bool:
+    """Whether a GPU computes in bf16, which torch emulates before sm_80 (Ampere)."""
+    capability: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return capability >= (8, 0)
+
+
+def default_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a checkpoint of a dtype runs: its own, unless the device is slow at it."""
+    if device.type != "cpu":
+        return torch.float16 if dtype is torch.bfloat16 and not gpu_has_bf16(device) else dtype
+    return dtype if dtype is torch.bfloat16 and cpu_has_fast_bf16() else torch.float32
+
+
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Return the dtype in which a checkpoint runs, for one of config.DTYPES."""
     if dtype not in DTYPES:
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if DTYPES[dtype] != "auto":
+        if DTYPES[dtype] == "bfloat16" and device.type != "cpu" and not gpu_has_bf16(device):
+            raise UnsupportedError(
+                f"dtype={dtype!r} requires a GPU of compute capability 8.0 or higher, got "
+                f"{torch.get_device_module(device).get_device_name(device)}; use dtype='float16', or leave dtype out"
+            )
         return own[DTYPES[dtype]]
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # the names of newer and older transformers
     resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(open_weights(checkpoint))
@@ -338,7 +363,7 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> t
         raise UnsupportedError(
             f"the checkpoint's dtype is {shown(name)}; {', '.join(own)} are supported. Pass dtype= to choose one"
         )
-    if device.type != "cpu" or resolved is torch.float32 or (resolved is torch.bfloat16 and cpu_has_fast_bf16()):
-        return resolved
-    logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
-    return torch.float32
+    if (chosen := default_dtype(resolved, device)) is not resolved:
+        text = "the checkpoint is %s, which this %s is slow at: using %s (dtype= chooses)"
+        logger.info(text, resolved, "CPU" if device.type == "cpu" else "GPU", str(chosen).removeprefix("torch."))
+    return chosen

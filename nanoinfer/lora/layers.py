@@ -44,7 +44,7 @@ class AdapterMapping:
         for row, index in enumerate(indices):
             rows.setdefault(index, []).append(row)
         rows.pop(-1, None)
-        self.rows = dict(zip(rows, integers_on_device(list(rows.values()), device), strict=True))
+        self.rows = dict(zip(rows, integers_on_device(list(rows.values()), device), strict=True)) if rows else {}
         if self.kernels is not None:
             self.kernels.set(indices if rows else [])
 

@@ -107,14 +107,18 @@ def sum_of_experts(
     """Return the weighted sum of the chosen experts, in fp32. Each expert computes all of its tokens in one product.
 
     Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
-    not depend on the other tokens. The host must know the number of each expert's tokens, for which it waits for a GPU.
+    not depend on the other tokens. The host must know the number of each expert's tokens, for which it waits for a GPU once.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
-    numbers, counts = chosen.unique(return_counts=True)  # in rising order
-    by_expert = chosen.flatten().argsort(stable=True)  # indices into `chosen`
-    for number, places in zip(numbers.tolist(), by_expert.split(counts.tolist()), strict=True):
-        tokens = places // chosen.shape[1]
-        out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * experts[number](x[tokens]))
+    numbers = chosen.flatten()
+    by_expert = numbers.argsort(stable=True)  # indices into `numbers`
+    counts = numbers.new_zeros(len(experts)).index_add_(0, numbers, torch.ones_like(numbers))
+    end = 0
+    for expert, count in zip(experts, counts.tolist(), strict=True):
+        if count:
+            places, end = by_expert[end : end + count], end + count
+            tokens = places // chosen.shape[1]
+            out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * expert(x[tokens]))
     return out
 
 

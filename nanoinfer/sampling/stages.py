@@ -152,14 +152,19 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 
     Example: p = [.3, .2, .2, .2, .1], k = 2 keeps four: three tokens tie for the second place.
     """
-    if (top_k := batch.columns.top_k) is None:
+    if batch.columns.top_k is None:
         return logits
-    is_on = top_k < logits.shape[-1]
-    k = torch.where(is_on, top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
+    smallest = smallest_of_top_k(logits, batch, logits.shape[-1])
+    return logits.masked_fill(logits < smallest.unsqueeze(-1), float("-inf"))
+
+
+def smallest_of_top_k(logits: Float[Tensor, "batch columns"], batch: SamplingBatch, vocab_size: int) -> Float[Tensor, " batch"]:
+    """Return the k-th largest logit of each row, -inf for a row without top_k. The columns contain the k largest."""
+    assert batch.columns.top_k is not None
+    is_on = batch.columns.top_k < vocab_size
+    k = torch.where(is_on, batch.columns.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
     largest = logits.topk(max(batch.columns.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
-    kth = largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1)  # [batch]
-    smallest_kept = torch.where(is_on, kth, float("-inf"))
-    return logits.masked_fill(logits < smallest_kept.unsqueeze(-1), float("-inf"))
+    return torch.where(is_on, largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1), float("-inf"))
 
 
 def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:

@@ -50,12 +50,16 @@ def test_a_registered_backend_is_used_and_a_class_that_is_no_backend_is_refused(
             register_backend("nothing", nothing)
 
 
-def test_auto_skips_a_backend_that_cannot_be_imported_or_has_no_windows_and_says_why(monkeypatch, caplog):
+def test_auto_skips_a_backend_that_cannot_be_imported_or_lacks_what_the_layers_need_and_says_why(monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setitem(base.PREFERRED, "cpu", ("missing", "plain", "cpu"))
+    monkeypatch.setitem(base.PREFERRED, "cpu", ("missing", "plain", "windowed", "cpu"))
     monkeypatch.setitem(base.BACKENDS, "missing", "no_such_module:Backend")
-    monkeypatch.setitem(base.BACKENDS, "plain", type("Plain", (ReferenceBackend,), {"supports_windows": False}))
-    assert select_backend("auto", CPU, torch.float32, 64, has_windows=True)[0] == "cpu"
-    assert "attention_backend: not missing, because no_such_module is not installed" in caplog.text
-    assert "not plain, because it does not support sliding windows and sinks" in caplog.text
+    lacking = {"supports_windows": False, "supports_sinks": False}
+    monkeypatch.setitem(base.BACKENDS, "plain", type("Plain", (ReferenceBackend,), lacking))
+    monkeypatch.setitem(base.BACKENDS, "windowed", type("Windowed", (ReferenceBackend,), {"supports_sinks": False}))
     assert select_backend("auto", CPU, torch.float32, 64)[0] == "plain"
+    assert "attention_backend: not missing, because no_such_module is not installed" in caplog.text
+    assert select_backend("auto", CPU, torch.float32, 64, has_windows=True)[0] == "windowed"
+    assert "not plain, because it does not support sliding windows" in caplog.text
+    assert select_backend("auto", CPU, torch.float32, 64, has_sinks=True)[0] == "cpu"
+    assert "not windowed, because it does not support attention sinks" in caplog.text

@@ -1,118 +1,232 @@
-"""The flash-attn package without a GPU: stand-ins with the library's signatures and requirements.
+"""FlashBackend with data: by flash-attn itself on a GPU that has it, else by a double with the package's rules.
 
-They refuse what the library refuses (dtypes, int32 indices, page sizes, head counts) and compute in float64, so a wrong
-argument, layout or mask shows. The tests marked gpu call the library itself.
-Source: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8.
+The double (tests/helpers/flash_attn_double.py) refuses what the package refuses. On a GPU it is compared with the package.
 """
 
 import importlib
+import importlib.util
 import sys
-from types import ModuleType
 
 import pytest
 import torch
 
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base
-from tests.helpers.paged_cases import FAULTS, compare, in_float64
+from nanoinfer.errors import UnsupportedError
+from tests.helpers import flash_attn_double, tiny_models
+from tests.helpers.paged_cases import FAULTS, compare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICE = CUDA if torch.cuda.is_available() and importlib.util.find_spec("flash_attn") else CPU
 RAGGED = [(0, 1), (15, 1), (255, 1), (256, 1), (299, 1), (0, 2), (0, 65), (40, 20), (256, 44), (200, 300)]
-
-
-def checked(q, k, v, *indices):
-    for x in (q, k, v):
-        assert x.dtype in (torch.float16, torch.bfloat16)
-        assert x.stride(-1) == 1
-    assert q.shape[-2] % k.shape[-2] == 0
-    assert k.shape == v.shape
-    assert all(index.dtype is torch.int32 and index.stride(-1) == 1 for index in indices)
-
-
-def pages_of(pages, block_table, length):
-    return pages[block_table.long()].flatten(0, 1)[:length]
-
-
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-):  # fmt: skip
-    """q: [batch, seqlen, nheads, headdim]. Pages: [num_blocks, page_block_size, nheads_k, headdim]."""
-    assert causal
-    assert k_cache.shape[1] % 256 == 0
-    checked(q, k_cache, v_cache, cache_seqlens, block_table)
-    rows = [
-        in_float64(one, pages_of(k_cache, table, length), pages_of(v_cache, table, length))
-        for one, table, length in zip(q, block_table, cache_seqlens, strict=True)
-    ]
-    return torch.stack(rows).to(q.dtype)
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-):  # fmt: skip
-    """q: [total_q, nheads, headdim]. With a block_table, k and v are pages. The mask is aligned to the bottom right."""
-    assert causal
-    assert k.shape[1] % 256 == 0
-    checked(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
-    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    assert cu_seqlens_q[0] == 0
-    assert cu_seqlens_q[-1] == len(q)
-    assert max(lengths_q) <= max_seqlen_q
-    assert max(lengths_k) <= max_seqlen_k
-    assert len(block_table) == len(lengths_q) == len(lengths_k)
-    rows = [
-        in_float64(one, pages_of(k, table, length), pages_of(v, table, length))
-        for one, table, length in zip(q.split(lengths_q), block_table, lengths_k, strict=True)
-    ]
-    return torch.cat(rows).to(q.dtype)
+LONG = [(1400, 1), (3, 1), (600, 1), (0, 20), (511, 90), (1000, 300)]  # whole blocks are before the windows
+MIXED = [(400, 1), (300, 1), (257, 90), (20, 33)]
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    standin = ModuleType("flash_attn")
-    standin.flash_attn_with_kvcache, standin.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", standin)
+def flash(monkeypatch):
+    """nanoinfer.attention.flash, with the double if the package is not there."""
+    if DEVICE == CPU:
+        monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_double)
     monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
-    yield importlib.import_module("nanoinfer.attention.flash").FlashBackend()
+    yield importlib.import_module("nanoinfer.attention.flash")
     sys.modules.pop("nanoinfer.attention.flash")
 
 
-def error_of(backend, lengths, *, heads=(2, 1), head_dim=64, **more):
+def error_of(flash, lengths, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, **more):
     num_kv_heads, group = heads
     return compare(
-        backend,
+        flash.FlashBackend(),
         lengths,
         block_size=256,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
-        dtype=torch.bfloat16,
+        dtype=dtype,
+        device=DEVICE,
         **more,
     )
 
 
 @pytest.mark.parametrize("heads", [(2, 1), (2, 2), (1, 7)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
-def test_decodes_and_chunks_in_one_step_equal_the_definition(backend, heads):
-    assert error_of(backend, RAGGED, heads=heads, packed=True) < 0.02
+def test_decodes_and_chunks_in_one_step_equal_the_definition(flash, heads):
+    assert error_of(flash, RAGGED, heads=heads, packed=True) < 0.02
 
 
 @pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
-def test_a_step_of_one_kind(backend, lengths):
-    assert error_of(backend, lengths) < 0.02
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_step_of_one_kind(flash, lengths, window):
+    assert error_of(flash, lengths, window=window) < 0.02
+
+
+@pytest.mark.parametrize("window", [1, 2, 20, 256, 257, 700, 5000])
+def test_windows_equal_the_definition_and_freed_blocks_are_not_read(flash, window):
+    assert error_of(flash, LONG, heads=(1, 2), window=window, packed=True) < 0.02
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 8), ((1, 4), 80), ((1, 2), 128), ((2, 2), 256)])
+def test_heads_of_any_supported_size_in_fp16(flash, heads, head_dim):
+    for window in (None, 300):
+        assert error_of(flash, LONG, heads=heads, head_dim=head_dim, dtype=torch.float16, window=window) < 0.004
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_notices_a_planted_fault(backend, fault):
-    assert error_of(backend, [(400, 1), (300, 1), (257, 90)], spoil=FAULTS[fault]) > 0.05
+def test_the_comparison_notices_a_planted_fault_in_the_metadata(flash, fault):
+    assert error_of(flash, [(400, 1), (300, 1), (257, 90)], spoil=FAULTS[fault]) > 0.05
+
+
+def with_window(by, arguments):
+    left, right = arguments["window_size"]
+    return {"window_size": (left + by, right)}
+
+
+def plant(flash, name, change, monkeypatch):
+    """Replace some arguments of a function of the package. change: takes the named arguments, returns those to replace."""
+    function = getattr(flash, name)
+    monkeypatch.setattr(flash, name, lambda *args, **named: function(*args, **named | change(named)))
+
+
+DECODE, CHUNKS = "flash_attn_with_kvcache", "flash_attn_varlen_func"
+ARGUMENT_FAULTS = {  # function, changed arguments, and the package's reason if it is the package that notices
+    "a table in int64 (decode)": (DECODE, lambda a: {"block_table": a["block_table"].long()}, "block_table must have dtype"),
+    "a table in int64 (chunks)": (CHUNKS, lambda a: {"block_table": a["block_table"].long()}, "block_table must have dtype"),
+    "a transposed table": (CHUNKS, lambda a: {"block_table": a["block_table"].T.contiguous().T}, "contiguous last dimension"),
+    "lengths in int64": (DECODE, lambda a: {"cache_seqlens": a["cache_seqlens"].long()}, "seqlens_k must have dtype int32"),
+    "starts in int64": (CHUNKS, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, "must have dtype int32"),
+    "keys of one sequence fewer": (CHUNKS, lambda a: {"cu_seqlens_k": a["cu_seqlens_k"][1:]}, "cu_seqlens_k"),
+    "tables of all sequences": (CHUNKS, lambda a: {"block_table": torch.cat([a["block_table"]] * 2)}, "block_table"),
+    "another sequence's table (decode)": (DECODE, lambda a: {"block_table": a["block_table"].flip(0)}, None),
+    "another sequence's table (chunks)": (CHUNKS, lambda a: {"block_table": a["block_table"].flip(0)}, None),
+    "lengths before the step": (DECODE, lambda a: {"cache_seqlens": a["cache_seqlens"] - 1}, None),
+    "keys of queries' lengths": (CHUNKS, lambda a: {"cu_seqlens_k": a["cu_seqlens_q"]}, None),
+    "no causal": (CHUNKS, lambda a: {"causal": False, "window_size": (a["window_size"][0], -1)}, None),
+    "a longer window (decode)": (DECODE, lambda a: with_window(1, a), None),
+    "a longer window (chunks)": (CHUNKS, lambda a: with_window(1, a), None),
+    "a shorter window (decode)": (DECODE, lambda a: with_window(-1, a), None),
+    "a shorter window (chunks)": (CHUNKS, lambda a: with_window(-1, a), None),
+    "no window": (CHUNKS, lambda a: {"window_size": (-1, -1)}, None),
+}
+
+
+@pytest.mark.parametrize("fault", ARGUMENT_FAULTS)
+def test_a_planted_fault_in_an_argument_is_refused_or_noticed(flash, fault, monkeypatch):
+    name, change, reason = ARGUMENT_FAULTS[fault]
+    plant(flash, name, change, monkeypatch)
+    if reason is None:
+        assert error_of(flash, MIXED, window=20) > 0.05
+    else:
+        with pytest.raises((AssertionError, RuntimeError), match=reason):
+            error_of(flash, MIXED, window=20)
+
+
+UNCHECKED = {  # what the package does not check, so that its kernels would read or leave out other memory
+    "starts of the whole step": (CHUNKS, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"] + 2}, "cu_seqlens_q must cover"),
+    "too few queries": (CHUNKS, lambda a: {"max_seqlen_q": a["max_seqlen_q"] - 1}, "later queries"),
+    "too few keys": (CHUNKS, lambda a: {"max_seqlen_k": 256}, "later keys"),
+    "a table that is too narrow": (CHUNKS, lambda a: {"block_table": a["block_table"][:, :1]}, "the end of a row"),
+    "no window, so that freed blocks are read": (DECODE, lambda a: {"window_size": (-1, -1)}, "a block outside the cache"),
+}
+
+
+@pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
+@pytest.mark.parametrize("fault", UNCHECKED)
+def test_a_planted_fault_that_the_package_would_not_notice_is_refused_by_the_double(flash, fault, monkeypatch):
+    name, change, reason = UNCHECKED[fault]
+    plant(flash, name, change, monkeypatch)
+    with pytest.raises(AssertionError, match=reason):
+        error_of(flash, MIXED, window=20)
+
+
+@pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
+def test_rows_that_are_not_aligned_are_refused_by_the_double(flash):
+    q, pages = torch.zeros(3, 2, 12, dtype=torch.bfloat16)[:, :, 4:], torch.zeros(1, 256, 2, 8, dtype=torch.bfloat16)
+    lengths, table = torch.ones(3, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="multiples of 16 bytes"):
+        flash.flash_attn_with_kvcache(q[:, None], pages, pages, cache_seqlens=lengths, block_table=table)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == CPU, reason="needs a CUDA device and flash-attn")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window_size", [(-1, -1), (0, 0), (19, 0), (300, -1), (-1, 5), (40, 30)])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_double_equals_the_package(flash, causal, window_size, head_dim):
+    q, k, v = (torch.randn(*size, head_dim, device=DEVICE).half() for size in ((160, 4), (5, 256, 2), (5, 256, 2)))
+    table = torch.tensor([[4, 0], [2, 3]], dtype=torch.int32, device=DEVICE)
+    options = {"block_table": table, "causal": causal, "window_size": window_size}
+    ends = torch.tensor([[0, 60, 160], [0, 400, 700]], dtype=torch.int32, device=DEVICE)
+    options |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 100, "max_seqlen_k": 400}
+    expected = flash_attn_double.flash_attn_varlen_func(q, k, v, **options)
+    torch.testing.assert_close(flash.flash_attn_varlen_func(q, k, v, **options), expected, atol=0.003, rtol=0.003)
+    options = {"block_table": table, "causal": causal, "window_size": window_size, "cache_seqlens": ends[1].diff()}
+    expected = flash_attn_double.flash_attn_with_kvcache(q[:2, None], k, v, **options)
+    torch.testing.assert_close(flash.flash_attn_with_kvcache(q[:2, None], k, v, **options), expected, atol=0.003, rtol=0.003)
 
 
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 17), (3, 4)])
 @pytest.mark.slow
-def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned):
-    """The kernels mask scores by selection and values by weight 0, as the stand-ins do."""
-    assert error_of(backend, [(400, 1), (7, 1), (0, 30), (20, 9)], heads=(2, 2), poisoned=poisoned) < 0.02
+def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(flash, poisoned):
+    """The kernels mask scores by selection and values by weight 0, as the double does."""
+    assert error_of(flash, [(400, 1), (7, 1), (0, 30), (20, 9)], heads=(2, 2), poisoned=poisoned) < 0.02
+
+
+# ---- in an engine
+
+FAMILIES = {
+    "gpt2": {"n_head": 6},
+    "qwen3": {},
+    "mistral_window": {"sliding_window": 300},
+    "gemma3_window": {"sliding_window": 300},
+}
+
+
+TOLERANCE = 0.1 if DEVICE == CUDA else 0.005  # of log-probabilities. The double rounds as the reference does.
+
+
+def difference_in_an_engine(flash, family, tmp_path, monkeypatch):
+    """The largest difference between the log-probabilities of new tokens and those that the reference backend gives them.
+
+    There are chunks, mixed steps, decodes and prefix hits, and sequences that leave whole blocks before their windows.
+    """
+    sizes = {"n_positions" if family == "gpt2" else "max_position_embeddings": 2048}
+    path = tiny_models.save(family, tmp_path, **FAMILIES[family], **sizes)
+    monkeypatch.setattr(flash.FlashBackend, "unsupported_reason", lambda *model: None)  # also on a CPU
+    prompts = [[(31 * i) % tiny_models.VOCAB_SIZE for i in range(length)] for length in (1, 40, 300, 700, 1100)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=0)
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    settings = {"device": str(DEVICE), "dtype": "bfloat16", "block_size": 256, "chunk_size": 160, "kv_cache_memory": 2**24}
+    settings["enforce_eager"] = DEVICE == CPU  # a GPU replays decode steps
+    llm, reference = (LLM(path, attention_backend=name, **settings) for name in ("flash", "reference"))
+    first, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    assert [output.metrics.num_cached_tokens for output in again] == [0, 0, 256, 512, 1024]
+    tiny_models.assert_nothing_is_left(llm)
+    differences = []
+    for output in (*first, *again):
+        tokens, answer = output.prompt_token_ids, output.outputs[0]
+        tokens = [*tokens, *answer.token_ids]
+        scored = reference.generate([tokens], scoring, use_tqdm=False)[0].prompt_logprobs
+        entries = zip(answer.token_ids, answer.logprobs, scored[-len(answer.token_ids) :], strict=True)
+        differences += [abs(told[token].logprob - expected[token].logprob) for token, told, expected in entries]
+    return max(differences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_scores_its_tokens_as_the_reference_backend_does(flash, family, tmp_path, monkeypatch):
+    assert difference_in_an_engine(flash, family, tmp_path, monkeypatch) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [DECODE, CHUNKS])
+def test_that_comparison_notices_a_window_that_is_off_by_one(flash, function, tmp_path, monkeypatch):
+    plant(flash, function, lambda arguments: with_window(1, arguments), monkeypatch)
+    assert difference_in_an_engine(flash, "mistral_window", tmp_path, monkeypatch) > TOLERANCE
+
+
+def test_sinks_are_left_to_other_backends(flash, tmp_path, monkeypatch):
+    path = tiny_models.save("gpt_oss_window", tmp_path)
+    monkeypatch.setattr(flash.FlashBackend, "unsupported_reason", lambda *model: None)
+    with pytest.raises(UnsupportedError, match="'flash' cannot be used: it does not support attention sinks"):
+        LLM(path, attention_backend="flash", kv_cache_memory=2**24)
 
 
 # ---- selection
@@ -136,7 +250,7 @@ def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the
     assert "attention_backend: not triton, because" in caplog.text
 
 
-def test_flash_gives_the_reason_where_it_is_not_supported(backend, a_gpu, monkeypatch):
+def test_flash_gives_the_reason_where_it_is_not_supported(flash, a_gpu, monkeypatch):
     def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128):
         return base.find_backend("flash", device, dtype, head_dim, None)[1]
 
@@ -149,6 +263,6 @@ def test_flash_gives_the_reason_where_it_is_not_supported(backend, a_gpu, monkey
     assert unsupported_reason() == "it requires an Ampere GPU or a newer one, not a GPU"
 
 
-def test_flash_requires_large_blocks(backend, a_gpu):
+def test_flash_requires_large_blocks(flash, a_gpu):
     for block_size, expected in ((None, None), (512, None), (16, "it requires a block_size in multiples of 256, not 16")):
         assert base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)[1] == expected

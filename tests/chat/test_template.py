@@ -92,6 +92,7 @@ def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tok
     assert apply_chat_template(tokenizer, MESSAGES) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
 def test_a_renderer_that_was_killed_costs_no_chat(tokenizer):
     expected = apply_chat_template(tokenizer, MESSAGES)

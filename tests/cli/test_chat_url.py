@@ -206,6 +206,7 @@ def test_a_server_without_models_or_usage(monkeypatch):
     assert server.headers[0]["Authorization"] == "Bearer from the environment"
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported():
     with fake_server.serving(stream(*chat_events("Hi", num_tokens=1))) as server:
         arguments = ["chat", "--url", server.url, "Hello", "--stats"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9]*.ipynb"))
 
 WORDS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 NUMBER_WORDS = {word: 13 + i for i, word in enumerate(WORDS)}

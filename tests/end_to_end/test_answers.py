@@ -299,6 +299,7 @@ def random_load(rng, num_tokens):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_loads_of_several_answers_give_what_each_gives_alone(qwen3_path, ids_llm, seed):
     """Few blocks, few places, small chunks, arrivals and aborts at any time. The loads are always the same."""
@@ -722,6 +723,7 @@ def oracle_generate(path, prompt, max_tokens, **arguments):
     return output.sequences[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_greedy_tokens_under_penalties_are_transformers(request, family):
     """All in one batch, where each row has its own."""
@@ -787,6 +789,7 @@ PENALTIES = [
 ]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_under_all_of_them_go_by_the_book(ids_llm, qwen3_path):
     prompt = random_prompt(9, seed=5)
     params = [asked(temperature=0.0, max_tokens=45, min_tokens=45, **BOOK, **given) for given in ({}, *PENALTIES)]
@@ -1005,6 +1008,7 @@ def each_alone(loaded_ids):
     return [[answer.token_ids for answer in answers(loaded_ids, prompt, asked(**given))] for prompt, given in asked_for]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("prompts in chunks", "one at a time", "few blocks")])
 def test_the_same_seed_gives_the_same_tokens_with_every_parameter_on(qwen3_path, each_alone, way):
     """Alone, among others, streamed, and run in every way. Rounding may move a draw: see above."""

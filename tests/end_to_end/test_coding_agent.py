@@ -52,6 +52,7 @@ def test_it_is_under_150_lines():
     assert len(AGENT.read_text(encoding="utf-8").splitlines()) < 150
 
 
+@pytest.mark.slow
 def test_a_bug_is_found_mended_and_tried(folder):
     run = f'"{sys.executable}" add.py'
     script = [

@@ -40,14 +40,15 @@ def greedy(path, max_tokens=64, **options):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [((2, 1), 64), ((2, 7), 64), ((1, 8), 128), ((4, 1), 80)])
-def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim):
+@pytest.mark.parametrize("window", [None, 300])
+def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim, window):
     _, reason = find_backend(backend, torch.device("cuda"), dtype, head_dim, 256)
     if reason:
         pytest.skip(reason)
     num_kv_heads, group = heads
     error = compare(
         backend, RAGGED, block_size=256, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, dtype=dtype, device="cuda",
-        packed=True,
+        packed=True, window=window,
     )  # fmt: skip
     assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
 
@@ -66,7 +67,7 @@ def test_greedy_tokens_equal_transformers_in_fp32(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
+def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     ids = torch.tensor(PROMPTS[-1], device="cuda")
 
@@ -75,12 +76,13 @@ def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
         with torch.inference_mode():
             return model(ids[None]).logits[0].float()
 
-    model = loader.load_model(Checkpoint.open(str(path)), "bfloat16", "cuda")
+    dtype = torch.bfloat16 if loader.gpu_has_bf16(torch.device("cuda")) else torch.float16
+    model = loader.load_model(Checkpoint.open(str(path)), str(dtype).removeprefix("torch."), "cuda")
     model = compile_model(model).model
     with torch.inference_mode():
         here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
     truth = there(torch.float32)
-    assert (here - truth).abs().mean() < 1.25 * (there(torch.bfloat16) - truth).abs().mean()
+    assert (here - truth).abs().mean() < 1.25 * (there(dtype) - truth).abs().mean()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

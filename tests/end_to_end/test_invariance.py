@@ -72,6 +72,7 @@ def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype):
     assert_same_bits_in_batches_of((2, 3, 17, 64), path, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2_n_inner", "qwen3"])
 def test_several_threads_give_the_same_bits_in_any_batch_too(family, tmp_path):
     before = torch.get_num_threads()
@@ -82,6 +83,7 @@ def test_several_threads_give_the_same_bits_in_any_batch_too(family, tmp_path):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen2_moe", "gemma3_window", "qwen3_5"])
 def test_the_number_of_threads_may_change_between_steps_and_every_step_gives_the_same_bits(family, tmp_path):
     path, before = tiny_models.save(family, tmp_path), torch.get_num_threads()
@@ -108,6 +110,7 @@ def test_the_number_of_threads_may_change_between_steps_and_every_step_gives_the
     assert changing == expected
 
 
+@pytest.mark.slow
 def test_experts_give_the_same_bits_in_any_batch_too(tmp_path):
     """How many tokens choose an expert depends on the other prompts."""
     assert_same_bits_in_batches_of((9,), tiny_models.save("qwen2_moe", tmp_path), "float32")
@@ -241,6 +244,7 @@ def test_random_requests_with_adapters_have_the_tokens_of_the_merged_models(caps
     assert random_run.MERGED in told
 
 
+@pytest.mark.slow
 def test_random_requests_find_a_prefix_that_is_not_the_same(monkeypatch, capsys):
     """The twin: a hit for any tokens at these positions."""
     in_blocks = PrefixIndex.in_blocks

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -21,13 +22,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nanoinfer
+from benchmarks import gpu
 from nanoinfer.attention.base import BACKENDS
 from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -42,14 +45,37 @@ LESS = {
         "STRIDE = 32": "STRIDE = 128",
         "for _ in range(3):  # all lengths": "for _ in range(1):  # all lengths",
     },
-    "04_prefill_and_decode": {"for seed in range(2):": "for seed in range(1):", "num_decodes=8": "num_decodes=2"},
-    "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 10"},
-    "09_why_the_same_prompt_can_give_other_bits": {"for _ in range(3):": "for _ in range(1):"},
-    "11_fast_top_k_and_top_p": {"repeats=2": "repeats=1", "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)"},
+    "04_prefill_and_decode": {
+        "for seed in range(2):": "for seed in range(1):",
+        "num_decodes=8": "num_decodes=2",
+        '"n_layer": 6': '"n_layer": 2',
+        "for _ in range(5):": "for _ in range(1):",
+    },
+    "06_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
+    "09_why_the_same_prompt_can_give_other_bits": {
+        "for _ in range(3):": "for _ in range(1):",
+        "time_prompts((64, 256, 500))": "time_prompts((64,))",
+        "time_prompts((500, 1000), model=folder)": "time_prompts((64,), model=folder)",
+    },
+    "11_fast_top_k_and_top_p": {
+        "repeats=2": "repeats=1",
+        "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)",
+        "torch.randn(200, 50_257": "torch.randn(20, 50_257",
+        "((1_000, 2048), (50_257, 32))": "((1_000, 256), (50_257, 8))",
+    },
     "12a_write_your_own_model": {"0.7, num=12)": "0.7, num=4)", "for window in (10**9, 32):": "for window in (32,):"},
+    "12b_write_your_own_stage": {"num=16": "num=4"},
+    "12c_write_your_own_scheduler": {
+        "for AtRandom.seed in range(12):": "for AtRandom.seed in range(4):",
+        "assert len(orders) == 12": "assert len(orders) == 4",
+    },
     "13_speculative_decoding": {"prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)"},
+    "15_serving": {"NUM_REQUESTS = 40": "NUM_REQUESTS = 10"},
     "16_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
-    "19_reinforcement_learning_with_an_engine": {"SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100"},
+    "19_reinforcement_learning_with_an_engine": {
+        'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
+        "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
+    },
 }
 
 
@@ -114,6 +140,21 @@ def test_what_the_cells_import_comes_with_the_extra():
     roots = {module.partition(".")[0] for module in modules} - {"nanoinfer", "drawing", "grpo", *sys.stdlib_module_names}
     assert {"torch", "matplotlib"} <= roots
     assert not distributions_of(roots) - requirements_of("notebooks")
+
+
+def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
+    """It runs on a GPU alone, so it has no outputs here."""
+    notebook = read(FOLDER / "gpu.ipynb")
+    nbformat.validate(notebook)
+    assert [cell.outputs for cell in code_of(notebook)] == [[], []]
+    install, run = (cell.source for cell in code_of(notebook))
+    assert run == "!make gpu PYTHON=python"
+    tests = [path.removesuffix(".py").replace("/", ".") for path in gpu.TESTS]
+    code = f"import sys, benchmarks.report, tests.conftest, {', '.join(tests)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    used = distributions_of(done.stdout.split()) & requirements_of("test") - requirements_of()
+    used -= {"beartype", "httpx2", "triton"}  # optional, of huggingface_hub, of torch's CUDA build
+    assert used == {"pytest", "hypothesis"} == set(install.rpartition("-e . ")[2].split())
 
 
 def test_a_notebook_runs_in_jupyters_kernel(tmp_path):

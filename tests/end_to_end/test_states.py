@@ -119,6 +119,7 @@ def path(tmp_path_factory):
 REPEATED = [PROMPTS[2][:10] * 4, PROMPTS[3][:7] * 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_drafts_change_no_token(path, eager):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=NUM_TOKENS, detokenize=False)
@@ -182,12 +183,14 @@ def test_alone_together_after_a_hit_and_with_drafts_the_bits_are_the_same(path, 
     assert log_probabilities(tight, PROMPTS) == alone
 
 
+@pytest.mark.slow
 def test_without_batch_invariant_the_batch_still_changes_no_bit(path):
     llm = LLM(path, enable_prefix_caching=False, **SETTINGS)
     alone = [log_probabilities(llm, [prompt])[0] for prompt in PROMPTS]
     assert log_probabilities(llm, PROMPTS) == alone
 
 
+@pytest.mark.slow
 def test_with_plain_layers_the_bits_do_depend_on_a_hit(path):
     """The twin: what the tests above compare can differ."""
     llm = LLM(path, enforce_eager=True, **SETTINGS)

@@ -19,9 +19,9 @@ _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" e
 _CONTEXT.set_forkserver_preload(["torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"])
 
 
-def run_script(path, *, cwd, environment=None):
-    """Run a script. A warning is an error. Returns: returncode, stdout, stderr."""
-    return _run(_script, path, cwd, environment or {})
+def run_script(path, *arguments, cwd, environment=None):
+    """Run a script with these arguments. A warning is an error. Returns: returncode, stdout, stderr."""
+    return _run(_script, [str(path), *arguments], cwd, environment or {})
 
 
 def run_cells(sources, *, cwd, environment=None):
@@ -68,11 +68,11 @@ def _child(function, what, cwd, environment, files, path):
         sys.exit(1)
 
 
-def _script(path):
+def _script(command):
     warnings.simplefilter("error")
-    sys.argv = [str(path)]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(str(path), run_name="__main__")
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _call(what):

@@ -63,9 +63,11 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 
 def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
-    poisoned=None, in_int8=False, window=None, has_sinks=False,
+    poisoned=None, in_int8=False, window=None, has_sinks=False, tolerance=None,
 ):  # fmt: skip
     """The largest difference from attention in float64. backend: a name, or KernelBackend.
+
+    tolerance: from what in_float64 takes, the difference of each element that counts as 1. None: 1.
 
     window, has_sinks: of the layer. Blocks before the window are -1, as if they had been freed.
     in_int8: the cache has 8 bits, and the definition is given the keys and values as they are rounded.
@@ -97,7 +99,7 @@ def compare(
     options = {} if window is None else {"window": window}
     if has_sinks:
         options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device, dtype)
-    keys, values, queries, expected = [], [], [], []
+    keys, values, queries, expected, tolerances = [], [], [], [], []
     for i, (old, new) in enumerate(lengths):
         k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
         q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
@@ -105,6 +107,7 @@ def compare(
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
         expected.append(in_float64(q, *(loaded(stored(x, torch.int8)) if in_int8 else x for x in (k, v)), **options))
+        tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
             metadata.block_tables[i, : max(old - window + 1, 0) // block_size] = -1
         if poisoned and poisoned[0] == i:
@@ -122,7 +125,7 @@ def compare(
     assert out.shape == q.shape
     assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business
     difference = torch.where(out.isnan() & torch.cat(expected).isnan(), 0.0, (out.double() - torch.cat(expected)).abs())
-    return difference.nan_to_num(nan=float("inf")).max().item()
+    return (difference / torch.cat(tolerances)).nan_to_num(nan=float("inf")).max().item()
 
 
 def check_poison_free_reuse(path, backend, **settings):

@@ -109,6 +109,21 @@ def test_the_dtype_is_the_one_that_was_chosen_or_the_checkpoints_if_the_cpu_is_f
     assert resolve_dtype(dtype, changed(dtype=own), CPU) == expected
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_gpu_before_ampere_runs_a_bf16_checkpoint_in_fp16_and_refuses_bf16(changed, monkeypatch, capability, expected):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert resolve_dtype("auto", changed(dtype="bfloat16"), cuda) == expected
+    assert resolve_dtype("auto", changed(dtype="float32"), cuda) == resolve_dtype("float", changed(), cuda) == torch.float32
+    assert resolve_dtype("auto", changed(dtype="float16"), cuda) == resolve_dtype("half", changed(), cuda) == torch.float16
+    if expected is torch.bfloat16:
+        assert resolve_dtype("bfloat16", changed(), cuda) == expected
+    else:
+        with pytest.raises(UnsupportedError, match=r"capability 8\.0 or higher, got Tesla T4; use dtype='float16'"):
+            resolve_dtype("bf16", changed(), cuda)
+
+
 def test_a_dtype_without_a_name_here_is_refused(changed):
     with pytest.raises(UnsupportedError, match="the checkpoint's dtype is 'float8_e4m3fn'; float64"):
         resolve_dtype("auto", changed(dtype="float8_e4m3fn"), CPU)

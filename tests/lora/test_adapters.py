@@ -99,6 +99,7 @@ def test_other_forms_of_the_base_weights_take_adapters_too(tmp_path, settings):
     assert near < 0.1 < 1 < far
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_a_request_has_the_same_bits_alone_and_among_others(qwen3):
     base, adapters = qwen3
@@ -129,6 +130,7 @@ def test_an_adapter_that_was_merged_and_one_of_the_request_add_up(qwen3, tmp_pat
 # ---- residency
 
 
+@pytest.mark.slow
 def test_no_step_has_more_adapters_than_max_loras_and_all_requests_end(qwen3):
     base, adapters = qwen3
     llm = LLM(base, **ADAPTED | {"max_loras": 1})
@@ -253,6 +255,7 @@ def test_preempted_requests_keep_their_adapters(qwen3):
 # ---- with everything else
 
 
+@pytest.mark.slow
 def test_several_answers_drafts_and_forms_work_with_adapters(qwen3):
     base, adapters = qwen3
     requests = [adapters[0], None, adapters[1], adapters[2]]
@@ -285,6 +288,7 @@ def test_streams_and_chats_with_a_grammar_have_adapters(tmp_path):
     assert texts[0] == texts[1] in ("a fox", "a duck")
 
 
+@pytest.mark.slow
 def test_new_base_weights_keep_the_adapters(qwen3, tmp_path):
     base, adapters = qwen3
     other = tiny_models.save("qwen3", tmp_path / "other", seed=7)
@@ -294,6 +298,7 @@ def test_new_base_weights_keep_the_adapters(qwen3, tmp_path):
     assert tokens(llm, lora_request=adapters[0]) == merged_tokens(other, [adapters[0]] * 8)
 
 
+@pytest.mark.slow
 def test_coroutines_use_and_drop_adapters_at_once(qwen3):
     base, adapters = qwen3
 

@@ -143,6 +143,7 @@ def test_a_body_of_another_type_is_refused(server):
         assert_refused(response, 415, "Content-Type: application/json")
 
 
+@pytest.mark.slow
 def test_a_key_is_needed_for_every_post_and_v1(guarded):
     body = {"prompt": "x", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first key"}, {"Authorization": "Bearer"}):
@@ -217,6 +218,7 @@ def test_plain_endpoints(server):
     assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
 
 
+@pytest.mark.slow
 def test_a_small_request_does_not_wait_for_a_large_one(server, monkeypatch):
     may_go_on = threading.Event()
     monkeypatch.setattr(limits, "json_size", lambda body: (int(not may_go_on.wait()), 0))  # of large bodies only

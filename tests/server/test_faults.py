@@ -92,6 +92,7 @@ def reset_at_random_points(server, num, seed=0):
     server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_connections_that_are_reset_leave_nothing(server):
     reset_at_random_points(server, 100)
 
@@ -128,6 +129,7 @@ def test_a_response_that_is_never_started_closes_its_streams(server):
     assert answers.streams[0].is_closed
 
 
+@pytest.mark.slow
 def test_slow_readers_delay_nobody_and_cost_little(server):
     logprobs = {"logprobs": 20, "n": 8, "stream": True}  # large events fill the socket's buffers
     slow = [server.open_stream(LONG | logprobs | {"max_tokens": 100, "seed": i}) for i in range(2)]
@@ -145,6 +147,7 @@ def test_slow_readers_delay_nobody_and_cost_little(server):
     server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_overload_is_429_and_every_other_answer_is_right(small, llm):
     bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 10, "seed": i, "stream": i % 3 == 0} for i in range(80)]
     with limited_steps(small.async_llm.engine, 0) as steps:  # nothing ends before one was refused
@@ -208,6 +211,7 @@ def serving_failing():
     return http_server.serving(lambda: AsyncLLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0))
 
 
+@pytest.mark.slow
 def test_a_stage_that_raises_ends_its_request_alone():
     with serving_failing() as server:
         whole = server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
@@ -225,6 +229,7 @@ def test_a_stage_that_raises_ends_its_request_alone():
         assert server.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_dead_engine_answers_503():
     with serving_failing() as server:
         for _ in range(3):

@@ -86,6 +86,7 @@ def test_typos_are_corrected_and_at_most_ten_are_listed(server):
     assert "did you mean include_usage?" in server.post(CHAT, nested).json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_unknown_fields_can_be_ignored(server, plain):
     with http_server.serving(ignore_unknown_fields=True) as ignoring:
         fields = {"temperture": 0, "verbosity": "low", "stream_options": {"x": 1}, "stream": False}

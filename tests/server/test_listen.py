@@ -62,6 +62,7 @@ def test_a_host_header_has_an_address_or_a_name_of_the_server(header, further, e
     assert is_allowed(header, host_names("served.example", further)) == expected
 
 
+@pytest.mark.slow
 def test_another_host_gets_403_on_every_path(monkeypatch):
     with http_server.serving(lambda: AsyncLLM("tiny-qwen3", seed=0), allowed_hosts=("localhost",)) as server:
         for host, status in (("evil.example", 403), (f"localhost:{server.port}", 200)):

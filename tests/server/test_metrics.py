@@ -68,6 +68,7 @@ def test_each_delivery_after_the_first_token_is_a_gap_between_tokens(server):
     assert 0 < read(server)[name] - before <= 4
 
 
+@pytest.mark.slow
 def test_speculation_is_counted():
     def load():
         return AsyncLLM("tiny-qwen3", speculative_config={"method": "ngram", "adaptive": False}, seed=0)
@@ -80,6 +81,7 @@ def test_speculation_is_counted():
     assert 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny-qwen3",position="0"}' in text
 
 
+@pytest.mark.slow
 def test_gauges_show_what_runs_and_waits():
     with http_server.serving(lambda: AsyncLLM("tiny-qwen3", max_num_seqs=2, seed=0)) as server:
         body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}

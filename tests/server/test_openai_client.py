@@ -157,6 +157,7 @@ def test_echo_has_the_log_probabilities_of_the_prompt(lenient_client, llm, as_id
         assert all(token in top for token, top in zip(tokens[1:], tops[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_prefixes_are_shared_only_with_requests_of_the_same_salt(server, client):
     text = "A prompt that no other test has sent to this server. " * 8
     bodies = {

@@ -116,6 +116,7 @@ def test_a_wrong_model_is_not_found_and_a_paused_engine_answers_503(embedder):
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
 
 
+@pytest.mark.slow
 def test_score_has_vllms_fields(reranker, scores):
     for body in ({"queries": QUERY, "documents": DOCUMENTS}, {"text_1": [QUERY] * 4, "text_2": DOCUMENTS, "priority": -1}):
         for path in ("/v1/score", "/score"):

@@ -59,6 +59,7 @@ def names(server):
     return {card["id"]: card.get("parent") for card in server.get("/v1/models").json()["data"]}
 
 
+@pytest.mark.slow
 def test_the_model_of_a_request_chooses_its_adapter(server, texts):
     for name in ("tiny-qwen3", "first", "alias", "first"):
         response = answer(server, name).json()
@@ -89,6 +90,7 @@ def test_every_api_takes_the_name_of_an_adapter(server):
         assert text_of(plain) != text_of(adapted)
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_and_dropped_while_the_server_runs(server, folders, texts):
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     second = {"lora_name": "second", "lora_path": str(folders / "second")}
@@ -134,6 +136,7 @@ def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forg
     assert answer(server, "gone").json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.slow
 def test_adapters_are_read_before_the_first_request(folders, texts):
     shutil.copytree(folders / "first", folders / "early")
     modules = [f"early={folders / 'early'}"]
@@ -142,6 +145,7 @@ def test_adapters_are_read_before_the_first_request(folders, texts):
         assert answer(running, "early").json()["choices"][0]["text"] == texts["first"]
 
 
+@pytest.mark.slow
 def test_without_the_option_there_are_no_such_endpoints(folders):
     with http_server.serving(lambda: AsyncLLM("tiny-qwen3", enable_lora=True, kv_cache_memory=2**22)) as running:
         body = {"lora_name": "first", "lora_path": str(folders / "first")}

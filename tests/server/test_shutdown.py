@@ -77,6 +77,7 @@ def test_running_requests_may_finish():
     assert '"finish_reason":"length"' in texts[0]
 
 
+@pytest.mark.slow
 def test_during_shutdown_new_requests_on_open_connections_get_503():
     with http_server.serving(shutdown_timeout=60) as server:
         server.async_llm._is_closing = True

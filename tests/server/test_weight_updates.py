@@ -43,6 +43,7 @@ def token_ids(server, body=BODY):
     return response.json()["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
     assert server.get("/get_world_size").json() == {"world_size": 1}
     before, long_answer = token_ids(server), []
@@ -70,6 +71,7 @@ def update_by_file(server, content, **headers):
     return httpx2.post(server.url + "/update_weights", content=content, headers=headers, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit_changes_nothing(server, folder):
     names = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
     trained = load_file(folder + "/model.safetensors")

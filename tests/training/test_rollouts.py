@@ -68,14 +68,14 @@ def addresses(llm):
     return [tensor.data_ptr() for tensor in weights.tensors()]
 
 
-def assert_ten_updates_take_no_memory(llm, first, second, wanted):
-    """Replace the weights of the first checkpoint ten times in a row, and compare the answers each time."""
+def assert_updates_take_no_memory(llm, first, second, wanted):
+    """Replace the weights of the first checkpoint four times in a row, and compare the answers each time."""
     before, num_bytes = addresses(llm), []
-    for i, path in enumerate([second, first] * 5):
+    for i, path in enumerate([second, first] * 2):
         assert llm.update_weights(tensors_of(path).items()) == i + 1
         assert answers(llm) == wanted[1 - i % 2]
         assert addresses(llm) == before
-        if i in (1, 9):
+        if i in (1, 3):
             gc.collect()
             num_bytes.append(sum(one.nbytes for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)))
     assert num_bytes[0] == num_bytes[1], "no tensor is kept"
@@ -96,14 +96,15 @@ def assert_ten_updates_take_no_memory(llm, first, second, wanted):
         ("gpt_oss_window", "bfloat16"),
     ],
 )
-def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
+def test_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
     first, second = checkpoints(family)
     wanted = [fresh_answers(path, dtype=dtype) for path in (first, second)]
     assert wanted[0] != wanted[1]
     with load(first, dtype=dtype) as llm:
-        assert_ten_updates_take_no_memory(llm, first, second, wanted)
+        assert_updates_take_no_memory(llm, first, second, wanted)
 
 
+@pytest.mark.slow
 def test_the_parameters_of_transformers_own_mixture_are_taken(checkpoints):
     """Which has all experts of a layer in one tensor."""
     first, second = checkpoints("qwen3_moe")
@@ -112,6 +113,7 @@ def test_the_parameters_of_transformers_own_mixture_are_taken(checkpoints):
         assert answers(llm) == fresh_answers(second)
 
 
+@pytest.mark.slow
 def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_weights_are_given(
     checkpoints, qwen3, monkeypatch
 ):
@@ -137,6 +139,7 @@ def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_we
     assert answers(qwen3) == fresh_answers(second)
 
 
+@pytest.mark.slow
 def test_tensors_without_numbers_and_names_on_the_hub_are_refused(checkpoints, qwen3):
     pairs = {name: tensor.to("meta") for name, tensor in tensors_of(checkpoints("qwen3")[1]).items()}
     with pytest.raises(WeightsError, match="is on the meta device and has no numbers"):
@@ -146,6 +149,7 @@ def test_tensors_without_numbers_and_names_on_the_hub_are_refused(checkpoints, q
     assert answers(qwen3) == fresh_answers(checkpoints("qwen3")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("names", [["model.layers.1.self_attn.k_proj.weight"], ["layers.0.mlp.up_proj.weight", "norm.weight"]])
 def test_some_weights_alone_are_replaced(checkpoints, tmp_path, qwen3, names):
@@ -165,6 +169,7 @@ def test_a_module_of_transformers_in_another_dtype_updates_the_textbook_model(ch
         assert answers(llm) == fresh_answers(second, enforce_eager=True)
 
 
+@pytest.mark.slow
 def test_a_folder_updates_all_weights_and_outputs_say_which_version_answered(checkpoints, qwen3):
     assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 0
     assert qwen3.update_weights_from_path(str(checkpoints("qwen3")[1])) == 1
@@ -183,7 +188,7 @@ def test_both_ranks_get_their_parts(checkpoints, family):
     with forked.ranks(), load(first, **settings) as llm:
         wanted = [answers(llm), fresh_answers(second, **settings)]
         assert wanted[0] != wanted[1]
-        assert_ten_updates_take_no_memory(llm, first, second, wanted)
+        assert_updates_take_no_memory(llm, first, second, wanted)
         llm.update_weights_from_path(str(second))
         assert answers(llm) == wanted[1]
         llm.sleep(2)
@@ -296,6 +301,7 @@ def test_sleep_gives_memory_back_and_the_answers_after_it_are_the_same(tmp_path)
         assert answers(llm) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
 def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
@@ -379,6 +385,7 @@ def test_log_probabilities_are_those_of_transformers_and_reach_the_last_position
     assert torch.allclose(torch.tensor(found[0]), wanted, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_texts_that_are_read_leave_nothing_in_the_prefix_cache_and_take_nothing_from_it(checkpoints):
     for family in ("qwen3", "qwen3_5", "qwen3_window"):
         with load(checkpoints(family)[0]) as llm:
@@ -389,6 +396,7 @@ def test_texts_that_are_read_leave_nothing_in_the_prefix_cache_and_take_nothing_
             assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].num_cached_tokens == 16
 
 
+@pytest.mark.slow
 def test_too_many_tokens_are_refused_and_open_streams_advance_when_blocks_are_few(checkpoints, qwen3):
     with pytest.raises(InvalidValueError, match=r"prompt 1: .* maximum context length is 512 tokens.* has 513 tokens"):
         qwen3.compute_logprobs([[1], [1] * 513])

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
+from nanoinfer.fast.cuda.linear_kernel import few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm
@@ -37,6 +38,17 @@ class KernelRotation(nn.Module):
         return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
 
 
+class KernelLinear(nn.Module):
+    """Computes a linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
+        return few_rows_linear(x, self.linear.weight, self.linear.bias) if supports(x) else self.linear(x)
+
+
 class GatedLinear(nn.Module):
     """Computes silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: both layers in one."""
 
@@ -45,6 +57,8 @@ class GatedLinear(nn.Module):
         self.gate_up = gate_up
 
     def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
+        if supports(x):
+            return few_rows_linear(x, self.gate_up.weight, self.gate_up.bias, gated=True)
         return silu_and_mul(self.gate_up(x))
 
 
@@ -58,6 +72,8 @@ class AddedLinear(nn.Module):
     def forward(
         self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
     ) -> Float[Tensor, "num_tokens out"]:
+        if supports(x):
+            return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
         add = torch.Tensor.addmm_ if self.in_place else torch.addmm
         return add(residual, x, self.linear.weight.t())
 
@@ -91,7 +107,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Modul
         return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
         return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
-    return module.merged() if len(module.linears) > 1 and not node.kwargs else None
+    return KernelLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:

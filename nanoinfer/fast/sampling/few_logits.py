@@ -13,8 +13,8 @@ number's weight does not depend on its place.
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU, reading a value is expensive, and reading all logits is cheap, so the threshold is found by bisection, as on a CPU
-without kernels.
+On a GPU, reading a value is expensive, and reading all logits is cheap: rows are computed in each of these ways, and a kernel
+computes the undecided ones (cuda/draw_kernel.py).
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
             (tuple(row for row in groups.other_rows if row not in with_min_p), _sample_other),
         )
     else:
-        routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_by_threshold),)
+        routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_without_reading),)
     for row_numbers, route in routes:
         if len(row_numbers) == len(logits):  # the usual step: all rows need the same
             return route(logits, batch)
@@ -90,7 +90,7 @@ def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
 
     The id of a row whose largest logit is not finite is -1.
     """
-    argmax, (drawn, largest) = first_largest(logits)[0], _sample_by_threshold(logits, batch)
+    argmax, (drawn, largest) = first_largest(logits)[0], _sample_without_reading(logits, batch)
     token_ids = drawn if batch.columns.greedy is None else torch.where(batch.columns.greedy, argmax, drawn)
     return torch.where(largest.isfinite(), token_ids, -1)
 
@@ -159,14 +159,32 @@ def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return token_ids, largest
 
 
-def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Draw any row on a GPU, without a sort and without a value that the host must read."""
-    logits = logits.float()
-    kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
-    weights = integer_weights(kept)
-    if batch.columns.top_p is not None:
-        weights = weights.masked_fill(_beyond(kept, weights, batch.columns.top_p), 0)
-    return _draw_from_blocks(weights, batch.u), logits.amax(dim=-1)
+def _sample_without_reading(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Draw any row on a GPU, without a value that the host must read."""
+    logits, columns = logits.float(), batch.columns
+    scaled = stages.keep_min_p(stages.apply_temperature(logits, batch), batch)
+    weights = integer_weights(scaled)
+    token_ids, largest = _draw_from_blocks(weights, batch.u), logits.amax(dim=-1)
+    if columns.top_k is None and columns.top_p is None:
+        return token_ids, largest
+    num_columns = min(max(columns.max_top_k + TIE_MARGIN, NUM_TRIED), logits.shape[-1])
+    candidates, ids = (x.unsqueeze(1) for x in largest_columns(logits, num_columns))
+    is_undecided = torch.zeros_like(largest, dtype=torch.bool)
+    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(batch.u)
+    if columns.top_p is not None:
+        top_p, by_top_p = columns.top_p, columns.top_p < 1.0
+        drawn, unsure = decide_top_p(candidates, ids, weights.sum(dim=-1), batch)
+        token_ids, is_undecided = torch.where(by_top_p, drawn, token_ids), by_top_p & unsure
+    if columns.top_k is not None:
+        by_top_k = columns.top_k < logits.shape[-1]
+        drawn, unsure = decide_few(candidates, ids, batch)
+        token_ids, is_undecided = torch.where(by_top_k, drawn, token_ids), torch.where(by_top_k, unsure, is_undecided)
+        smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, logits.shape[-1])
+    if num_columns < logits.shape[-1]:
+        from nanoinfer.fast.cuda.draw_kernel import draw_undecided  # needs Triton
+
+        draw_undecided(scaled, weights, smallest, top_p, batch.u, is_undecided, token_ids)
+    return token_ids, largest
 
 
 def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
@@ -182,28 +200,6 @@ def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
     before = (cumulative - sums).gather(-1, block)
     inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
     return (block * BLOCK + torch.searchsorted(inside, threshold - before, right=True)).squeeze(-1)
-
-
-def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
-    """Return what stages.drop_beyond drops. Bisection finds the largest logit that, with those above, weighs top_p of all.
-
-    The bits of floats, read as integers, have the floats' order once those of negative floats are flipped. 32 halvings find it.
-    """
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
-    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    enough = top_p * weights.sum(dim=-1)  # float64
-    low = torch.full_like(enough, -(2**31), dtype=torch.int64)
-    high = torch.full_like(enough, 2**31 - 1, dtype=torch.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        is_enough = (weights * (keys >= middle.unsqueeze(-1))).sum(dim=-1) >= enough
-        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
-    threshold = low.unsqueeze(-1)
-    above = (weights * (keys > threshold)).sum(dim=-1, keepdim=True)
-    ties = keys == threshold  # ties enter by rising id
-    before = above + (ties.cumsum(dim=-1) - 1) * (weights * ties).amax(dim=-1, keepdim=True)
-    dropped = (keys < threshold) | (ties & (before >= enough.unsqueeze(-1)))
-    return dropped & (top_p < 1.0).unsqueeze(-1)
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.roofline import cache_bytes
+from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.lab.bench.roofline import CACHE_SHARE, cache_bytes
 from nanoinfer.lab.bench.timing import Figures, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
@@ -66,7 +67,8 @@ def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, 
 def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LLM:
     """Load a model whose KV cache has the size that the largest workload needs, unless kv_cache_memory is given.
 
-    A larger cache would be touched for the first time in the measured runs.
+    A larger cache would be touched for the first time in the measured runs. On a GPU without the memory for it, the cache gets
+    what is free, and requests wait.
 
     Args:
         engine: the arguments of LLM. dtype and device are required.
@@ -79,7 +81,9 @@ def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LL
     is_cache_given = engine.get("kv_cache_memory") is not None
     if not is_cache_given:
         config = loader.on_meta(opened)[0].config
-        engine["kv_cache_memory"] = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
+        largest = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
+        if device.type == "cpu" or largest <= memory_for_cache(device, None, CACHE_SHARE):
+            engine["kv_cache_memory"] = largest
     llm = LLM(checkpoint, seed=0, **engine)
     for workload in workloads:
         if (needed := max(workload.num_tokens)) > llm.engine.max_model_len:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.kv_cache import CacheSizes, LayerSizes
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.lab.bench.timing import RequestTiming
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
@@ -33,6 +34,7 @@ STEPS = {
     "cpu": ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)),
     "cuda": ((1, 1023), (1, 128), (16, 900), (64, 900), (256, 1000)),
 }
+CACHE_SHARE = 0.6  # of a GPU's memory. Weights, steps and READ_BYTES need the rest
 NUM_STEPS = 16  # the number of decode steps, of which the median counts
 
 
@@ -188,19 +190,26 @@ def least_s_of_run(
 
 
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
-    """Measure the machine, then prefill and decode steps of a model. engine: arguments of LLM, including dtype and device."""
+    """Measure the machine, then prefill and decode steps of a model, without those whose cache a GPU has no memory for.
+
+    engine: arguments of LLM, including dtype and device.
+    """
     recorder = Recorder()
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     model, dtype = loader.on_meta(opened)[0], loader.resolve_dtype(engine["dtype"], opened, device)
     # The cache is only as large as these steps need, because the first touch of more memory would be measured, too.
-    most_bytes = max(
-        cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]
-    )
+    needed = {
+        (n, length): cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n)
+        for n, length in STEPS[device.type]
+    }
+    if device.type == "cuda":
+        available = memory_for_cache(device, None, CACHE_SHARE)
+        needed = {step: num_bytes for step, num_bytes in needed.items() if num_bytes <= available}
     # Not async, so that a step's time covers only its own work.
-    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, async_scheduling=False, **engine)
+    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=max(needed.values()), async_scheduling=False, **engine)
     machine = measure_machine(device, dtype)
     phases = []
-    for i, (num_seqs, max_length) in enumerate(STEPS[device.type]):
+    for i, (num_seqs, max_length) in enumerate(needed):
         length = min(max_length, llm.engine.max_model_len - num_steps(num_seqs, max_length) - 2)
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
         if i == 0:

@@ -70,7 +70,9 @@ def test_a_row_of_integers_has_the_bits_that_other_instructions_give(size, bits,
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), pytest.param(32, 1, marks=pytest.mark.long), (128, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(64, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, 1), (128, 2)))]
+)
 def test_prompts_attend_in_tiles(head_dim, group, played, monkeypatch):
     load, given = native.load, []
     monkeypatch.setattr(native, "load", lambda *args, **structures: given.append(args) or load(*args, **structures))

@@ -3,11 +3,14 @@
 import datetime
 import json
 import re
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
+from benchmarks import compare, contexts, gpu, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
+from nanoinfer.lab.bench import workloads
 
 pytestmark = pytest.mark.slow
 
@@ -19,12 +22,87 @@ def test_a_report_is_a_dated_entry_in_markdown(small_roofline):
     result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("## tiny-gpt2 in float32 on ")
+    assert lines[0].startswith("### tiny-gpt2 in float32 on ")
     assert lines[0].endswith(str(datetime.date.today()))
     assert "| workload | nanoinfer | transformers | ratio |" in lines
     (row,) = [line for line in lines if line.startswith("| A |")]
     assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
     assert sum(line.startswith("| decode, ") for line in lines) == 4
+
+
+def test_a_workload_too_large_for_a_padded_batch_is_compared_with_the_roofline_alone(small_roofline, monkeypatch):
+    monkeypatch.setattr(report, "LARGEST_BATCH", 200)
+    monkeypatch.setitem(report.workloads.WORKLOADS, "F", workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30)))
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^\| ([AF])\b.* \|$", result.stdout, re.MULTILINE) == ["A", "F"]
+    (row,) = re.findall(r"^\| F, [\d,]+ tok/s \| ([\d.,]+) \| ([\d.,]+) \| (\d+)% \|$", result.stdout, re.MULTILINE)
+    least, measured, share = (float(number.replace(",", "")) for number in row)
+    assert 0 < least < measured
+    assert share == pytest.approx(100 * least / measured, abs=1)
+
+
+def test_a_part_of_make_gpu_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+    """The block has each group of tests, the doctor and the report, in any case."""
+    printed = {
+        "nvidia-smi": (True, "580.1"),
+        "git": (False, "not a git repository"),
+        gpu.TESTS[0]: (True, "1 skipped\n4 passed in 2.10s"),
+        gpu.TESTS[1]: (False, "FAILED tests/x.py::test_y - assert 1\n1 failed, 3 passed in 9.00s"),
+        gpu.TESTS[2]: (False, "Fatal Python error: Segmentation fault"),
+        "doctor": (True, "this machine"),
+        gpu.REPORT[0]: (False, "\n".join(f"line {i}" for i in range(50))),
+    }
+
+    def run(*command):
+        return next((printed[part] for part in command if part in printed), (True, "2 passed in 1.00s"))
+
+    monkeypatch.setattr(gpu, "PAGE", tmp_path / "BENCHMARKS.md")
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert gpu.main() == 1
+    block = gpu.PAGE.read_text()
+    assert block.strip() == capsys.readouterr().out.strip()
+    lines = block.splitlines()
+    assert lines[1] == f"## Tesla T4, {datetime.date.today()}"
+    assert sum(line.startswith("- ") for line in lines) == len(gpu.TESTS)
+    assert f"- `{gpu.TESTS[0]}`: 4 passed in 2.10s" in lines
+    assert f"- **failed** `{gpu.TESTS[1]}`: 1 failed, 3 passed in 9.00s" in lines
+    assert "  - FAILED tests/x.py::test_y - assert 1" in lines
+    assert f"- **failed** `{gpu.TESTS[2]}`: Fatal Python error: Segmentation fault" in lines
+    assert "`nanoinfer doctor`, driver 580.1, commit not a git repository:" in lines
+    assert "this machine" in lines
+    assert "`benchmarks.report` **failed**:" in lines
+    assert "line 49" in lines
+    assert "line 29" not in lines
+    printed |= dict.fromkeys(printed, (True, "1 passed in 1.00s"))
+    assert gpu.main() == 0
+    assert gpu.PAGE.read_text().count("## Tesla T4") == 2  # it is added to what is there
+    assert gpu.PAGE.read_text().count("**failed**") == 3
+
+
+def test_make_gpu_runs_files_that_exist_and_needs_a_device(monkeypatch):
+    assert [path for path in gpu.TESTS if not (gpu.PAGE.parent / path).is_file()] == []
+    assert gpu.PAGE.is_file()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        gpu.main()
+
+
+def test_a_program_of_make_gpu_that_fails_in_any_way_is_no_error(monkeypatch, capsys):
+    assert gpu.run(sys.executable, "-c", "print(1)") == (True, "1")
+    capsys.readouterr()
+    succeeded, output = gpu.run(sys.executable, "-c", "print(1); raise SystemExit('wrong')")
+    assert not succeeded
+    assert output.split() == ["1", "wrong"]
+    assert "wrong" in capsys.readouterr().err
+    assert gpu.run(sys.executable, "-c", "raise SystemExit(3)") == (False, "exit status 3")
+    succeeded, output = gpu.run("no-such-program")
+    assert not succeeded
+    assert "no-such-program" in output
+    monkeypatch.setattr(gpu, "LIMIT_S", 0.2)
+    assert gpu.run(sys.executable, "-c", "import time; time.sleep(60)") == (False, "stopped after 0.2 s")
 
 
 def test_a_prefill_is_shown_in_milliseconds():

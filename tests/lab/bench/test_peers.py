@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.compare import app
-from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
+from benchmarks.peers.process import ENGINES, Peer, PeerProcess, Requirements, parse_peers
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -44,11 +45,69 @@ class LLM:
         return [Record(outputs=[Record(token_ids=[0] * (one.max_tokens - missing))]) for one in params]
 """
 
+# what the engine uses of nano-vllm, and a GPU of which 30,000 bytes are taken
+NANO_VLLM_STUB = {
+    "nano_vllm-0.2.dist-info/METADATA": "Name: nano-vllm\nVersion: 0.2\n",
+    "nanovllm/config.py": """
+from types import SimpleNamespace as Record
+import torch
+
+class Config(Record):
+    hf_config = Record(dtype=torch.bfloat16, num_hidden_layers=2, num_key_value_heads=1, head_dim=2)
+
+    def __init__(self, model, **options):
+        super().__init__(**options)
+""",
+    "nanovllm/engine/model_runner.py": """
+import torch
+
+torch.cuda.mem_get_info = lambda: (70_000, 100_000)
+torch.cuda.memory_stats = lambda: {"allocated_bytes.all.peak": 9_000, "allocated_bytes.all.current": 4_000}
+
+class ModelRunner:
+    def __init__(self, config):
+        self.config = config
+        self.allocate_kv_cache()
+
+    def allocate_kv_cache(self):
+        free, total = torch.cuda.mem_get_info()
+        block_bytes = 2 * 2 * 256 * 1 * 2 * 2
+        num_blocks = int(total * self.config.gpu_memory_utilization - (total - free) - 9_000 + 4_000) // block_bytes
+        print(f"{num_blocks} blocks")
+""",
+    "nanovllm/engine/llm_engine.py": "",
+    "nanovllm/__init__.py": """
+from types import SimpleNamespace as Record
+from nanovllm.config import Config
+from nanovllm.engine import llm_engine
+from nanovllm.engine.model_runner import ModelRunner
+
+def SamplingParams(temperature, max_tokens, ignore_eos):
+    assert temperature > 0 and ignore_eos
+    return Record(max_tokens=max_tokens)
+
+class LLM:
+    def __init__(self, model, **options):
+        assert options["max_num_seqs"] % 16 == 0
+        ModelRunner(Config(model, **options))
+        self.tokenizer = llm_engine.AutoTokenizer.from_pretrained(model, use_fast=True)
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(type(token_id) is int for prompt in prompts for token_id in prompt)
+        tokens = [[self.tokenizer.eos_token_id] * one.max_tokens for one in params]
+        return [{"text": self.tokenizer.decode(token_ids), "token_ids": token_ids} for token_ids in tokens]
+""",
+}
+
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """A package of the name vllm, for this Python's subprocesses, and an empty cache."""
+    """Packages of the names vllm and nanovllm, for this Python's subprocesses, and an empty cache."""
     (tmp_path / "vllm.py").write_text(STUB)
+    for name, text in NANO_VLLM_STUB.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], modules=("nanovllm",)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
 
@@ -150,7 +209,7 @@ def test_the_ratios_to_several_engines(stub):
     [
         (
             "sglang",
-            r"engines must be some of transformers, openvino, vllm, llama\.cpp, with commas, got 'sglang'; write openvino=",
+            r"engines must be some of transformers, openvino, vllm, llama\.cpp, nano-vllm, with commas, got 'sglang'",
         ),
         ("vllm,vllm", "engines must name each engine once, got 'vllm' twice"),
         ("vllm=/no/python", "'/no/python' is not a Python that runs .*; write vllm=/environment/bin/python"),
@@ -161,7 +220,7 @@ def test_the_ratios_to_several_engines(stub):
     ],
 )
 def test_a_peer_that_cannot_run_is_refused_with_the_way_out(stub, monkeypatch, text, sentence):
-    monkeypatch.setitem(ENGINES, "llama.cpp", (("missing_module",), "pip install llama-cpp-python"))
+    monkeypatch.setitem(ENGINES, "llama.cpp", Requirements(("missing_module",), "pip install llama-cpp-python"))
     with pytest.raises(InvalidValueError, match=sentence):
         parse_peers(text)
 
@@ -176,8 +235,43 @@ def test_other_engines_take_all_requests_at_once():
     assert "other engines take all requests at once; leave out request_rate=2.0" in result.stderr
 
 
-def test_another_engine_refuses_float16(stub):
-    arguments = ("--model", "tiny-gpt2", "--dtype", "half", "--engines", f"vllm={sys.executable}")
-    result = CliRunner().invoke(app, arguments)
+@pytest.mark.parametrize(
+    ("engine", "dtype", "sentence"),
+    [
+        (
+            "vllm",
+            "half",
+            "vllm requires device=cpu and dtype bfloat16 or float32, got cpu and float16; leave it out of engines",
+        ),
+        (
+            "nano-vllm",
+            "bfloat16",
+            "nano-vllm requires device=cuda and dtype bfloat16 or float16, got cpu and bfloat16; leave it",
+        ),
+    ],
+)
+def test_an_engine_refuses_other_devices_and_dtypes(stub, engine, dtype, sentence):
+    result = CliRunner().invoke(app, ("--model", "tiny-gpt2", "--dtype", dtype, "--engines", f"{engine}={sys.executable}"))
     assert result.exit_code == 1
-    assert "requires device=cpu and dtype bfloat16 or float32, got cpu and float16" in result.stderr
+    assert sentence in result.stderr
+
+
+def test_all_engines_sample_as_nano_vllm_does(stub, monkeypatch):
+    monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], device="cpu"))  # as if this were a GPU
+    own = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "300", "--output-len", "2-4", "--top-k", "3")
+    result = CliRunner().invoke(app, [*own, "--dtype", "bfloat16", "--engines", "nano-vllm", "--json"])
+    assert result.exit_code == 0, result.output
+    assert "comparing with nano-vllm 0.2" in result.stderr
+    (found,) = json.loads(result.stdout)
+    assert found["workload"] == "yours, temperature 0.6"
+
+
+def test_nano_vllm_has_a_cache_of_the_given_size(stub, tmp_path):
+    start(dtype="bfloat16", engine="nano-vllm").close()
+    (log,) = tmp_path.rglob("nano-vllm.log")
+    assert log.read_text() == "1 blocks\n"  # of 256 tokens
+
+
+def test_nano_vllm_refuses_another_dtype_than_the_checkpoint_has(stub):
+    with pytest.raises(NanoinferError, match=r"computes in the checkpoint's dtype, torch.bfloat16, got dtype=float16"):
+        start(dtype="float16", engine="nano-vllm")

@@ -111,6 +111,7 @@ def test_every_weight_of_every_expert_is_exact_in_bfloat16_and_read_in_pieces(sa
             assert torch.equal(expert.up_proj.bias, fused.gate_up_proj_bias[number, 1::2].bfloat16())
 
 
+@pytest.mark.slow
 def test_an_update_from_a_folder_in_mxfp4_gives_the_tokens_of_a_fresh_engine(saved, tmp_path):
     path, params = saved[0], SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     settings = {"dtype": "float32", "kv_cache_memory": 2**22, "enforce_eager": True}

@@ -1,0 +1,48 @@
+"""Play kernels without a GPU.
+
+python -m tests.played_gpu --kernel decode      # what a warp does, by the lines of the kernel's source
+python -m tests.played_gpu --case "store bfloat16" "attention float16 64 window"      # each result is a line of JSON
+python -m tests.played_gpu --fault "decode: no wait for the keys"      # a planted fault, and what found it
+"""
+
+import argparse
+import json
+
+import torch
+
+from tests.played_gpu.plays import played_gpu  # isort: skip  # switches the interpreter off before triton is imported
+from tests.played_gpu import faults
+from tests.played_gpu.cases import CASES, DTYPES
+from tests.played_gpu.table import Table
+
+KERNELS = {
+    "store": "store", "rms_norm": "rms_norm", "silu_mul": "silu_mul", "rotate": "rotate",
+    "prefill": "attention", "decode": "attention", "merge": "attention",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=KERNELS)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--arch", type=int, choices=[75, 80], default=80)
+    parser.add_argument("--case", choices=CASES, nargs="+", default=[])
+    parser.add_argument("--fault", choices=faults.FAULTS, nargs="+", default=[])
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # tensors are tiny
+    for name in args.case:
+        with played_gpu(arch=args.arch) as launches:
+            share_of_tolerance = CASES[name]()
+        print(json.dumps({"case": name, "share_of_tolerance": share_of_tolerance, "num_launches": len(launches)}), flush=True)
+    for name in args.fault:
+        print(json.dumps({"fault": name, "found": faults.found(name)}), flush=True)
+    if args.kernel:
+        table = Table(f"_{args.kernel}_kernel")
+        case = f"{KERNELS[args.kernel]} {args.dtype}" + (" 64 plain" if KERNELS[args.kernel] == "attention" else "")
+        with played_gpu(observe=table.observe, arch=args.arch):
+            CASES[case]()
+        print(table)
+
+
+if __name__ == "__main__":
+    main()

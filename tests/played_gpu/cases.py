@@ -1,0 +1,157 @@
+"""The kernels of nanoinfer on tiny shapes, played and compared with plain fp64. Each case names its tolerance's formula.
+
+    u    the unit roundoff of the tensors' dtype: 2^-8 (bf16), 2^-11 (fp16), 2^-24 (fp32). u * |out| means at least u * the
+         smallest normal number, below which roundings are as large as at it
+    e    that of fp32, 2^-24
+    g(n) 4 * sqrt(n) * e: n roundings in any order. Their errors are independent, so they add up as sqrt(n) (Higham and Mary
+         2019, https://doi.org/10.1137/18M1226312). 4 standard deviations, because a step of a tensor core may truncate.
+
+A case returns its largest error as a share of the tolerance, which must be at most 1. Stored keys and values are exact.
+"""
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention import triton
+from nanoinfer.fast.cuda import fused_kernels
+from tests.helpers.paged_cases import compare, in_float64
+
+ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+_E = 2**-24
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
+OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
+EPS = 1e-6
+# (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
+LENGTHS = [(290, 1), (0, 1), (15, 1), (64, 1), (150, 70), (0, 20), (40, 33)]
+
+
+def _rounded(dtype: torch.dtype, out: Tensor) -> Tensor:
+    """u * |out|."""
+    return ROUNDOFF[dtype] * out.abs().clamp_min(torch.finfo(dtype).smallest_normal)
+
+
+def share(out: Tensor, expected: Tensor, tolerance: Tensor) -> float:
+    """The largest error, where 1 is the tolerance."""
+    return ((out.double() - expected).abs() / tolerance).nan_to_num(nan=float("inf")).max().item()
+
+
+def check_store(dtype: torch.dtype) -> float:
+    """Compare all pages, so that nothing is written elsewhere. Head 1 of token 3 is not finite, and is stored as NaN and 0."""
+    k, v = torch.randn(2, 6, 3, 80, generator=_generator()).to(dtype)
+    v[3, 1, 5] = float("inf")
+    pages = torch.full((2, 4, 16, 3, 80), 7, dtype=dtype)
+    slots = torch.tensor([5, 63, 0, 17, 16, 40])
+    expected = pages.clone().view(2, 64, 3, 80)
+    expected[0, slots], expected[1, slots] = k, v
+    expected[0, 17, 1], expected[1, 17, 1] = float("nan"), 0
+    triton.store(k, torch.cat((k, v), 1)[:, 3:], *pages, slots)  # v is a view, as a fused projection gives it
+    return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
+
+
+def check_rms_norm(dtype: torch.dtype) -> float:
+    """|out| * (u + 16 e): the sum of up to 2^16 squares as a tree (17 e / 2), 1 / sqrt (3 e), a division (2 e), 2 products."""
+    x, weight = torch.randn(5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
+    expected = _normed(x) * weight.double()
+    return share(fused_kernels.rms_norm(x, weight, EPS), expected, _rounded(dtype, expected) + 16 * _E * expected.abs())
+
+
+def check_silu_mul(dtype: torch.dtype) -> float:
+    """|out| * (u + (12 + |gate|) e): exp(gate) has the error of its argument, |gate| e, and 2 units in the last place."""
+    gate_up = torch.randn(3, 2 * 1500, generator=_generator()).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = gate * torch.sigmoid(gate) * up
+    return share(
+        fused_kernels.silu_and_mul(gate_up), expected, _rounded(dtype, expected) + (12 + gate.abs()) * _E * expected.abs()
+    )
+
+
+def check_rotate(dtype: torch.dtype) -> float:
+    """u * |out| + 18 e * (|first * cos| + |second * sin|): as rms_norm, a product and a sum more. With a norm and without."""
+    x, weight = torch.randn(4, 5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
+    angles = torch.randn(4, 1, 40, generator=_generator()).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    largest = 0.0
+    for scale in (None, weight):
+        first, second = (x[:, :3].double() if scale is None else _normed(x[:, :3]) * scale.double()).chunk(2, -1)
+        c, s = cos.double()[..., :40], sin.double()[..., :40]
+        expected = torch.cat((first * c - second * s, second * c + first * s), -1)
+        terms = torch.cat(((first * c).abs() + (second * s).abs(), (second * c).abs() + (first * s).abs()), -1)
+        out = fused_kernels.rotate(x[:, :3], cos, sin, scale, EPS)  # the first heads of rows, as a fused projection gives them
+        largest = max(largest, share(out, expected, _rounded(dtype, expected) + 18 * _E * terms))
+    return largest
+
+
+def check_far_rotate(dtype: torch.dtype) -> float:
+    """As check_rotate, with offsets beyond 2^31. The memory between the rows is not touched."""
+    x = torch.empty_strided((3, 1, 64), (2**30 + 64, 64, 1), dtype=dtype)
+    x.copy_(torch.randn(3, 1, 64, generator=_generator()))
+    turn = torch.ones(3, 1, 64, dtype=dtype)
+    first, second = x.double().chunk(2, -1)
+    expected = torch.cat((first - second, second + first), -1)
+    out = fused_kernels.rotate(x, turn, turn)
+    return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
+
+
+def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Sequence[tuple[int, int]] = LENGTHS) -> float:
+    """Play store, decode, merge and prefill in a step with scattered blocks, and compare within `_tolerance`.
+
+    lengths: the tokens in the cache and the new tokens of each sequence.
+    """
+    window, has_sinks = OPTIONS[option]
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):  # two splits, which have several tiles
+        return compare(
+            triton.TritonBackend(), lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            window=window, has_sinks=has_sinks, packed=True, tolerance=_tolerance,
+        )  # fmt: skip
+
+
+def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    """u * |o| + a * (w + 2 * (S * g(head_dim + 2) + 2 R e + 4 e) + g(n + 4)), for each element of the output o.
+
+    a    the sum of the n weights times |v|
+    w    u, as weights are rounded to the dtype before they are multiplied by v. 0 in fp32
+    S    the largest sum of |q * k| / sqrt(head_dim) of the query. A score's error is S * g(head_dim + 2)
+    R    the range of the scores, times e: the rounding of what exp gets, whose own error is 2 units in the last place
+    """
+    out, magnitude = in_float64(q, k, v, window, sinks), in_float64(q, k, v.abs(), window, sinks)
+    wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scale = q.shape[2] ** -0.5
+    terms = torch.einsum("ihd,jhd->ihj", q.double().abs(), wide.abs()).amax(-1, keepdim=True) * scale
+    scores = torch.einsum("ihd,jhd->ihj", q.double(), wide) * scale
+    spread = scores.amax(-1, keepdim=True) - scores.amin(-1, keepdim=True)
+    of_rounded = 0 if q.dtype is torch.float32 else ROUNDOFF[q.dtype]
+    of_weights = terms * _sum_error(q.shape[2] + 2) + (2 * spread + 4) * _E
+    return _rounded(q.dtype, out) + magnitude * (of_rounded + 2 * of_weights + _sum_error(len(k) + 4))
+
+
+def _sum_error(num_roundings: int) -> float:
+    return 4 * num_roundings**0.5 * _E
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+CASES: dict[str, Callable[[], float]] = {
+    f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
+    for kernel, check in (
+        ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
+    )
+    for name, dtype in DTYPES.items()
+} | {
+    "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
+} | {
+    f"attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: check_attention(
+        dtype, head_dim, option
+    )
+    for name, dtype in DTYPES.items()
+    for head_dim in (64, 128, 256)
+    for option in OPTIONS
+}  # fmt: skip

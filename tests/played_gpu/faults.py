@@ -1,0 +1,179 @@
+"""Faults that are planted in a kernel's source or in its PTX. The player must find each (test_faults.py).
+
+A fault of the PTX stands for one of the compiler, which the interpreter never sees. Some of the source's are hidden from the
+interpreter too: memory outside a tensor can be read there, and what nobody wrote happens to be 0.
+"""
+
+import importlib.util
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+
+from nanoinfer.attention import triton
+from nanoinfer.fast.cuda import fused_kernels
+from tests.played_gpu import cases
+
+SHORT = [(15, 1), (70, 1), (100, 45)]
+
+
+def attention(option: str = "window and sinks", dtype: torch.dtype = torch.float16) -> float:
+    return cases.check_attention(dtype, 64, option, SHORT)
+
+
+@dataclass(frozen=True)
+class InPtx:
+    """A change of what the compiler wrote: of one occurrence of a pattern.
+
+    Attributes:
+        found: the kind of fault that the player raises, or "values" if the result is wrong.
+        at: which occurrence, from 0.
+    """
+
+    kernel: str
+    pattern: str
+    replacement: str
+    found: str
+    case: Callable[[], float] = lambda: attention("plain")
+    at: int = 0
+
+    def edit(self, ptx: str) -> str:
+        match = list(re.finditer(self.pattern, ptx))[self.at]
+        return ptx[: match.start()] + match.expand(self.replacement) + ptx[match.end() :]
+
+
+@dataclass(frozen=True)
+class InSource:
+    """A change of a kernel's source: of every occurrence of a text.
+
+    Attributes:
+        hidden_from: a case that passes in the interpreter. None: the interpreter's tests see the fault.
+    """
+
+    module: ModuleType
+    old: str
+    new: str
+    found: str
+    case: Callable[[], float] = attention
+    hidden_from: Callable[[], float] | None = None
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Let cases.py use a changed copy of the module, in a file that Triton can read."""
+        text = Path(self.module.__file__).read_text()
+        assert self.old in text, f"{self.old!r} is not in {self.module.__name__}"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "changed_kernels.py")
+            path.write_text(text.replace(self.old, self.new))
+            spec = importlib.util.spec_from_file_location(Path(folder).name, path)
+            changed = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = changed  # it stays, because Triton reports at exit what is left of a module that is gone
+            with mock.patch.object(cases, self.module.__name__.rsplit(".", 1)[1], changed):
+                spec.loader.exec_module(changed)
+                yield
+
+
+def _of(check: Callable[[torch.dtype], float], dtype: torch.dtype = torch.float32) -> Callable[[], float]:
+    return lambda: check(dtype)
+
+
+_BARRIER, _WAIT = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d;"
+_SHUFFLE = r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), {}, 31"
+_FOUR = r"\{[^}]*\}"  # registers
+FAULTS: dict[str, InPtx | InSource] = {
+    "decode: no barrier after the block table": InPtx("_decode_kernel", _BARRIER, "", "RaceFault"),
+    "decode: no barrier before the keys are read": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=2),
+    "decode: no barrier between two reductions": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=4),
+    "decode: no barrier before a tile is overwritten": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=8),
+    "decode: a warp's barrier in place of the program's": InPtx(
+        "_decode_kernel", _BARRIER, "bar.warp.sync -1;", "RaceFault", at=3
+    ),
+    "decode: no wait for the block table": InPtx("_decode_kernel", _WAIT, "", "InFlightFault"),
+    "decode: no wait for the keys": InPtx("_decode_kernel", _WAIT, "", "InFlightFault", at=1),
+    "decode: a barrier before the wait": InPtx("_decode_kernel", rf"({_WAIT})(\s+)({_BARRIER})", r"\3\2\1", "RaceFault"),
+    "decode: an exchange with the wrong lane": InPtx("_decode_kernel", _SHUFFLE.format(2), r"\1, 4, 31", "RaceFault"),
+    "decode: a swizzle of other bits": InPtx("_decode_kernel", r"(and\.b32\s+%r\d+, %r\d+), 112;", r"\1, 96;", "values"),
+    "prefill: no barrier before the keys are read": InPtx("_prefill_kernel", _BARRIER, "", "RaceFault", at=2),
+    "prefill: no barrier before a tile is overwritten": InPtx("_prefill_kernel", _BARRIER, "", "RaceFault", at=3),
+    "prefill: a wait that leaves a group in flight": InPtx("_prefill_kernel", _WAIT, "cp.async.wait_group 1;", "InFlightFault"),
+    "prefill: values that are not transposed": InPtx("_prefill_kernel", r"\.trans\.", ".", "values"),
+    "prefill: exchanged fragments of an mma": InPtx(
+        "_prefill_kernel", rf"(mma\.sync\S+ {_FOUR}, \{{ )(%r\d+), (%r\d+)", r"\1\3, \2", "values"
+    ),
+    "prefill: an mma that adds other registers": InPtx(
+        "_prefill_kernel", rf"(mma\.sync\S+ {_FOUR}, ({_FOUR}), {_FOUR}), {_FOUR}", r"\1, \2", "values", at=9
+    ),
+    "prefill: an exchange with the wrong lane": InPtx("_prefill_kernel", _SHUFFLE.format(2), r"\1, 4, 31", "values"),
+    "merge: no barrier in the sum over splits": InPtx("_merge_kernel", _BARRIER, "", "RaceFault"),
+    "rms_norm: an exchange with the wrong lane": InPtx(
+        "_rms_norm_kernel", _SHUFFLE.format(1), r"\1, 2, 31", "RaceFault", _of(cases.check_rms_norm)
+    ),
+    "store: a mask that is always true": InPtx(
+        "_store_kernel", r"@%p\d+ st\.global", "st.global", "OutsideFault", _of(cases.check_store), at=1
+    ),
+    "store: exchanged strides": InSource(
+        triton, "v + token * v_stride", "v + token * k_stride", "OutsideFault", _of(cases.check_store)
+    ),
+    "silu_mul: a mask shifted by one": InSource(
+        fused_kernels, "columns < SIZE\n    gate", "columns <= SIZE\n    gate", "OutsideFault", _of(cases.check_silu_mul)
+    ),
+    "rms_norm: a weight that is read without its mask": InSource(
+        fused_kernels, "weight + columns, mask=inside, other=0.0", "weight + columns", "OutsideFault",
+        _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
+    ),
+    "rotate: an int32 offset that overflows": InSource(
+        fused_kernels, "tl.program_id(0).to(tl.int64), tl.program_id(1)", "tl.program_id(0), tl.program_id(1)", "OutsideFault",
+        _of(cases.check_far_rotate, torch.bfloat16), hidden_from=_of(cases.check_rotate),
+    ),
+    "rotate: an angle of the wrong sign": InSource(
+        fused_kernels, "second * c + first * s", "second * c - first * s", "values", _of(cases.check_rotate)
+    ),
+    "attention: an off-by-one of the block table": InSource(
+        triton, "block_table + keys // BLOCK_SIZE", "block_table + keys // BLOCK_SIZE + 1", "OutsideFault"
+    ),
+    "attention: a block table that is read without its mask": InSource(
+        triton, "keys // BLOCK_SIZE, mask=inside, other=0)", "keys // BLOCK_SIZE)", "OutsideFault", hidden_from=attention
+    ),
+    "attention: a causal mask shifted by one": InSource(
+        triton, "keys[None, :] <= positions[:, None]", "keys[None, :] < positions[:, None]", "values"
+    ),
+    "attention: a window shifted by one": InSource(
+        triton, "positions[:, None] - WINDOW", "positions[:, None] - WINDOW - 1", "values"
+    ),
+    "prefill: the wrong KV head": InSource(triton, "head // (NUM_HEADS // NUM_KV_HEADS)", "head % NUM_KV_HEADS", "values"),
+    "decode: a split without keys that writes nothing": InSource(
+        triton, "tl.store(partial_m + where, m, mask=rows < GROUP)",
+        "tl.store(partial_m + where, m, mask=(rows < GROUP) & (first_key < last_key))", "UnwrittenFault",
+        lambda: attention("plain"),
+    ),
+    "decode: rows beyond the group that are stored": InSource(
+        triton, "tl.store(partial_l + where, l, mask=rows < GROUP)", "tl.store(partial_l + where, l)", "OutsideFault",
+    ),
+    "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
+}  # fmt: skip
+
+
+def found(name: str) -> str:
+    """Play with a fault. Returns the name of what the player raised, "values" if the result is wrong, or "nothing"."""
+    from tests.played_gpu.memory import Fault
+    from tests.played_gpu.plays import played_gpu
+
+    fault = FAULTS[name]
+    try:
+        if isinstance(fault, InPtx):
+            with played_gpu({fault.kernel: fault.edit}):
+                share_of_tolerance = fault.case()
+        else:
+            with fault.planted(), played_gpu():
+                share_of_tolerance = fault.case()
+    except Fault as error:
+        print(error, file=sys.stderr)
+        return type(error).__name__
+    return "nothing" if share_of_tolerance <= 1 else "values"
