@@ -306,16 +306,13 @@ def reads_a_value(logits):
     return ids, logits.amax(dim=-1)
 
 
-def new_table_each_time(self, positions, dtype):
-    """As RotaryEmbedding.forward, with frequencies that are made anew: a graph keeps the first ones' address."""
-    self.inv_freq = self.inv_freq.clone()
-    angles = self._angles(positions)
-    both = torch.stack((angles.cos(), angles.sin())).to(dtype)
-    cos, sin = torch.cat((both, both), dim=-1).unsqueeze(2)
-    return cos, sin
+def moved_pages(self, layer):
+    """As KVCache.layer, in other memory each time: a graph keeps the address of the first."""
+    self._layers[layer] = tuple(pages.clone() for pages in self._layers[layer])
+    return self._layers[layer]
 
 
-def length_of_the_longest(num_seqs, num_kv_heads, max_seq_len, calls=[]):  # noqa: B006
+def another_number_of_splits(num_seqs, num_kv_heads, max_seq_len, calls=[]):  # noqa: B006
     """As num_splits_for, with another number each time."""
     calls.append(max_seq_len)
     return 1 + len(calls) % 2
@@ -326,8 +323,8 @@ FAULTS = {
     "a tensor of the CPU for a kernel": ("execution.forward_batch.integers_on_device", None, "of the CPU"),
     "a copy that waits": ("system.transfer.on_device", waits_for_the_device, "waits: a copy from or to memory"),
     "a value read by a graph's function": ("fast.sampling.few_logits.first_largest", reads_a_value, "while a graph"),
-    "a pointer that changes": ("models.layers.RotaryEmbedding.forward", new_table_each_time, "would now launch"),
-    "a number that changes": ("attention.triton.num_splits_for", length_of_the_longest, "would now launch"),
+    "a pointer that changes": ("attention.kv_cache.KVCache.layer", moved_pages, "would now launch"),
+    "a number that changes": ("attention.triton.num_splits_for", another_number_of_splits, "would now launch"),
 }
 
 
