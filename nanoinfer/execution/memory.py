@@ -133,8 +133,8 @@ def memory_for_cache(
     Raises: InvalidValueError if kv_cache_memory is more than is free.
     """
     if device.type != "cpu":
-        free, total = torch.get_device_module(device).mem_get_info(device)
-        spare = int(total * gpu_memory_utilization - (total - free)) - step_bytes - lora_bytes
+        free, total = map(int, torch.get_device_module(device).mem_get_info(device))
+        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
