@@ -12,7 +12,7 @@ from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import _token_and_likeliest
-from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.sampling.sampler import STAGES, SampledTokens
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.sampling_rows import sampling_by
 
@@ -56,9 +56,17 @@ class NoCopies(OnlyPinnedCopies):
     may_copy = False
 
 
+class OnTheDevice(SampledTokens):
+    """Tokens that are not copied to the host, because "meta" has no values."""
+
+    def __init__(self, token_ids, read):
+        self.token_ids = token_ids
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(sampler, "SampledTokens", OnTheDevice)
 
 
 class Unread(sampler.SampledTokens):

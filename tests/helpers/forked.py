@@ -16,7 +16,12 @@ from unittest.mock import patch
 
 # Where forking is not safe, a new Python imports everything.
 _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-_CONTEXT.set_forkserver_preload(["torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"])
+_CONTEXT.set_forkserver_preload(
+    [
+        *("torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"),
+        *("triton.runtime.interpreter", "nanoinfer.fast.cuda.compile", "tests.helpers.tiny_models", "pytest"),
+    ]
+)
 
 
 def run_script(path, *arguments, cwd, environment=None):

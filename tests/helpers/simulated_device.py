@@ -3,14 +3,14 @@
     with simulated_device.engine_may_use_it():
         llm = LLM(path, device="sim")
 
-In: torch's operations and Triton's launches. Out: their results, and DeviceError where a GPU would fail, or be wrong, or make the
-host wait where it may not. It is torch's backend for others' devices, renamed for the whole process, so `install` belongs into a
-process that ends with the test.
+In: torch's operations and Triton's launches. Out: their results, and DeviceError where a GPU would fail or give another result.
+It is torch's backend for the devices of others, renamed for the whole process, so `install` is for a process that ends with the
+test.
 
 A tensor of the device holds a tensor on the CPU, its memory. The device
 
     refuses operations whose tensors are on different devices, except copies and single numbers
-    notes in `waits` each place where the host waits for the device: a value that it reads, a copy from memory that is not pinned
+    notes in `waits` each place where the host waits for it: a value that the host reads, a copy from memory that is not pinned
     lets a copy to pinned memory arrive when the host waits for an event after it, and not before
     fills new memory with NaN, or with a huge integer
     captures graphs (Graph), which replay what was launched, on the same memory, with the same numbers
@@ -474,11 +474,11 @@ MODULE = SimpleNamespace(
 def install() -> None:
     """Make the device known to torch, in this process and for good."""
     _setup_privateuseone_for_python_backend(NAME, MODULE)
-    library = torch.library.Library("_", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("_", "IMPL")
     library.fallback(lambda operation, *args, **kwargs: device.execute(operation, args, kwargs), "PrivateUse1")
     # torch.tensor() copies with the key of tensor classes switched off, and finds no fallback for this operation. The others
     # would make an empty tensor, and change its size.
-    direct = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    direct = torch.library.Library("aten", "IMPL")
     for operation in (aten.copy_.default, aten.arange.default, aten.arange.start, aten.arange.start_step):
         run = partial(lambda operation, *args, **kwargs: device.execute(operation, args, kwargs), operation)
         direct.impl(operation._name.removeprefix("aten::"), run, "PrivateUse1")
