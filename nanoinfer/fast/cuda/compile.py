@@ -38,7 +38,7 @@ class KernelRotation(nn.Module):
         return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
 
 
-class KernelLinear(nn.Module):
+class FewRowsLinear(nn.Module):
     """Computes a linear layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -107,7 +107,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Modul
         return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
         return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
-    return KernelLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
+    return FewRowsLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
