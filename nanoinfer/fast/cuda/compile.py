@@ -70,9 +70,9 @@ class AddedLinear(nn.Module):
         self.linear, self.in_place = linear, in_place
 
     def forward(
-        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
+        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "*rows out"]
     ) -> Float[Tensor, "num_tokens out"]:
-        if supports(x):
+        if supports(x) and residual.shape == (len(x), self.linear.out_features) and residual.is_contiguous():
             return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
         add = torch.Tensor.addmm_ if self.in_place else torch.addmm
         return add(residual, x, self.linear.weight.t())
@@ -121,4 +121,4 @@ def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:
     """Whether the product may overwrite the residual, which another operation of the graph made and nothing reads later."""
     is_new = isinstance(trace.module(residual), AddedLinear | nn.Embedding)
     order = list(trace.graph.nodes)
-    return is_new and max(map(order.index, residual.users)) == order.index(node)
+    return is_new and residual not in node.args and max(map(order.index, residual.users)) == order.index(node)
