@@ -140,7 +140,7 @@ BACKENDS: dict[str, str | type[Any]] = {
     "triton": "nanoinfer.attention.triton:TritonBackend",
 }
 # device type -> the order in which "auto" tries backends
-PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "reference")}
+PREFERRED = {"cpu": ("cpu",), "cuda": ("triton", "flash", "reference")}
 
 
 def register_backend(name: str, backend_class: Any) -> None:

@@ -206,7 +206,7 @@ def _merge_kernel(
 
 
 class TritonBackend:
-    """The default backend on a GPU without flash-attn. It supports any dtype and block size."""
+    """The default backend on a GPU. It supports any dtype and block size."""
 
     layout: Layout = "NHD"
     default_block_size = 16

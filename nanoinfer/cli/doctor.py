@@ -107,6 +107,7 @@ def _machine(device: torch.device) -> dict[str, str]:
     named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
     cpu = named[1] if named else platform.processor() or platform.machine()
     limit_threads()
+    packed = [path.stat().st_size for path in (cache_folder() / "packed").glob("*.weights")]
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
@@ -117,6 +118,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "memory": _memory(),
         "C++ compiler": _compiler(),
         "kernels are kept in": _folder(cache_folder()),
+        "packed weights next to them": f"{sum(packed) / 2**30:.1f} GiB in {len(packed)} files, which can be deleted",
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
         "GPU": gpu,
         "torch": torch.__version__,  # has the build (2.13.0+cpu), which the metadata lacks

@@ -5,15 +5,11 @@ the key and the number of the cache group:
 
     "nanokv2\\n" | key, 32 bytes | group | SHA-256 of all the rest, 32 bytes | keys and values as in the cache, or a state
 
-A thread writes them, and the engine waits for it only in close(). A file is renamed to its name when it is complete. It is
-read as a whole, and accepted only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
-process by SIGBUS if another process truncates it, or its disk is gone. Nothing is unpickled.
+A thread writes them (system/kept_files.py), and the engine waits for it only in close(). A file is read as a whole, and
+accepted only if its length, key and checksum are right. It is not mapped, because a mapped file ends this process by SIGBUS if
+another process truncates it, or its disk is gone. Nothing is unpickled.
 
 With several ranks, rank 0 writes the files, each with the parts of all ranks. So a block is found on all ranks or on none.
-
-Several processes may share a folder. A writer holds a lock on the file "lock", which the system releases when a process is
-killed. The file contains the number of bytes in the folder. A writer raises it before it writes, so the limit always holds.
-At the limit, the files that were used longest ago are removed. Readers need no lock, and must expect that any file is gone.
 """
 
 import hashlib
@@ -21,10 +17,8 @@ import inspect
 import logging
 import os
 import queue
-import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,7 +32,7 @@ from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError, first_line, shown
+from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
@@ -50,13 +44,13 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
+from nanoinfer.system.kept_files import KeptFiles, private_folder, stamp
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"nanokv2\n"
 HEADER_BYTES = len(MAGIC) + 65
 WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written. Further blocks are not kept
-_NAME = re.compile(r"[0-9a-f]{66}\.kv")
 
 
 class BlockFiles:
@@ -76,8 +70,8 @@ class BlockFiles:
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
-        self._folder = private_folder(folder)
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._folder = private_folder(folder, "prefix_cache_dir")
+        self._files = KeptFiles(self._folder, max_bytes, r"[0-9a-f]{66}\.kv")
         self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
         self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
         self._copies: dict[Entry, Callable[[], Tensor]] = {}  # entries that wait or are being written
@@ -150,8 +144,9 @@ class BlockFiles:
         if content.device.type == "cpu":
             return lambda: content
         copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(content.device))
+        gpu = torch.get_device_module(content.device)
+        copied = gpu.Event()
+        copied.record(gpu.current_stream(content.device))
 
         def wait() -> Tensor:
             copied.synchronize()
@@ -170,71 +165,29 @@ class BlockFiles:
     # ---- in the thread
 
     def _write_all(self) -> None:
-        self._try(self._shrink, self._max_bytes)  # a process that was killed may have left too much
+        self._try(self._files.shrink)  # a process that was killed may have left too much
         while (entry := self._waiting.get()) is not None:
             if (copy := self._copies.get(entry)) is not None:
                 self._try(self._write, entry, copy)
                 if self._copies.pop(entry, None) is None:
                     self.discard(entry)  # another process may have removed the file
-        os.close(self._lock)
+        self._files.close()
 
     def _try(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function while no other process writes. If it fails, log each reason once, and go on."""
-        import fcntl
-
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            (self._folder / "writing").unlink(missing_ok=True)  # a half-written file of a process that was killed
-            function(*arguments)
+            with self._files.locked():
+                function(*arguments)
         except Exception as error:
             if (reason := f"{type(error).__name__}: {first_line(error)}") != self._last_error:
                 logger.warning("blocks cannot be kept in %s: %s", self._folder, reason)
             self._last_error = reason
-        finally:
-            with suppress(OSError):  # the file system may have no locks
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _write(self, entry: Entry, copy: Callable[[], Tensor]) -> None:
-        path, temporary, content = self._path(entry), self._folder / "writing", copy()
-        if self._has(entry):  # another process was faster
-            return
-        num_bytes, num_new_bytes = self._read_size(), self._num_bytes[entry[1]]
-        if num_bytes + num_new_bytes > self._max_bytes:
-            num_bytes = self._shrink(min(self._max_bytes - num_new_bytes, self._max_bytes * 9 // 10))
-        self._write_size(num_bytes + num_new_bytes)
-        try:
-            with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
-                file.write(header(entry, content))
-                file.write(content.numpy().data)
-            stamp(temporary)
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self.counts["prefix_cache_written_bytes"] += num_new_bytes
-
-    def _shrink(self, limit: int) -> int:
-        """Remove the files that were used longest ago, until the others take at most `limit` bytes. Returns their bytes."""
-        files = []
-        for entry in os.scandir(self._folder):
-            if _NAME.fullmatch(entry.name):
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    files.append((status.st_mtime_ns, status.st_size, entry.path))
-        num_bytes = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if num_bytes <= limit:
-                break
-            Path(path).unlink(missing_ok=True)
-            num_bytes -= size
-        self._write_size(num_bytes)
-        return num_bytes
-
-    def _read_size(self) -> int:
-        text = os.pread(self._lock, 32, 0)
-        return int(text) if text.strip().isdigit() else self._shrink(self._max_bytes)
-
-    def _write_size(self, num_bytes: int) -> None:
-        os.pwrite(self._lock, f"{num_bytes:<31}\n".encode(), 0)
+        content = copy()
+        if not self._has(entry):  # another process may have been faster
+            self._files.write(self._path(entry), [header(entry, content), content.numpy().data])
+            self.counts["prefix_cache_written_bytes"] += self._num_bytes[entry[1]]
 
 
 def name_of(entry: Entry) -> bytes:
@@ -246,29 +199,6 @@ def header(entry: Entry, content: Tensor) -> bytes:
     """Return the first bytes of an entry's file."""
     start = MAGIC + name_of(entry)
     return start + _sha256(content, start)
-
-
-def stamp(path: Path) -> None:
-    """Mark a file as used now. The system's own file times are too coarse to order two blocks."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
-
-
-def private_folder(name: str) -> Path:
-    """Return a folder that nobody else can read, and make it if it does not exist. Raises: InvalidValueError."""
-    folder = Path(name).expanduser()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error  # without the path, which the message has
-        raise InvalidValueError(f"prefix_cache_dir must be a folder that can be made, got {shown(name)}: {reason}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise InvalidValueError(
-            f"prefix_cache_dir must be a folder that only you can read and write, because its contents are private and are "
-            f"believed, got {shown(name)} with mode {status.st_mode & 0o777:o}; name a new folder, or use chmod 700"
-        )
-    return folder
 
 
 # ---- blocks and states as bytes, on all ranks

@@ -17,7 +17,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.scheduling.block_manager import most_blocks
-from nanoinfer.system.process import available_cpu_memory
+from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def _most_that_fit(
 
     blocks_for: returns the most blocks that a sequence holds while it grows to a number of tokens.
     """
-    is_cuda, requested, shards = runtime.device.type == "cuda", config.cache.kv_cache_memory, runtime.weights.shards
-    step_bytes = peak_step_bytes(runtime, config) if is_cuda else 0
+    is_gpu, requested, shards = runtime.device.type != "cpu", config.cache.kv_cache_memory, runtime.weights.shards
+    step_bytes = peak_step_bytes(runtime, config) if is_gpu else 0
     memory = memory_for_cache(
         runtime.device,
         requested,
@@ -104,7 +104,7 @@ def _most_that_fit(
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
     num_blocks, fewest = min(memory // block_bytes, config.scheduler.max_num_seqs * blocks_for(longest)), blocks_for(1)
     if num_blocks < fewest:
-        more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
+        more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_gpu else ""
         if runtime.reserved_bytes:
             more += f", lower max_loras or max_lora_rank (the adapters take {runtime.reserved_bytes} bytes)"
         raise InvalidValueError(
@@ -127,17 +127,18 @@ def memory_for_cache(
 
     Args:
         step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given.
-        lora_bytes: kept free for this rank's adapters.
+        lora_bytes: kept free for this rank's adapters. On a CPU, mapped weights are kept in memory as well.
         num_ranks: the number of processes that share a CPU's memory.
 
     Raises: InvalidValueError if kv_cache_memory is more than is free.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, total = map(int, torch.get_device_module(device).mem_get_info(device))
         spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
+        lora_bytes += mapped_file_bytes()
         spare = min(DEFAULT_CPU_MEMORY // num_ranks, (free // num_ranks - lora_bytes) // 2)
         way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
     free -= lora_bytes
@@ -161,13 +162,14 @@ def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
     """
     num_rows, device, model = config.max_num_rows, runtime.device, runtime.model
     attend = _NoAttention(runtime.sizes.state_shapes)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    gpu = torch.get_device_module(device)
+    gpu.reset_peak_memory_stats(device)
+    before = gpu.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
     sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in runtime.routes)
-    needed = torch.cuda.max_memory_allocated(device) - before + sampler
+    needed = gpu.max_memory_allocated(device) - before + sampler
     del hidden, logits
-    torch.cuda.empty_cache()
-    return needed
+    gpu.empty_cache()
+    return int(needed)

@@ -118,7 +118,8 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
     # Triton launches kernels on the current device.
-    in_step = partial(torch.cuda.device, weight.device) if weight.is_cuda else nullcontext
+    is_cpu = weight.device.type == "cpu"
+    in_step = nullcontext if is_cpu else partial(torch.get_device_module(weight.device).device, weight.device)
     return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights(), in_step=in_step)
 
 

@@ -27,7 +27,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
+from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -44,6 +44,8 @@ _SIZES = (
 )
 # Numbers that transformers accepts whatever they are, with the limits of what is sensible.
 _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
+
+DEVICE_TYPES = ("cpu", "cuda")  # torch's names
 
 MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
@@ -134,9 +136,12 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         raise UnsupportedError(
             f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
         )
-    if device.type == "cuda":
+    if device.type != "cpu":
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
+    # Before the files are opened, so that files that are replaced at this moment have another identity at the next start.
+    paths = [path.resolve() for path in checkpoint.weight_files]
+    states = [(state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in map(Path.stat, paths)]
     model, weights = on_meta(checkpoint)
     stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
@@ -147,6 +152,10 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
+    if not config.lora:
+        version = repr((states, checkpoint.config, type(model), model.weight_rules))
+        part = (0, 1) if shards is None else (shards.rank, shards.size)
+        weights.identity = Identity([*map(str, paths)], part, version)
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
@@ -312,10 +321,10 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if device.type not in DEVICE_TYPES or (device.type == "cpu" and device.index):
         raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidValueError(f"device is {shown(name)}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    if device.type != "cpu" and (device.index or 0) >= (num_gpus := torch.get_device_module(device).device_count()):
+        raise InvalidValueError(f"device is {shown(name)}, but torch sees {num_gpus} GPUs; use 'cpu'")
     return device
 
 

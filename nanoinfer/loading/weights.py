@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -68,11 +69,20 @@ class QuantizedWeight:
         return (shifted * self.scales.unsqueeze(2)).flatten(1)
 
 
+class Identity(NamedTuple):
+    """What tells the tensors of a checkpoint from all others, without reading them."""
+
+    paths: list[str]  # of the files
+    part: tuple[int, int]  # the rank that has this part of each tensor, and the number of ranks
+    version: str  # differs whenever a tensor may differ from those of the same paths
+
+
 class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
     has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
     stored_as: tuple[str, int] | None = None  # the format of most matrices, and its bits. None: floats
+    identity: Identity | None = None  # None: unknown
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""

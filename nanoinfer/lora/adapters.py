@@ -86,8 +86,7 @@ class Adapters:
             self._layers[path] = self.layers[module] = AdaptedLinear(module, self._mapping)
             shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
-        is_cuda = weight.device.type == "cuda"
-        free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else available_cpu_memory()
+        free = available_cpu_memory() if is_cpu else torch.get_device_module(weight.device).mem_get_info(weight.device)[0]
         if self.num_bytes > free:
             raise InvalidValueError(
                 f"max_loras={max_loras} adapters of max_lora_rank={max_rank} take {self.num_bytes} bytes, "

@@ -70,10 +70,10 @@ class SampledTokens:
         self.token_ids = token_ids
         self._read = read
         self._on_host, self._is_there = token_ids, None
-        if token_ids.is_cuda:  # the copy is queued after the choice, and before the next work of the device
+        if token_ids.device.type != "cpu":  # the copy is queued after the choice, and before the next work of the device
             self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
             self._on_host.copy_(token_ids, non_blocking=True)
-            self._is_there = torch.cuda.Event()
+            self._is_there = torch.get_device_module(token_ids.device).Event()
             self._is_there.record()
 
     def read(self) -> SamplerOutput:

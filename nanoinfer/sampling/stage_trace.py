@@ -82,8 +82,7 @@ class StageTracer:
     @contextmanager
     def _measure(self, logits: Tensor) -> Iterator[None]:
         """Add the time of the block to `seconds`, without the time that the GPU takes to finish earlier work."""
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
+        torch.get_device_module(logits.device).synchronize(logits.device)
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start

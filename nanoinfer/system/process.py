@@ -97,6 +97,15 @@ def available_cpu_memory() -> int:
     return max(available, 0)
 
 
+def mapped_file_bytes() -> int:
+    """Return the bytes of mapped files that this process has in memory, such as kept weights. They count as available."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssFile"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return 0
+
+
 @cache
 def limit_threads() -> None:
     """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one thread after a fork.
@@ -114,6 +123,7 @@ def limit_threads() -> None:
 
 
 def set_cuda_device(device: torch.device) -> None:
-    """Make a device the current device, on which Triton launches kernels."""
-    torch.cuda.set_device(device.index or 0)
+    """Make a device the current device, on which Triton launches kernels. A device without an index is the current one."""
+    if device.index is not None:
+        torch.get_device_module(device).set_device(device.index)
     log_once(f"the current CUDA device is {device}")

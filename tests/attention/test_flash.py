@@ -244,10 +244,10 @@ def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     caplog.set_level("INFO", logger="nanoinfer")
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "triton"
-    assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
     monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "reference"
     assert "attention_backend: not triton, because" in caplog.text
+    assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
 
 
 def test_flash_gives_the_reason_where_it_is_not_supported(flash, a_gpu, monkeypatch):

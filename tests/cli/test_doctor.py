@@ -33,6 +33,7 @@ def test_it_reports_what_the_machine_has_and_what_will_be_used(report):
     assert machine["nanoinfer"].startswith(nanoinfer.__version__)
     for name in ("system", "Python", "CPU", "CPU threads torch uses", "memory", "C++ compiler", "kernels are kept in"):
         assert machine[name]
+    assert machine["packed weights next to them"].endswith(" files, which can be deleted")
     assert engine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert engine["attention"]
     if not torch.cuda.is_available():

@@ -102,7 +102,7 @@ ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0
 def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
     """One kind of row for all, then all kinds together; rising and falling numbers of rows."""
     device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
-    graphs = SamplerGraphs(40, CUDACapture())
+    graphs = SamplerGraphs(40, CUDACapture(torch.device("cuda")))
     recorded, plain = sampling_by(graphs), sampling_by()
     for asking in ([ASKING[0]], [ASKING[1]], [ASKING[2]], [ASKING[3]], ASKING):
         for step, num_rows in enumerate((3, 1, 40, 17, 40)):

@@ -14,6 +14,7 @@ from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.system import kept_files
 
 NUM_BLOCKS, CONTENT_BYTES = 8, 2 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, fp32
 FILE_BYTES = HEADER_BYTES + CONTENT_BYTES
@@ -142,16 +143,16 @@ def test_files_that_vanish_are_not_found_and_can_be_kept_again(folder):
 def test_the_least_recently_used_files_make_room_and_the_limit_holds_at_any_time(folder, monkeypatch):
     max_bytes = 4 * FILE_BYTES
     sizes = []
-    header = block_files.header
+    stamp = kept_files.stamp
 
-    def spying(key, content):
+    def spying(path):
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.kv")))
-        return header(key, content)
+        stamp(path)
 
     keep(folder, 1, 2, 3, max_bytes=max_bytes)
     files = new_files(folder, max_bytes)
     files.touch([entry(2), entry(1)])
-    monkeypatch.setattr(block_files, "header", spying)  # called when a file is about to be written
+    monkeypatch.setattr(kept_files, "stamp", spying)  # called when a file has been written, before it has its name
     for key in (4, 5, 6):
         files.keep(entry(key), 0, wait=True)
     files.close()

@@ -1,5 +1,7 @@
 """How many blocks a cache gets, and the longest sequence that they hold, by hand."""
 
+import sys
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache, s
 from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
+from nanoinfer.system.process import mapped_file_bytes
 
 CPU = torch.device("cpu")
 
@@ -66,11 +69,29 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
 )
 def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, num_ranks, expected):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: free)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes, num_ranks=num_ranks) == expected
+
+
+def test_files_that_are_mapped_keep_their_memory(monkeypatch):
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 2**20)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 2**19)
+    assert memory_for_cache(CPU, None, 0.9) == 2**18
+    assert memory_for_cache(CPU, None, 0.9, num_ranks=2) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_the_pages_of_a_mapped_file_are_counted(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2**24))
+    before = mapped_file_bytes()
+    mapped = torch.from_file(str(tmp_path / "file"), shared=False, size=2**24, dtype=torch.uint8)
+    mapped.sum()
+    assert mapped_file_bytes() - before == pytest.approx(2**24, rel=0.1)
 
 
 def test_more_than_is_free_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     assert memory_for_cache(CPU, 1000, 0.9) == 1000
     with pytest.raises(InvalidValueError, match="kv_cache_memory is 1000 bytes, but 900 are free on cpu; lower"):
         memory_for_cache(CPU, 1000, 0.9, lora_bytes=100)

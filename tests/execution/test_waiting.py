@@ -6,11 +6,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanoinfer import SamplingParams
+from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import _token_and_likeliest
-from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.sampling.sampler import STAGES, SampledTokens
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.sampling_rows import sampling_by
 
@@ -54,9 +56,31 @@ class NoCopies(OnlyPinnedCopies):
     may_copy = False
 
 
+class OnTheDevice(SampledTokens):
+    """Tokens that are not copied to the host, because "meta" has no values."""
+
+    def __init__(self, token_ids, read):
+        self.token_ids = token_ids
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(sampler, "SampledTokens", OnTheDevice)
+
+
+class Unread(sampler.SampledTokens):
+    """Tokens that stay on their device."""
+
+    def __init__(self, token_ids, read):
+        self.token_ids = token_ids
+
+
+@pytest.fixture(autouse=True)
+def no_values(monkeypatch):
+    """On "meta", tokens cannot be copied to the host, and Triton launches nothing."""
+    monkeypatch.setattr(sampler, "SampledTokens", Unread)
+    monkeypatch.setattr(draw_kernel, "draw_undecided", lambda *_: None)
 
 
 def sequences():

@@ -16,7 +16,12 @@ from unittest.mock import patch
 
 # Where forking is not safe, a new Python imports everything.
 _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-_CONTEXT.set_forkserver_preload(["torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"])
+_CONTEXT.set_forkserver_preload(
+    [
+        *("torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"),
+        *("triton.runtime.interpreter", "nanoinfer.fast.cuda.compile", "tests.helpers.tiny_models", "pytest"),
+    ]
+)
 
 
 def run_script(path, *arguments, cwd, environment=None):
@@ -28,6 +33,11 @@ def run_cells(sources, *, cwd, environment=None):
     """Run the cells of a notebook in IPython, up to the first that raises. Returns: returncode, stdout, stderr."""
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as in Jupyter
     return _run(_cells, sources, cwd, inline | (environment or {}))
+
+
+def run_function(function, *arguments):
+    """Call a function of a module. Returns: returncode, stdout, stderr."""
+    return _run(_call, (function, arguments), Path.cwd(), {})
 
 
 def _run(function, what, cwd, environment):
@@ -68,6 +78,11 @@ def _script(command):
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _call(what):
+    function, arguments = what
+    function(*arguments)
 
 
 def _cells(sources):

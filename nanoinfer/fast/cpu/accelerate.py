@@ -6,6 +6,7 @@ as they are, and one log line says so.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,10 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cpu.attention import KernelBackend
-from nanoinfer.fast.cpu.compile import Pack, Packed, compile_for_cpu
+from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
+from nanoinfer.fast.cpu.packs import Packed, Packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
 
 logger = logging.getLogger(__name__)
-
-Packs = dict[tuple[object, ...], Packed]  # the linear layers that a kernel computes together, and their activation -> the pack
 
 
 def compile_model(
@@ -64,7 +64,7 @@ def compile_model(
         weights: receives the weights as kernels read them. None: nobody replaces the weights.
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
-        packs: layers that are laid out already, which are used again. It receives the others. None: there are none.
+        packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
 
     Raises:
         UnsupportedError: the sizes of a layer do not fit the quantisation.
@@ -74,7 +74,7 @@ def compile_model(
     if quantization:
         check_sizes(model, quantization)
     pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
-    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs={} if packs is None else packs)
+    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=Packs() if packs is None else packs)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -106,11 +106,11 @@ def compile_model(
     return compiled
 
 
-def _lay_out(fused: FusedLinear, pack: Pack, packs: Packs) -> Packed:
+def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> Packed:
     """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
-    key = *fused.linears, fused.activation
+    key = fused.linears, fused.activation
     try:
-        packs[key] = packs.get(key) or pack(fused)
+        packs[key] = packs.get(key) or pack(fused, kept=packs.kept(fused.linears))
     except UnsupportedError:
         for linear in fused.linears:
             fill(linear, linear.weight.device)
@@ -196,12 +196,14 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         return runtime
     if type(runtime.backend) is CPUBackend:
         runtime = replace(runtime, backend=kernels)
-    model, packs = cast(nn.Module, runtime.model), Packs()
+    model = cast(nn.Module, runtime.model)
+    packs = Packs(model, config.quantization)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     compiled = compile_with(model, weights=runtime.weights)
+    packs.keep()
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch

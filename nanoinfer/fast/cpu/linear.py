@@ -7,13 +7,13 @@ cores of an AMD EPYC, AVX512-BF16). A row's bits do not depend on the number of 
 """
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
@@ -47,6 +47,7 @@ class PackedLinear:
 
     Args:
         adapters: the linear layers that requests may adapt. None: no layer.
+        kept: the bytes of `arrays`, from an earlier start. Empty: the weights are laid out.
 
     Attributes:
         scratch_bytes: the memory that a call needs for each row, in bytes.
@@ -58,7 +59,9 @@ class PackedLinear:
 
     is_exact = True
 
-    def __init__(self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None) -> None:
+    def __init__(
+        self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None, kept: Sequence[UInt8[Tensor, " bytes"]] = ()
+    ) -> None:
         first, num_in = fused.linears[0], fused.in_features
         dtype = first.weight.dtype
         tiles = tile_definitions(dtype, num_in)
@@ -73,12 +76,14 @@ class PackedLinear:
         self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, dtype, adapters)
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last tile is padded with zeros.
-        self._weight = first.weight.new_empty(-(-self.num_out // tile), num_in // per_term, tile, per_term)
-        self._weight[-1] = 0
+        sizes = -(-self.num_out // tile), num_in // per_term, tile, per_term
+        self._weight = kept[0].view(dtype).view(sizes) if kept else first.weight.new_empty(sizes)
+        if not kept:
+            self._weight[-1] = 0
         self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
         for linear, start in fused.starts():
             place = start
-            for piece in pieces_of(linear.weight):
+            for piece in () if kept else pieces_of(linear.weight):
                 self.write("weight", piece, place)
                 place += len(piece)
             if self._bias is not None:

@@ -11,12 +11,13 @@ Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations roun
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int, Int32, UInt8
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
@@ -51,16 +52,23 @@ class PackedQuantizedLinear:
         UnsupportedError: the kernel cannot be compiled.
     """
 
-    def __init__(self, fused: FusedLinear, bits: int, adapters: "AdaptedLayers | None" = None) -> None:
+    def __init__(
+        self,
+        fused: FusedLinear,
+        bits: int,
+        adapters: "AdaptedLayers | None" = None,
+        kept: Sequence[UInt8[Tensor, " bytes"]] = (),
+    ) -> None:
         source = Path(__file__).with_name("quantized_linear.cpp")
         definitions = "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weights, bias = [linear.weight for linear in fused.linears], fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
         self.is_exact = all(stored_integers(weight, bits) for weight in weights)
-        self._arrays: tuple[Tensor, ...] = ()
         start, num_tiles = 0, -(-self.num_out // TILE)  # the last tile is padded with zeros
-        for piece in quantized(weights, bits):
+        dtypes = torch.int32, torch.float32, torch.uint8
+        self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=False))
+        for piece in () if kept else quantized(weights, bits):
             columns = _words(piece), piece.scales, piece.zeros
             self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
             for tiles, values in zip(self._arrays, columns, strict=True):
@@ -81,6 +89,10 @@ class PackedQuantizedLinear:
             integers = torch.cat((groups & 15, groups >> 4), dim=2).flatten(1)
         found: Tensor = QuantizedWeight(bits, integers, scales, zeros).widened().to(self.dtype)
         return found
+
+    def arrays(self) -> list[Tensor]:
+        """Return the tensors that hold the weights: integers, scales and zeros."""
+        return [*self._arrays]
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
         """See PackedLinear.call."""

@@ -44,7 +44,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     num_graph_rows = config.max_num_rows if runtime.backend.supports_cuda_graph else 0
     make_decode_graphs = None
     if num_graph_rows and getattr(runtime.model, "supports_cuda_graph", True):
-        make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
-    routes = (SamplerGraphs(num_graph_rows, CUDACapture()), FewLogits()) if num_graph_rows else (FewLogits(),)
+        make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture(runtime.device))
+    routes = (SamplerGraphs(num_graph_rows, CUDACapture(runtime.device)), FewLogits()) if num_graph_rows else (FewLogits(),)
     model = cast(Model, report.model)
     return replace(runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)

@@ -56,21 +56,23 @@ def capture_sizes(max_num_rows: int) -> list[int]:
 class CUDACapture:
     """Captures CUDA graphs, which share a memory pool, since only one runs at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._gpu: Any = torch.get_device_module(device)
         self._pool: Any = None  # a handle of torch
-        self._stream = torch.cuda.Stream()  # shared, since every stream has its own workspace
+        self._stream = self._gpu.Stream()  # shared, since every stream has its own workspace
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        before = torch.cuda.memory_reserved()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        gpu = self._gpu
+        before = gpu.memory_reserved()
+        self._stream.wait_stream(gpu.current_stream())
+        with gpu.stream(self._stream):
             run()  # compiles kernels and selects algorithms, which cannot be captured
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        gpu.current_stream().wait_stream(self._stream)
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph, pool=self._pool, stream=self._stream):
             out = run()
         self._pool = graph.pool()
-        taken = (torch.cuda.memory_reserved() - before) / 2**20
+        taken = (gpu.memory_reserved() - before) / 2**20
         logger.info("captured a CUDA graph for %d rows (%.0f MiB); enforce_eager=True disables CUDA graphs", len(out), taken)
         return graph.replay, out
 

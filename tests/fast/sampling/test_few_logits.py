@@ -9,12 +9,16 @@ import torch
 
 from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.sampling import few_logits
+from nanoinfer.sampling.batch import SamplingBatch
 from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 INF, NAN = math.inf, math.nan
 
 
 def as_on_a_gpu(logits, batch):
+    if torch.cuda.is_available():
+        batch = SamplingBatch.build(list(batch.sequences), logits.shape[-1], torch.device("cuda"))
+        return SAMPLERS["fast"](logits.cuda(), batch)
     with patch.object(few_logits, "has_kernels", lambda device, dtype: False):
         return SAMPLERS["fast"](logits, batch)
 

@@ -1,0 +1,382 @@
+"""The engine of a GPU runs on a device that is not the CPU (helpers/simulated_device.py), with the CPU's tokens.
+
+Each function `run_...` is called in a process of its own, because the device is known to its process for good.
+"""
+
+import random
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import read_config
+from nanoinfer.lora.request import LoRARequest
+from tests.helpers import forked, lora_adapters, tiny_models
+
+pytestmark = [
+    pytest.mark.slow,  # Triton's interpreter is slow
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/end_to_end/test_gpu.py runs on the GPU"),
+]
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_window", "gpt_oss_window", "qwen3_5")
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss_window")
+# Two heads that share a KV head and few layers, because each program of a kernel is interpreted.
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {family: FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | {
+    "gpt2": {"n_head": 2, "n_layer": 1},
+    "gemma3_window": FEW_HEADS | {"num_hidden_layers": 3, "sliding_window": 10},
+    "gpt_oss_window": FEW_HEADS | {"num_hidden_layers": 2, "sliding_window": 10},
+    "qwen3_5": FEW_HEADS,
+}
+MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS = 28, 4, 3
+SETTINGS = {
+    "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 16, "chunk_size": 16, "max_model_len": MAX_MODEL_LEN,
+    "block_size": BLOCK_SIZE,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
+DRAWN = SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=5, ignore_eos=True, detokenize=False)
+PROMPTS, PARAMS = [[5, 6, 7] * 4, [9, 8]], [GREEDY, DRAWN]
+
+
+def in_own_process(function, *arguments):
+    done = forked.run_function(function, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def simulated(*patches):
+    """The device, which the engine may use."""
+    from tests.helpers import simulated_device
+
+    simulated_device.install()
+    with simulated_device.engine_may_use_it(), ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield simulated_device.device
+
+
+def save(family, folder):
+    """A checkpoint of a family, written by the test's process, which has imported transformers."""
+    return tiny_models.save(family, folder, **SMALL[family])
+
+
+def memory_for(path, num_blocks):
+    """The bytes of so many blocks of each KV group. With states, which may take half of it, there are more blocks."""
+    sizes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1])
+    blocks = num_blocks * len(sizes.groups) * sizes.bytes_per_block(BLOCK_SIZE, torch.float32)
+    return max(blocks, 4 * MAX_NUM_SEQS * sizes.bytes_per_state)
+
+
+def random_request(rng, earlier):
+    """A prompt, which often begins as an earlier one, and parameters of every route of the sampler."""
+    shared = rng.choice(earlier[-3:])[: rng.choice([0, 8, 16])]
+    prompt = [*shared, *(rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.randint(1, 6)))]
+    earlier.append(prompt)
+    further = [{"repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"logit_bias": {7: 2.0}, "min_tokens": 2}]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.8, 1.5]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randint(3, 6),
+        ignore_eos=True,
+        detokenize=False,
+        **rng.choice([{}, {}, *further]),
+    )
+    return prompt, params
+
+
+def tokens_of(llm, prompts=PROMPTS, params=PARAMS, **options):
+    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
+    tiny_models.assert_nothing_is_left(llm)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected_tokens(path, prompts=PROMPTS, params=PARAMS, **options):
+    """The tokens of the definition on a CPU."""
+    return tokens_of(LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22, **options), prompts, params)
+
+
+def run_random_requests(family, path, num_requests):
+    """Requests arrive in the middle of others' answers, share prefixes, and are preempted: the cache holds two of them."""
+    rng, earlier = random.Random(0), [range(16)]
+    requests = [random_request(rng, earlier) for _ in range(num_requests)]
+    prompts, params = zip(*requests, strict=True)
+    expected = expected_tokens(path, list(prompts), list(params))
+    with simulated() as device:
+        llm = LLM(path, device="sim", kv_cache_memory=memory_for(path, 7), async_scheduling=True, **SETTINGS)
+        executor, waiting, begun = llm.engine.executor, requests[::-1], []
+        device.reset_counts()
+        with mock.patch.object(executor, "launch", wraps=executor.launch) as launch:
+            while waiting or llm.engine.num_unfinished:
+                for _ in range(min(rng.randrange(4), len(waiting))):
+                    begun.append(llm.engine.add_request(*waiting.pop()))
+                llm.engine.step()
+        num_read = sum(bool(call.args[0].rows) for call in launch.call_args_list)
+        assert [request.output.outputs[0].token_ids for request in begun] == expected
+        assert device.num_synchronized == num_read  # a step reads back once
+        assert all("qwen_moe.py" in wait for wait in device.waits), device.waits
+        assert bool(device.waits) == (family in WITH_EXPERTS)
+        metrics = [request.output.metrics for request in begun]
+        assert any(one.num_cached_tokens for one in metrics)
+        assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
+        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0]._graphs.values()
+        assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
+        captured = [*sampler_graphs, *([] if graphs is None else [graph for _, graph in graphs._graphs.values()])]
+        assert captured
+        assert None not in captured
+        assert sum(graph.replay.__self__.num_replays for graph in captured) > len(captured)
+        tiny_models.assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("num_requests", [10, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
+    in_own_process(run_random_requests, family, save(family, tmp_path), num_requests)
+
+
+def run_drafts(path, config):
+    """Drafts of what the prompt or the model itself says. One answer repeats a token of the prompt."""
+    params = [SamplingParams(temperature=0, max_tokens=5, logit_bias={5: 100.0}, detokenize=False), DRAWN]
+    expected = expected_tokens(path, params=params)
+    with simulated() as device:
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, speculative_config=config | {"adaptive": False}, **SETTINGS)
+        device.reset_counts()
+        assert tokens_of(llm, params=params) == expected
+        assert llm.engine.speculator.metrics.num_accepted_tokens
+        assert device.waits == []
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
+    path = save("qwen2", tmp_path)
+    config = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path), "num_speculative_tokens": 2}}[method]
+    in_own_process(run_drafts, path, {"method": method, **config})
+
+
+def run_adapters(path, adapter):
+    """One request has an adapter, the other does not. The host waits when the adapter becomes active, and not later."""
+    options = {"enable_lora": True, "max_lora_rank": 4}
+    lora_request = [LoRARequest("adapter", 1, str(adapter)), None]
+    llm = LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22, **options)
+    expected = tokens_of(llm, lora_request=lora_request)
+    assert expected != tokens_of(llm)
+    with simulated() as device:
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS, **options)
+        device.reset_counts()
+        assert tokens_of(llm, lora_request=lora_request) == expected
+        assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} == {"lora/adapters.py"}
+        device.reset_counts()
+        assert tokens_of(llm, lora_request=lora_request) == expected
+        assert device.waits == []
+
+
+def test_adapters_give_the_tokens_of_the_cpu(tmp_path):
+    path = save("qwen3", tmp_path)
+    lora_adapters.write_adapter(tmp_path / "adapter", lora_adapters.linear_shapes(path))
+    in_own_process(run_adapters, path, tmp_path / "adapter")
+
+
+def run_updates(path, other):
+    with simulated():
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, enforce_eager=True, **SETTINGS)
+        assert tokens_of(llm) == expected_tokens(path)
+        llm.update_weights_from_path(str(other))
+        assert tokens_of(llm) == expected_tokens(other)
+        with pytest.raises(UnsupportedError, match="a model on a CPU"):
+            llm.sleep()
+        llm.close()
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
+        with pytest.raises(UnsupportedError, match="are merged into larger matrices for a GPU"):
+            llm.update_weights_from_path(str(other))
+
+
+def test_weights_are_replaced_where_they_are_not_merged_and_the_engine_does_not_sleep(tmp_path):
+    other = tiny_models.save("qwen2", tmp_path / "other", seed=1, **SMALL["qwen2"])
+    in_own_process(run_updates, save("qwen2", tmp_path / "model"), other)
+
+
+def run_routes(path):
+    """Of a backend without graphs, few_logits draws. With enforce_eager, the stages do."""
+    with simulated() as device:
+        for options in ({}, {"enforce_eager": True}):
+            llm = LLM(path, device="sim", kv_cache_memory=2**20, attention_backend="reference", **SETTINGS, **options)
+            assert [type(route).__name__ for route in llm.engine.executor.sampler.routes] == ["FewLogits"][: not options]
+            device.reset_counts()
+            assert tokens_of(llm) == expected_tokens(path)
+            assert device.waits == []
+        params = BeamSearchParams(beam_width=3, max_tokens=4)
+        beams, expected = (
+            [[beam.token_ids for beam in output.sequences] for output in one.beam_search(PROMPTS, params)]
+            for one in (llm, LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22))
+        )
+        assert beams == expected
+
+
+def test_every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu(tmp_path):
+    in_own_process(run_routes, save("qwen2", tmp_path))
+
+
+def run_prefix_files(path, folder):
+    with simulated():
+        options = {"kv_cache_memory": 2**20, "prefix_cache_dir": folder}
+        for has_files in (False, True):
+            llm = LLM(path, device="sim", **options, **SETTINGS)
+            assert tokens_of(llm) == expected_tokens(path)
+            assert bool(llm.engine.block_manager.stored.store.counts["prefix_cache_read_bytes"]) == has_files
+            llm.close()
+
+
+def test_a_prefix_cache_on_disk_is_written_and_read(tmp_path):
+    in_own_process(run_prefix_files, save("gpt2", tmp_path / "model"), tmp_path / "blocks")
+
+
+def run_memory(path):
+    """The cache takes what a step leaves of the device's memory, and a closed engine gives it back."""
+    with simulated() as device:
+        before = device.allocated
+        llm = LLM(path, device="sim", gpu_memory_utilization=0.05, **SETTINGS | {"max_num_seqs": 50, "max_model_len": 512})
+        assert 0.04 < device.allocated / device.total_bytes < 0.05
+        assert tokens_of(llm, PROMPTS[1:], PARAMS[1:]) == expected_tokens(path)[1:]
+        llm.close()
+        del llm
+        assert device.allocated == before
+        with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
+            LLM(path, device="sim", kv_cache_memory=2**50, **SETTINGS)
+
+
+def test_the_cache_is_as_large_as_the_devices_memory_allows(tmp_path):
+    in_own_process(run_memory, save("gpt2", tmp_path))
+
+
+def run_refusal(path):
+    with simulated():
+        pass
+    with pytest.raises(InvalidValueError, match="device must be auto, cpu, cuda or cuda:N, got 'sim'"):
+        LLM(path, device="sim")
+
+
+def test_the_device_is_refused_unless_a_test_allows_it(tmp_path):
+    path = save("gpt2", tmp_path)
+    with pytest.raises(InvalidValueError, match="device must be auto, cpu, cuda or cuda:N, got 'sim'"):
+        LLM(path, device="sim")
+    in_own_process(run_refusal, path)
+
+
+# ---- faults of an engine, which the device must find
+
+
+def run_fault(path, fault, found):
+    """found: DeviceError's message, or part of a place where the host waits, after "waits: "."""
+    with simulated(*map(mock.patch, *fault)) as device:
+        from tests.helpers.simulated_device import DeviceError
+
+        device.reset_counts()
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
+        device.reset_counts()
+        if found.startswith("waits: "):
+            tokens_of(llm)
+            assert any(found.removeprefix("waits: ") in wait for wait in device.waits), device.waits
+        else:
+            with pytest.raises(DeviceError, match=found):
+                tokens_of(llm)
+
+
+def stays_on_the_cpu(tensor, device):
+    return tensor
+
+
+def waits_for_the_device(tensor, device):
+    return tensor.to(device)
+
+
+def reads_a_value(logits):
+    from nanoinfer.sampling.draw import argmax
+
+    ids = argmax(logits)
+    assert int(ids[0]) >= -1
+    return ids, logits.amax(dim=-1)
+
+
+def moved_pages(self, layer):
+    """As KVCache.layer, in other memory each time: a graph keeps the address of the first."""
+    self._layers[layer] = tuple(pages.clone() for pages in self._layers[layer])
+    return self._layers[layer]
+
+
+def another_number_of_splits(num_seqs, num_kv_heads, max_seq_len, calls=[]):  # noqa: B006
+    """As num_splits_for, with another number each time."""
+    calls.append(max_seq_len)
+    return 1 + len(calls) % 2
+
+
+FAULTS = {
+    "a tensor of the CPU in the sampler": ("sampling.batch.on_device", stays_on_the_cpu, "waits: sampling/cuda_graphs.py"),
+    "a tensor of the CPU for a kernel": ("execution.forward_batch.integers_on_device", None, "of the CPU"),
+    "a copy that waits": ("system.transfer.on_device", waits_for_the_device, "waits: a copy from or to memory"),
+    "a value read by a graph's function": ("fast.sampling.few_logits.first_largest", reads_a_value, "while a graph"),
+    "a pointer that changes": ("attention.kv_cache.KVCache.layer", moved_pages, "would now launch"),
+    "a number that changes": ("attention.triton.num_splits_for", another_number_of_splits, "would now launch"),
+}
+
+
+def on_the_cpu_instead(lists, device):
+    return [torch.tensor(numbers) for numbers in lists]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_an_engine_is_found(fault, tmp_path):
+    where, what, found = FAULTS[fault]
+    patches = [f"nanoinfer.{where}"], [what or on_the_cpu_instead]
+    in_own_process(run_fault, save("qwen2", tmp_path), patches, found)
+
+
+def run_device_alone():
+    """What a graph and a copy to pinned memory may not do."""
+    with simulated() as device:
+        from nanoinfer.fast.cuda.graphs import CUDACapture
+        from tests.helpers.simulated_device import DeviceError, Event, Graph, capturing
+
+        held = [torch.arange(3, device="sim")]
+        replay, out = CUDACapture(held[0].device)(lambda: held[0] * 2 + 1)
+        assert out.tolist() != [1, 3, 5]  # a capture computes nothing
+        replay()
+        assert out.tolist() == [1, 3, 5]
+        held[0] += 1
+        replay()
+        assert out.tolist() == [3, 5, 7]
+
+        graph = Graph()
+        with capturing(graph):
+            doubled = held[0] * 2
+        graph.replay()
+        assert doubled.tolist() == [2, 4, 6]
+        held.clear()
+        with pytest.raises(DeviceError, match="memory that was freed after the capture"):
+            graph.replay()
+
+        host, copied = torch.empty(3, dtype=torch.int64, pin_memory=True), Event()
+        host.copy_(doubled, non_blocking=True)
+        copied.record()
+        assert host.tolist() != [2, 4, 6]  # it is on its way
+        copied.synchronize()
+        assert host.tolist() == [2, 4, 6]
+        assert torch.empty(2, device="sim").isnan().all()
+        device.reset_counts()
+        doubled.nonzero()
+        doubled[doubled > 2]
+        assert [wait.partition(":")[0] for wait in device.waits] == ["nonzero", "index.Tensor"]
+        with pytest.raises(DeviceError, match="of the device and of the CPU"):
+            doubled + torch.ones(3)
+
+
+def test_the_device_is_as_strict_as_a_gpu():
+    in_own_process(run_device_alone)

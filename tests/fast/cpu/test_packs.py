@@ -1,0 +1,297 @@
+"""The next start maps the weights that an earlier start has packed, and packs again whatever it cannot believe."""
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.fast.cpu import native, packs
+from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.loading.weights import Identity, WeightFiles, Weights
+from nanoinfer.lora.request import LoRARequest
+from nanoinfer.system import kept_files
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.skipif(sys.platform == "win32", reason="needs the file locks of Linux or macOS"),
+]
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, detokenize=False, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of packed weights, in a cache that has the libraries of this process's cache."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for library in native.cache_folder().glob("*.so"):
+        (cache / library.name).symlink_to(library)
+    monkeypatch.setenv("NANOINFER_CACHE", str(cache))
+    monkeypatch.setattr(packs, "MIN_BYTES", 0)
+    return cache / "packed"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return Path(shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "checkpoint"))
+
+
+def start(checkpoint, **settings):
+    return LLM(str(checkpoint), kv_cache_memory=2**22, max_model_len=64, skip_tokenizer_init=True, **settings)
+
+
+def answers(llm, **given):
+    """Tokens and log-probabilities, bit by bit."""
+    outputs = llm.generate([[1, 2, 3, 4], [5, 6]], PARAMS, use_tqdm=False, **given)
+    bits = [[{i: one.logprob.hex() for i, one in row.items()} for row in output.outputs[0].logprobs] for output in outputs]
+    return [output.outputs[0].token_ids for output in outputs], bits
+
+
+def answers_of(checkpoint, **settings):
+    return answers(start(checkpoint, **settings))
+
+
+def files(folder):
+    return sorted(folder.glob("*.weights"))
+
+
+@pytest.fixture
+def matrices_read(monkeypatch):
+    """The names of the matrices that are read from safetensors files."""
+    names, read = [], WeightFiles.read
+
+    def recording(self, name, rows=slice(None)):
+        names.extend([name] if len(self[name].shape) > 1 else [])
+        return read(self, name, rows)
+
+    monkeypatch.setattr(WeightFiles, "read", recording)
+    return names
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}]
+)
+def test_the_second_start_has_the_same_bits_and_reads_no_matrix_of_a_linear_layer(folder, matrices_read, model, settings):
+    first = answers_of(BUNDLED / model, **settings)
+    assert any("mlp" in name for name in matrices_read)
+    matrices_read.clear()
+    [path] = files(folder)
+    content = path.read_bytes()
+    assert answers_of(BUNDLED / model, **settings) == first
+    assert not any("mlp" in name or "attn" in name or "head" in name for name in matrices_read)
+    assert path.read_bytes() == content
+    assert [entry.stat().st_mode & 0o777 for entry in (folder, path)] == [0o700, 0o600]
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "cut in the index": lambda data: data[:100],
+    "cut by a page": lambda data: data[:-4096],
+    "longer": lambda data: data + bytes(64),
+    "zeros": lambda data: bytes(len(data)),
+    "the end lost": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+    "swapped pages": lambda data: data[:-8192] + data[-4096:] + data[-8192:-4096],
+    **{
+        f"a byte at {share:.0%} changed": lambda data, i=share: (
+            data[: int(len(data) * i)] + bytes([data[int(len(data) * i)] ^ 1]) + data[int(len(data) * i) + 1 :]
+        )
+        for share in (0, 0.0001, 0.3, 0.9, 0.99999)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_noticed_and_replaced(folder, checkpoint, caplog, damage):
+    expected = answers_of(checkpoint)
+    [path] = files(folder)
+    content = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](content))
+    assert path.read_bytes() != content
+    assert answers_of(checkpoint) == expected
+    assert [record.levelname for record in caplog.records if f"{path} are damaged" in record.message] == ["WARNING"]
+    assert path.read_bytes() == content
+
+
+def change(checkpoint):
+    """Give the checkpoint other weights in place, with the size and the time that the file had."""
+    path = checkpoint / "model.safetensors"
+    before, tensors = path.stat(), load_file(path)
+    tensors["model.layers.0.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].flip(0).contiguous()
+    save_file(tensors, checkpoint / "other", {"format": "pt"})
+    content = (checkpoint / "other").read_bytes()
+    (checkpoint / "other").unlink()
+    assert len(content) == before.st_size
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_checkpoint_that_was_changed_in_place_is_packed_again(folder, checkpoint):
+    first = answers_of(checkpoint)
+    gc.collect()  # the first engine has mapped the checkpoint
+    change(checkpoint)
+    changed = answers_of(checkpoint)
+    assert changed != first
+    assert answers_of(checkpoint) == changed
+    assert len(files(folder)) == 1  # it took the place of the other
+
+
+def test_a_file_of_other_code_is_replaced(folder, checkpoint, monkeypatch):
+    answers_of(checkpoint)
+    [path] = files(folder)
+    content = path.read_bytes()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    answers_of(checkpoint)
+    assert files(folder) == [path]
+    assert path.read_bytes() != content
+
+
+def test_dtypes_quantisations_and_ranks_have_files_of_their_own(folder, checkpoint):
+    paths = set()
+    for part, dtype, quantization in [
+        ((0, 1), torch.float32, None),
+        ((0, 2), torch.float32, None),
+        ((1, 2), torch.float32, None),
+        ((0, 1), torch.bfloat16, None),
+        ((0, 1), torch.bfloat16, "int8"),
+    ]:
+        layer, stored = torch.nn.Linear(8, 8, dtype=dtype), Weights()
+        stored.identity = Identity([str(checkpoint)], part, "")
+        layer.weight = packs.StoredParameter(layer.weight.detach())
+        layer.weight.files = stored
+        paths.add(packs.Packs(layer, quantization)._file)
+    assert len(paths) == 5
+
+
+def test_updates_and_sleep_do_not_change_the_file(folder, checkpoint):
+    expected = answers_of(checkpoint)
+    [path] = files(folder)
+    content = path.read_bytes()
+    llm = start(checkpoint)  # mapped
+    tensors = load_file(checkpoint / "model.safetensors")
+    llm.update_weights((name, tensor.flip(0)) for name, tensor in tensors.items() if "down_proj" in name)
+    assert answers(llm) != expected
+    assert path.read_bytes() == content
+    if sys.platform == "linux":
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights_from_path(str(checkpoint))
+        assert answers(llm) == expected
+    assert path.read_bytes() == content
+    assert answers_of(checkpoint) == expected
+
+
+def test_adapters_of_requests_work_and_merged_adapters_are_not_kept(folder, checkpoint, tmp_path):
+    write_adapter(tmp_path / "adapter", linear_shapes(checkpoint), rank=4, r=4, lora_alpha=64)
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    merged = answers_of(checkpoint, lora=str(tmp_path / "adapter"))
+    assert not files(folder)
+    plain = answers_of(checkpoint)
+    assert merged != plain
+    [path] = files(folder)
+    adapted = [answers(start(checkpoint, enable_lora=True), lora_request=request) for _ in range(2)]
+    assert files(folder) == [path]
+    assert adapted[0] == adapted[1]
+    assert adapted[0][0] == merged[0]
+    assert answers_of(checkpoint, lora=str(tmp_path / "adapter")) == merged
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "open to others", "a full disk", "no space"])
+def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, caplog, monkeypatch, obstacle):
+    if obstacle == "a file":
+        folder.write_text("")
+    elif obstacle == "open to others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif obstacle == "a full disk":
+
+        def full(path):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(kept_files, "stamp", full)  # after some bytes
+    else:
+        monkeypatch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 100))
+    answers_of(checkpoint)
+    [record] = [record for record in caplog.records if record.name == packs.__name__]
+    assert record.levelname == "WARNING"
+    assert f"packed weights cannot be kept in {folder}: " in record.message
+    assert not folder.is_dir() or {path.name for path in folder.iterdir()} <= {"lock"}
+
+
+_START = """
+import os, signal, sys
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.fast.cpu import packs
+from nanoinfer.system import kept_files
+
+packs.MIN_BYTES = 0
+if sys.argv[2] == "killed":
+    kept_files.stamp = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
+llm = LLM(sys.argv[1], kv_cache_memory=2**22, max_model_len=64, skip_tokenizer_init=True)
+params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+print([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)])
+"""
+
+
+def process(checkpoint, what="whole"):
+    return subprocess.Popen([sys.executable, "-c", _START, str(checkpoint), what], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(folder, checkpoint):
+    killed = process(checkpoint, "killed")
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert {path.name for path in folder.iterdir()} == {"lock", "writing"}
+    expected = answers_of(checkpoint)
+    assert {path.suffix for path in folder.iterdir()} == {"", ".weights"}
+    assert not (folder / "writing").exists()
+    assert answers_of(checkpoint) == expected
+
+
+def test_two_processes_that_write_at_once_are_both_right(folder, checkpoint):
+    both = [process(checkpoint) for _ in range(2)]
+    told = [one.communicate()[0].strip() for one in both]
+    assert told == [str(answers_of(checkpoint)[0])] * 2
+    assert len(files(folder)) == 1
+    assert not (folder / "writing").exists()
+
+
+def test_the_files_that_were_used_longest_ago_make_room(folder, checkpoint, monkeypatch):
+    answers_of(checkpoint, dtype="float32")
+    [largest] = files(folder)
+    monkeypatch.setattr(packs, "MAX_BYTES", largest.stat().st_size * 9 // 5)
+    answers_of(checkpoint, dtype="bfloat16")
+    [smaller] = set(files(folder)) - {largest}
+    answers_of(checkpoint, dtype="float32")  # used
+    answers_of(checkpoint, dtype="float16")
+    assert largest in files(folder)
+    assert smaller not in files(folder)
+    assert sum(path.stat().st_size for path in files(folder)) <= packs.MAX_BYTES
+    monkeypatch.setattr(packs, "MAX_BYTES", 1000)
+    answers_of(checkpoint, quantization="int8")
+    assert largest in files(folder)  # what does not fit removes nothing
+
+
+def test_the_file_of_a_checkpoint_that_is_gone_is_removed(folder, checkpoint):
+    answers_of(checkpoint)
+    [gone] = files(folder)
+    shutil.rmtree(checkpoint)
+    answers_of(BUNDLED / "tiny-qwen3")
+    [path] = files(folder)
+    assert path != gone
+
+
+def test_small_models_are_not_kept(folder, checkpoint, monkeypatch):
+    monkeypatch.setattr(packs, "MIN_BYTES", 2**26)
+    answers_of(checkpoint)
+    assert not folder.exists() or not files(folder)
