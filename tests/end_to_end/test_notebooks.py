@@ -35,7 +35,7 @@ NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-PLAYED = "20_inside_a_gpu_kernel"  # compiles kernels with Triton
+PLAYED = "20_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
 BEFORE = {  # smaller products than those that measure a machine, and one round of training
     "04_prefill_and_decode": "from nanoinfer.lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
     "19_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
@@ -126,7 +126,7 @@ def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
         assert sum(source.count(text) for source in sources) == 1, text
         sources = [source.replace(text, less) for source in sources]
     cells = [first + BEFORE.get(path.stem, ""), *sources, "print(*sys.modules)"]
-    run = forked.run_cells(cells, cwd=tmp_path)
+    run = forked.run_cells(cells, cwd=tmp_path, fresh=path.stem == PLAYED)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     assert run.stderr == ""
     assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
@@ -240,9 +240,8 @@ def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatc
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is published for Linux")
 def test_the_solutions_that_compile_kernels_run_offline(tmp_path, monkeypatch):
-    """In a process of their own, because they switch Triton's interpreter off."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    run = forked.run_script(FOLDER / "solutions" / f"{PLAYED}.py", cwd=tmp_path)
+    run = forked.run_script(FOLDER / "solutions" / f"{PLAYED}.py", cwd=tmp_path, fresh=True)
     assert run.returncode == 0, run.stderr
     assert not list(tmp_path.iterdir())
 
