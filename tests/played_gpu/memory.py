@@ -243,6 +243,15 @@ class SharedMemory:
         starts = offsets // self.cell + threads // self.num_threads * (len(self._cells) // self.num_programs)
         return starts[:, None] + np.arange(size // self.cell)
 
+    def _find_landed(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> NDArray:
+        """As _find, for an instruction that writes: no cp.async may be in flight to a cell."""
+        cells = self._find(addresses, size, threads, by)
+        in_flight = self._state[cells] == _IN_FLIGHT
+        if in_flight.any():
+            row, column = np.argwhere(in_flight)[0]
+            self._refuse_in_flight(cells[row, column], threads[row], by)
+        return cells
+
     def _note(self, cells: NDArray, threads: NDArray, writes: bool, by: Instruction) -> None:
         self._accesses.append(_Access(cells, threads, self._turns[threads // 32], writes, by))
 
@@ -262,11 +271,7 @@ class SharedMemory:
 
     def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
         """Write values, bytes [addresses, size]."""
-        cells = self._find(addresses, values.shape[1], threads, by)
-        in_flight = self._state[cells] == _IN_FLIGHT
-        if in_flight.any():
-            row, column = np.argwhere(in_flight)[0]
-            self._refuse_in_flight(cells[row, column], threads[row], by)
+        cells = self._find_landed(addresses, values.shape[1], threads, by)
         self._put(cells, values.view(self._cells.dtype), threads, by)
         self._note(cells, threads, True, by)
 
@@ -302,11 +307,7 @@ class SharedMemory:
 
     def copy_async(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
         """Begin to write values, which land when their thread waits for their group."""
-        cells = self._find(addresses, values.shape[1], threads, by)
-        in_flight = self._state[cells] == _IN_FLIGHT
-        if in_flight.any():
-            row, column = np.argwhere(in_flight)[0]
-            self._refuse_in_flight(cells[row, column], threads[row], by)
+        cells = self._find_landed(addresses, values.shape[1], threads, by)
         self._state[cells] = _IN_FLIGHT
         self._note(cells, threads, True, by)
         self._copies.append(_Copy(cells, values.view(self._cells.dtype), threads, self._committed[threads], by))

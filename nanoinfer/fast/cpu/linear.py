@@ -77,8 +77,10 @@ class PackedLinear:
         self._adapters = adapters_of(fused, dtype, adapters)
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last tile is padded with zeros.
         sizes = -(-self.num_out // tile), num_in // per_term, tile, per_term
-        self._weight = kept[0].view(dtype).view(sizes) if kept else first.weight.new_empty(sizes)
-        if not kept:
+        if kept:
+            self._weight = kept[0].view(dtype).view(sizes)
+        else:
+            self._weight = first.weight.new_empty(sizes)
             self._weight[-1] = 0
         self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
         for linear, start in fused.starts():

@@ -66,8 +66,10 @@ class PackedQuantizedLinear:
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
         self.is_exact = all(stored_integers(weight, bits) for weight in weights)
         start, num_tiles = 0, -(-self.num_out // TILE)  # the last tile is padded with zeros
-        dtypes = torch.int32, torch.float32, torch.uint8
-        self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=False))
+        self._arrays: tuple[Tensor, ...] = ()
+        if kept:
+            dtypes = torch.int32, torch.float32, torch.uint8
+            self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=True))
         for piece in () if kept else quantized(weights, bits):
             columns = _words(piece), piece.scales, piece.zeros
             self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)

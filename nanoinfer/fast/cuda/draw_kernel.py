@@ -39,6 +39,19 @@ def _weights_from(logits, weights, row, least, VOCAB: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
+def _load_kept(logits, weights, row, first, low, above, enough, num_ties, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Return the weights of TILE ids, 0 for what top_p drops, and how many ids up to them have the key `low`.
+
+    above: the weight of all larger keys. num_ties: the ids before these that have the key `low`.
+    """
+    keys, tile = _load(logits, weights, row, first, VOCAB, TILE)
+    ties = (keys == low).to(tl.int64)
+    before = above + (num_ties + tl.cumsum(ties, 0) - ties) * tile
+    kept = tl.where((keys > low) | ((ties == 1) & (before.to(tl.float64) < enough)), tile, 0)
+    return kept, num_ties + tl.sum(ties, 0)
+
+
+@triton.jit
 def _draw_kernel(
     logits, weights, smallest, top_p, u, is_undecided, token_ids, VOCAB: tl.constexpr, TILE: tl.constexpr,
     SECTIONS: tl.constexpr,
@@ -52,7 +65,7 @@ def _draw_kernel(
         low = _key(tl.load(smallest + row))
         high = tl.full([], 2**31 - 1, tl.int64)
         sections = tl.arange(0, SECTIONS).to(tl.int64)
-        of_all = tl.max(_weights_from(logits, weights, row, low + sections * 0, VOCAB, TILE), 0)
+        of_all = tl.sum(_weights_from(logits, weights, row, low + tl.zeros([1], tl.int64), VOCAB, TILE), 0)
         enough = tl.load(top_p + row) * of_all.to(tl.float64)
         while low < high:
             width = (high - low + SECTIONS - 1) // SECTIONS
@@ -60,27 +73,20 @@ def _draw_kernel(
             num_enough = tl.sum((weight.to(tl.float64) >= enough).to(tl.int64), 0)
             high = tl.minimum(high, low + (num_enough + 1) * width - 1)
             low += num_enough * width
-        total = tl.max(_weights_from(logits, weights, row, low + 1 + sections * 0, VOCAB, TILE), 0)
-        above = total
+        above = tl.sum(_weights_from(logits, weights, row, low + 1 + tl.zeros([1], tl.int64), VOCAB, TILE), 0)
+        total = tl.full([], 0, tl.int64)
         num_ties = tl.full([], 0, tl.int64)
         for first in range(0, VOCAB, TILE):
-            keys, tile = _load(logits, weights, row, first, VOCAB, TILE)
-            ties = (keys == low).to(tl.int64)
-            before = above + (num_ties + tl.cumsum(ties, 0) - ties) * tile
-            total += tl.sum(tl.where((ties == 1) & (before.to(tl.float64) < enough), tile, 0), 0)
-            num_ties += tl.sum(ties, 0)
+            kept, num_ties = _load_kept(logits, weights, row, first, low, above, enough, num_ties, VOCAB, TILE)
+            total += tl.sum(kept, 0)
         threshold = tl.minimum((tl.load(u + row) * total.to(tl.float64)).to(tl.int64), total - 1)
         token_id = tl.full([], 0, tl.int64)
         cumulative = tl.full([], 0, tl.int64)
         num_ties = tl.full([], 0, tl.int64)
         for first in range(0, VOCAB, TILE):
-            keys, tile = _load(logits, weights, row, first, VOCAB, TILE)
-            ties = (keys == low).to(tl.int64)
-            before = above + (num_ties + tl.cumsum(ties, 0) - ties) * tile
-            kept = tl.where((keys > low) | ((ties == 1) & (before.to(tl.float64) < enough)), tile, 0)
+            kept, num_ties = _load_kept(logits, weights, row, first, low, above, enough, num_ties, VOCAB, TILE)
             token_id += tl.sum((cumulative + tl.cumsum(kept, 0) <= threshold).to(tl.int64), 0)
             cumulative += tl.sum(kept, 0)
-            num_ties += tl.sum(ties, 0)
         tl.store(token_ids + row, tl.minimum(token_id, VOCAB - 1))
 
 

@@ -74,10 +74,9 @@ def few_rows_linear(
         in_place: the result is written over the residual.
     """
     num_out = len(weight) // (1 + gated)
-    out = residual if in_place else x.new_empty(len(x), num_out)
+    out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
     _linear_kernel[(triton.cdiv(num_out, COLUMNS),)](
         x, weight, bias, residual, out, x.stride(0), len(x), weight.shape[1], num_out, gated, MAX_ROWS, COLUMNS, TILE,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
-    assert out is not None
     return out

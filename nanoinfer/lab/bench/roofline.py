@@ -202,7 +202,7 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
         (n, length): cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n)
         for n, length in STEPS[device.type]
     }
-    if device.type == "cuda":
+    if device.type != "cpu":
         available = memory_for_cache(device, None, CACHE_SHARE)
         needed = {step: num_bytes for step, num_bytes in needed.items() if num_bytes <= available}
     # Not async, so that a step's time covers only its own work.
