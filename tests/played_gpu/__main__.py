@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("--kernel", choices=KERNELS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--arch", type=int, choices=[75, 80], default=80)
-    parser.add_argument("--case", choices=CASES, nargs="+", default=[])
-    parser.add_argument("--fault", choices=faults.FAULTS, nargs="+", default=[])
+    parser.add_argument("--case", metavar="CASE", help="a name in cases.py", choices=CASES, nargs="+", default=[])
+    parser.add_argument("--fault", metavar="FAULT", help="a name in faults.py", choices=faults.FAULTS, nargs="+", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)  # tensors are tiny
     for name in args.case:
