@@ -10,7 +10,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class LibrariesHook(BuildHookInterface[Any]):
+class LibrariesHook(BuildHookInterface[Any]):  # type: ignore[misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, "build", "libraries")
         contents = b"".join(path.read_bytes() for path in folder.glob("*/*.so"))

@@ -152,23 +152,29 @@ class Compiler(NamedTuple):
     Attributes:
         command: its path, and the options that every kernel is compiled with.
         macros: what it predefines with these options, such as its version and the instructions of the processor.
+        origin: where its kernels come from, for a report.
     """
 
     command: tuple[str, ...]
     macros: str
+    origin: str = "compiled for this processor"
 
 
 class Level(NamedTuple):
     """Instructions that a wheel's libraries are compiled for.
 
     Attributes:
-        options: what the compiler is told.
+        options: those of the compiler that choose them.
         features: what the processor must have, in the words of /proc/cpuinfo.
     """
 
     name: str
     options: tuple[str, ...]
-    features: frozenset[str]
+    features: tuple[str, ...]
+
+    @property
+    def origin(self) -> str:
+        return f"of the package, for {self.name}"
 
     def library(self, source: Path, *definitions: str) -> Path:
         """Return the place of a library. Other sources, options or definitions have another place."""
@@ -176,10 +182,10 @@ class Level(NamedTuple):
         return LIBRARIES / self.name / _name(source, *made_with)
 
 
-_V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-_V4 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"))
+_V3 = "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"
+_V4 = "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"
 LEVELS = (  # the best first
-    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V3 | _V4),
+    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V3 + _V4),
     Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
 
@@ -198,7 +204,7 @@ def find_target() -> Compiler | Level:
         found = re.search(r"^flags\s*:(.*)$", processor(), re.MULTILINE)
         features = set(found[1].split() if found else ())
         for level in LEVELS:
-            if level.features <= features and (LIBRARIES / level.name).is_dir():
+            if features.issuperset(level.features) and (LIBRARIES / level.name).is_dir():
                 return level
         raise
 
