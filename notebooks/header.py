@@ -199,6 +199,13 @@ NOTEBOOKS = {
         ("weights", "sampler", "kernels"),
         ("06", "09"),
     ),
+    "20_inside_a_gpu_kernel": Header(
+        "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
+        40,
+        ("attention/triton.py",),
+        ("kernels",),
+        ("02", "04"),
+    ),
 }
 
 

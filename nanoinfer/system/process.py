@@ -123,6 +123,7 @@ def limit_threads() -> None:
 
 
 def set_cuda_device(device: torch.device) -> None:
-    """Make a device the current device, on which Triton launches kernels."""
-    torch.get_device_module(device).set_device(device.index or 0)  # torch 2.11 refuses a device without an index
+    """Make a device the current device, on which Triton launches kernels. A device without an index is the current one."""
+    if device.index is not None:
+        torch.get_device_module(device).set_device(device.index)
     log_once(f"the current CUDA device is {device}")

@@ -22,17 +22,24 @@ _CONTEXT.set_forkserver_preload(
         *("triton.runtime.interpreter", "nanoinfer.fast.cuda.compile", "tests.helpers.tiny_models", "pytest"),
     ]
 )
+_FRESH = multiprocessing.get_context("spawn")
 
 
-def run_script(path, *arguments, cwd, environment=None):
-    """Run a script with these arguments. A warning is an error. Returns: returncode, stdout, stderr."""
-    return _run(_script, [str(path), *arguments], cwd, environment or {})
+def run_script(path, *arguments, cwd, environment=None, fresh=False):
+    """Run a script with these arguments. A warning is an error. Returns: returncode, stdout, stderr.
+
+    fresh: start a new Python, which has not imported Triton with its interpreter on.
+    """
+    return _run(_script, [str(path), *arguments], cwd, environment or {}, _FRESH if fresh else _CONTEXT)
 
 
-def run_cells(sources, *, cwd, environment=None):
-    """Run the cells of a notebook in IPython, up to the first that raises. Returns: returncode, stdout, stderr."""
+def run_cells(sources, *, cwd, environment=None, fresh=False):
+    """Run the cells of a notebook in IPython, up to the first that raises. Returns: returncode, stdout, stderr.
+
+    fresh: as for run_script.
+    """
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as in Jupyter
-    return _run(_cells, sources, cwd, inline | (environment or {}))
+    return _run(_cells, sources, cwd, inline | (environment or {}), _FRESH if fresh else _CONTEXT)
 
 
 def run_function(function, *arguments):
@@ -40,12 +47,12 @@ def run_function(function, *arguments):
     return _run(_call, (function, arguments), Path.cwd(), {})
 
 
-def _run(function, what, cwd, environment):
+def _run(function, what, cwd, environment, context=_CONTEXT):
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         environment = os.environ | environment
         environment.pop("VIRTUAL_ENV", None)  # IPython warns of one that is active while another one's Python runs
-        process = _CONTEXT.Process(target=_child, args=(function, what, cwd, environment, files, sys.path))
+        process = context.Process(target=_child, args=(function, what, cwd, environment, files, sys.path))
         process.start()
         process.join()
         stdout, stderr = (file.read_text(encoding="utf-8") for file in files)

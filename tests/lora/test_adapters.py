@@ -195,6 +195,7 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
     base, adapters = qwen3
     for module in (memory, adapters_module):
         monkeypatch.setattr(module, "available_cpu_memory", lambda: 2**22)
+    monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     adapted, plain = (
         LLM(base, dtype="bfloat16", block_size=4, **settings)
         for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})

@@ -15,9 +15,10 @@ from tests.played_gpu import faults
 from tests.played_gpu.cases import CASES, DTYPES
 from tests.played_gpu.table import Table
 
-KERNELS = {
-    "store": "store", "rms_norm": "rms_norm", "silu_mul": "silu_mul", "rotate": "rotate",
-    "prefill": "attention", "decode": "attention", "merge": "attention",
+KERNELS = {  # a kernel -> its case, by the dtype
+    "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "rotate": "rotate {}",
+    "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
+    "linear": "linear {} plain", "draw": "draw ties",
 }  # fmt: skip
 
 
@@ -38,7 +39,9 @@ def main() -> None:
         print(json.dumps({"fault": name, "found": faults.found(name)}), flush=True)
     if args.kernel:
         table = Table(f"_{args.kernel}_kernel")
-        case = f"{KERNELS[args.kernel]} {args.dtype}" + (" 64 plain" if KERNELS[args.kernel] == "attention" else "")
+        case = KERNELS[args.kernel].format(args.dtype)
+        if case not in CASES:
+            parser.error(f"the kernel {args.kernel} is not launched for {args.dtype}")
         with played_gpu(observe=table.observe, arch=args.arch):
             CASES[case]()
         print(table)

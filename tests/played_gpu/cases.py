@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import fused_kernels
+from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.sampling import stages
+from nanoinfer.sampling.draw import draw, integer_weights
 from tests.helpers.paged_cases import compare, in_float64
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
@@ -63,9 +65,7 @@ def check_silu_mul(dtype: torch.dtype) -> float:
     gate_up = torch.randn(3, 2 * 1500, generator=_generator()).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     expected = gate * torch.sigmoid(gate) * up
-    return share(
-        fused_kernels.silu_and_mul(gate_up), expected, _rounded(dtype, expected) + (12 + gate.abs()) * _E * expected.abs()
-    )
+    return share(fused_kernels.silu_and_mul(gate_up), expected, _gated_rounding(dtype, gate, expected))
 
 
 def check_rotate(dtype: torch.dtype) -> float:
@@ -93,6 +93,67 @@ def check_far_rotate(dtype: torch.dtype) -> float:
     expected = torch.cat((first - second, second + first), -1)
     out = fused_kernels.rotate(x, turn, turn)
     return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
+
+
+def check_linear(dtype: torch.dtype, option: str) -> float:
+    """u * |out| + s: g(n + 1) times the magnitudes of the sum's n products, which are exact, and of the bias or the residual.
+
+    Gated: s of up times |silu(gate)|, plus s of the gate times 1.1 * |up| (silu' is below 1.1), plus what silu_mul has.
+
+    Sizes are no multiples of the kernel's tiles, and there are more tiles than the kernel loads ahead. 5 rows have few inputs,
+    and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over.
+    """
+    tile, columns = linear_kernel.TILE, linear_kernel.COLUMNS
+    sizes = ((linear_kernel.NUM_STAGES + 1) * tile + 80, 2 * columns + columns // 2)
+    gated, has_bias, has_residual = "gated" in option, "bias" in option, option == "residual"
+    generator, largest = _generator(), 0.0
+    for num_rows, num_in, num_out, stride in ((1, *sizes, sizes[0]), (5, 300, columns + 1, 307), (16, *sizes, sizes[0])):
+        shapes = (num_rows, stride), (2 * num_out, num_in), (2 * num_out,), (num_rows, num_out)
+        x, weight, bias, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        x, weight = x[:, :num_in], weight * num_in**-0.5
+        if not gated:
+            weight, bias = weight[:num_out], bias[:num_out]
+        expected, terms = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        for added in [bias] * has_bias + [residual] * has_residual:
+            expected, terms = expected + added.double(), terms + added.double().abs()
+        out = linear_kernel.few_rows_linear(
+            x, weight, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
+            in_place=has_residual,
+        )  # fmt: skip
+        tolerance = terms * _sum_error(num_in + 1)
+        if gated:
+            (gate, up), (of_gate, of_up) = expected.chunk(2, -1), tolerance.chunk(2, -1)
+            silu = gate * torch.sigmoid(gate)
+            expected, tolerance = silu * up, 1.1 * up.abs() * of_gate + silu.abs() * of_up
+            tolerance += _gated_rounding(dtype, gate, expected)
+        else:
+            tolerance += _rounded(dtype, expected)
+        largest = max(largest, share(out, expected, tolerance))
+    return largest
+
+
+def check_draw(rows: str) -> float:
+    """Compare with the plain stages: ids are exact. Rows that are decided, and their ids, stay as they are.
+
+    rows: "ties": logits of a few values. "spread": of many. The vocabulary has several tiles and a part of one.
+    """
+    vocab_size = 2 * draw_kernel._TILE + 77
+    top_p = torch.tensor([0.9, 1.0, 0.3, 1.0, 0.999, 0.5, 1e-9, 0.7, 0.95], dtype=torch.float64)
+    top_k = torch.tensor([0, 0, 40, 700, 0, 3, 0, 1, 0])  # 0: off
+    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    logits = torch.randn(len(u), vocab_size, generator=_generator())
+    if rows == "ties":
+        logits = (logits * 2).round() / 2
+        logits[8] *= 0  # 0.0 and -0.0 are equal
+    logits[4, ::3] = float("-inf")
+    falling = logits.sort(descending=True).values
+    smallest = torch.where(top_k > 0, falling.gather(1, top_k[:, None].clamp_min(1) - 1)[:, 0], float("-inf"))
+    is_undecided = torch.arange(len(u)) % 4 != 1
+    token_ids = torch.full((len(u),), -7)
+    kept = stages.drop_beyond(logits.masked_fill(logits < smallest[:, None], float("-inf")), top_p)
+    expected = torch.where(is_undecided, draw(kept, u), token_ids)
+    draw_kernel.draw_undecided(logits, integer_weights(logits), smallest, top_p, u, is_undecided, token_ids)
+    return 0.0 if torch.equal(token_ids, expected) else float("inf")
 
 
 def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Sequence[tuple[int, int]] = LENGTHS) -> float:
@@ -127,6 +188,10 @@ def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks
     return _rounded(q.dtype, out) + magnitude * (of_rounded + 2 * of_weights + _sum_error(len(k) + 4))
 
 
+def _gated_rounding(dtype: torch.dtype, gate: Tensor, out: Tensor) -> Tensor:
+    return _rounded(dtype, out) + (12 + gate.abs()) * _E * out.abs()
+
+
 def _sum_error(num_roundings: int) -> float:
     return 4 * num_roundings**0.5 * _E
 
@@ -145,6 +210,12 @@ CASES: dict[str, Callable[[], float]] = {
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
     )
     for name, dtype in DTYPES.items()
+} | {
+    f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
+    for name in ("bfloat16", "float16")  # fp32 is torch's
+    for option in ("plain", "bias", "residual", "gated", "gated with bias")
+} | {
+    f"draw {rows}": lambda rows=rows: check_draw(rows) for rows in ("ties", "spread")
 } | {
     "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
 } | {

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import fused_kernels
+from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
 from tests.played_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -82,6 +82,14 @@ class InSource:
 
 def _of(check: Callable[[torch.dtype], float], dtype: torch.dtype = torch.float32) -> Callable[[], float]:
     return lambda: check(dtype)
+
+
+def linear(option: str) -> Callable[[], float]:
+    return lambda: cases.check_linear(torch.float16, option)
+
+
+def draw() -> float:
+    return cases.check_draw("ties")
 
 
 _BARRIER, _WAIT = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d;"
@@ -157,6 +165,42 @@ FAULTS: dict[str, InPtx | InSource] = {
         triton, "tl.store(partial_l + where, l, mask=rows < GROUP)", "tl.store(partial_l + where, l)", "OutsideFault",
     ),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
+    "linear: no barrier before a tile is read": InPtx("_linear_kernel", _BARRIER, "", "RaceFault", linear("plain")),
+    "linear: no wait for a tile": InPtx("_linear_kernel", _WAIT, "", "InFlightFault", linear("plain")),
+    "linear: exchanged fragments of an mma": InPtx(
+        "_linear_kernel", rf"(mma\.sync\S+\s+{_FOUR}, \{{ )(%r\d+), (%r\d+)", r"\1\3, \2", "values", linear("plain")
+    ),
+    "linear: a residual that is read at the row stride of x": InSource(
+        linear_kernel, "residual + where", "residual + rows[:, None] * x_stride + columns[None, :]", "OutsideFault",
+        linear("residual"),
+    ),
+    "linear: exchanged gate and up": InSource(
+        linear_kernel, "total * tl.sigmoid(total) * up", "up * tl.sigmoid(up) * total", "values", linear("gated")
+    ),
+    "linear: a bias that is read without its mask": InSource(
+        linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
+        hidden_from=linear("bias"),
+    ),
+    "draw: no barrier in a scan": InPtx(
+        "_draw_kernel", rf"(?s)(st\.shared::cta\.b64.*?){_BARRIER}", r"\1", "RaceFault", draw
+    ),
+    "draw: an exchange of a scan with the wrong lane": InPtx(
+        "_draw_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "values", draw
+    ),
+    "draw: a scan that begins anew with each tile": InSource(
+        draw_kernel, "cumulative + tl.cumsum(kept, 0)", "tl.cumsum(kept, 0)", "values", draw
+    ),
+    "draw: ties that are counted from 0 in each tile": InSource(
+        draw_kernel, "num_ties + tl.cumsum(ties, 0)", "tl.cumsum(ties, 0)", "values", draw
+    ),
+    "draw: -0.0 below 0.0": InSource(draw_kernel, "(logits + 0.0)", "logits", "values", draw),
+    "draw: a decided row that is drawn": InSource(
+        draw_kernel, "if tl.load(is_undecided + row):", "if row >= 0:", "values", draw
+    ),
+    "draw: weights that are read without their mask": InSource(
+        draw_kernel, "weights + row * VOCAB + ids, mask=ids < VOCAB, other=0", "weights + row * VOCAB + ids", "OutsideFault",
+        draw,
+    ),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ _REGISTER_TYPES = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.
 _TYPES = {
     "pred": np.bool_, "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
     "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f16": np.float16, "bf16": np.uint16,
+    "b8": np.uint8, "f64": np.float64,
 }  # fmt: skip
 _WIDER = {np.uint32: np.uint64, np.int32: np.int64, np.uint16: np.uint32, np.int16: np.int32}
 _BINARY = {
@@ -335,9 +336,20 @@ class Machine:
         value = self._value(value, dtype)
         return self._copy(self._register(target, dtype), lambda: (value << up) >> down)
 
+    def _decode_prmt(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """Four of the eight bytes of two registers. A constant names each in four bits."""
+        target, a, b, chosen = instruction.operands
+        numbers = [int(chosen.rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
+        if types != ["b32"] or max(numbers) > 7:
+            return None
+        a, b, result = self._register(a), self._register(b), self._register(target)
+        return self._copy(
+            result, lambda: np.ascontiguousarray(np.stack((a, b), 1).view(np.uint8)[:, numbers]).view(np.uint32)[:, 0]
+        )
+
     def _decode_cvt(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, *sources = instruction.operands
-        rounded = types[0] == "rn"
+        rounded = types[0] in ("rn", "rzi")
         to, source_type = types[rounded:]
         sources = [self._value(source, _TYPES[source_type]) for source in sources]
         if to in ("bf16", "f16"):
@@ -349,7 +361,7 @@ class Machine:
             return self._copy(self._register(target), lambda: narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low))
         if source_type == "bf16":
             return self._copy(self._register(target), lambda: sources[0].astype(np.uint32) << np.uint32(16))
-        if rounded and source_type != "f16":
+        if rounded and source_type != "f16" and types not in (["rn", "f64", "s64"], ["rzi", "s64", "f64"]):
             return None
         return self._copy(self._register(target, _TYPES[to]), lambda: sources[0])
 
@@ -472,14 +484,19 @@ class Machine:
 
     def _decode_shfl(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, source, lane, limit, members = instruction.operands
-        if types[0] != "sync" or types[1] not in ("bfly", "idx") or (limit, members) != ("31", "-1"):
+        if types[0] != "sync" or (types[1], limit) not in (("bfly", "31"), ("idx", "31"), ("up", "0")) or members != "-1":
             return None
         result, source, lane = self._register(target), self._register(source), self._value(lane, np.uint32)
         own, first = self._all % _WARP, self._all - self._all % _WARP
 
         def shuffle() -> None:
             self._require_whole_warps(instruction)
-            other = own ^ lane if types[1] == "bfly" else lane
+            if types[1] == "up":  # a lane that has none so far below keeps its own
+                other = np.where(own < lane, own, own - lane)
+            elif types[1] == "bfly":
+                other = own ^ lane
+            else:
+                other = lane
             np.copyto(result, source[first + other.astype(np.int64) % _WARP], where=self.mask)
             self.shared.meet_in_warps(self.threads)
 
@@ -492,12 +509,12 @@ class Machine:
         result, source, members = (
             self._register(target, np.int32),
             self._register(source, np.int32),
-            self._value(members, np.uint32),
+            np.broadcast_to(self._value(members, np.uint32), self.num_lanes),
         )
 
         def redux() -> None:
             self._require_whole_warps(instruction)
-            if (members != np.uint32(2**32 - 1)).any():
+            if (members[self.threads] != np.uint32(2**32 - 1)).any():
                 raise NotImplementedError(f"the player adds whole warps only in {instruction}")
             sums = source.reshape(-1, _WARP).sum(1, dtype=np.int32)
             np.copyto(result, sums.repeat(_WARP), where=self.mask)

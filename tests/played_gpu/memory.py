@@ -66,7 +66,7 @@ class Region:
     """
 
     def __init__(self, name: str, tensor: Tensor, base: int, written: NDArray | None) -> None:
-        self.name, self.base, self.shape = name, base, tuple(tensor.shape)
+        self.name, self.tensor, self.base, self.shape = name, tensor, base, tuple(tensor.shape)
         self.elements = unsigned(tensor)
         self.written, self.writer = written, None
         self._steps = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
@@ -81,7 +81,8 @@ class Region:
 
 
 class GlobalMemory:
-    """The tensors of a launch. Each has addresses of its own, even where two share a storage.
+    """The tensors of a launch. Each has addresses of its own, even where two share a storage. A tensor that is given twice, as
+    an input and the output, has one address.
 
     who: names a thread by its number in the launch.
     """
@@ -96,6 +97,9 @@ class GlobalMemory:
         Args:
             written: for each element from its first to its last, whether it may be read. Stores set it. None: all may be.
         """
+        for region in self._regions:
+            if region.tensor is tensor:
+                return region.base
         base = (len(self._regions) + 1 << _SLOT) + tensor.data_ptr() % 4096
         self._regions.append(Region(name, tensor, base, written))
         return base
@@ -267,14 +271,14 @@ class SharedMemory:
         self._note(cells, threads, True, by)
 
     def _put(self, cells: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
-        """Write cells. Threads may write one place in one instruction, if their fp32 values differ by rounding only."""
+        """Write cells. Threads may write one place in one instruction, if their values of 32 bits differ by fp32's rounding."""
         self._cells[cells] = values
         self._state[cells] = _WRITTEN
         landed = self._cells[cells]
         lost = landed != values
         if not lost.any():
             return
-        if values.shape[1] * self.cell >= 4:
+        if by.name.endswith("32"):
             a, b = landed.view(np.float32), values.view(np.float32)
             if (np.abs(a - b) <= _ROUNDING * np.abs(a)).all():
                 return

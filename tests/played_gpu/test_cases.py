@@ -9,6 +9,7 @@ from tests.played_gpu.process import output_of
 pytest.importorskip("triton")
 
 DTYPES = ["bfloat16", "float16", "float32"]
+NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 2}  # of a case. Others have one
 
 
 def check(*cases, rest=()):
@@ -18,9 +19,7 @@ def check(*cases, rest=()):
     assert [result["case"] for result in results] == list(cases)
     for result in results:
         assert result["share_of_tolerance"] <= 1, result
-        assert result["num_launches"] == (
-            4 if "attention" in result["case"] else 2 if result["case"].startswith("rotate") else 1
-        )
+        assert result["num_launches"] == NUM_LAUNCHES.get(result["case"].split()[0], 1)
     return lines[len(cases) :]
 
 
@@ -32,6 +31,8 @@ def test_every_kernel_computes_its_definition_without_a_race():
         "silu_mul float16",
         "rotate bfloat16",
         "attention bfloat16 64 window and sinks",
+        "linear bfloat16 gated",
+        "draw ties",
     )
     table = check(*cases, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
@@ -41,6 +42,17 @@ def test_every_kernel_computes_its_definition_without_a_race():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_kernels_of_every_dtype(dtype):
     check(*(f"{kernel} {dtype}" for kernel in ("store", "rms_norm", "silu_mul", "rotate")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_linear_layers_of_few_rows(dtype):
+    check(*(f"linear {dtype} {option}" for option in ("plain", "bias", "residual", "gated", "gated with bias")))
+
+
+@pytest.mark.long
+def test_draws_from_all_logits_without_ties():
+    check("draw spread")
 
 
 @pytest.mark.long

@@ -117,6 +117,32 @@ def test_lanes_may_write_one_place_if_the_values_are_equal():
         play("st.shared.b32 [%r4], %r1;\n" + meet)
 
 
+def test_integers_of_64_bits_that_lanes_write_to_one_place_may_not_differ_in_a_bit():
+    body = "and.b32 %r5, %r1, {};\ncvt.u64.u32 %rd4, %r5;\nadd.s64 %rd4, %rd4, 0x40000000;\nst.shared.b64 [%r4], %rd4;"
+    play(body.format(0))
+    with raises(RaceFault, "write different values", "kernel.py:13"):
+        play(body.format(1))
+
+
+def test_a_scan_reads_the_lane_below_and_the_lowest_lanes_keep_their_own():
+    out = play("ld.global.b32 %r5, [%rd1];\nshfl.sync.up.b32 %r6, %r5, 4, 0, -1;\nst.global.b32 [%rd2], %r6;")
+    assert out.tolist() == [100 + i - (4 if i % 32 >= 4 else 0) for i in range(64)]
+
+
+def test_integers_of_64_bits_are_rounded_to_float64_and_cut_off_on_the_way_back():
+    body = "mov.b64 %rd4, {};\ncvt.rn.f64.s64 %rd5, %rd4;\nmov.b64 %rd6, 0x3FE8000000000000;\nmul.f64 %rd5, %rd5, %rd6;\n"
+    body += "cvt.rzi.s64.f64 %rd7, %rd5;\ncvt.u32.u64 %r5, %rd7;\nst.global.b32 [%rd2], %r5;"
+    for number, three_quarters in ((7, 5), (-7, -5), (2**53 + 3, 3)):  # the last is 2^53 + 4, and its lower word is stored
+        assert play(body.format(number))[0] == three_quarters
+
+
+def test_a_sum_is_one_of_whole_warps_where_others_are_elsewhere():
+    """The others' registers do not matter."""
+    body = "setp.ge.u32 %p1, %r1, 32;\n@%p1 bra $L__BB0_1;\nmov.b32 %r5, -1;\nredux.sync.add.s32 %r6, %r1, %r5;\n"
+    out = play(body + "st.global.b32 [%rd2], %r6;\n$L__BB0_1:")
+    assert out.tolist() == [496] * 32 + [0] * 32
+
+
 def test_a_copy_is_there_after_the_wait_and_a_barrier():
     out = play(COPY + "cp.async.wait_group 0;\nbar.sync 0;\n" + READ_NEXT.format(128))
     assert out.tolist() == [100 + (i ^ 32) for i in range(64)]
@@ -197,6 +223,11 @@ def test_two_threads_may_not_share_an_element_of_a_tensor_in_a_launch():
         play("setp.eq.b32 %p1, %r1, 1;\n@!%p1 st.global.b32 [%rd2], %r1;\n@%p1 ld.global.b32 %r5, [%rd2+-4];")
 
 
+def test_a_tensor_that_is_an_input_and_the_output_has_one_address():
+    memory, tensor = GlobalMemory(), torch.zeros(4)
+    assert memory.add("residual", tensor) == memory.add("out", tensor) != memory.add("other", torch.zeros(4))
+
+
 def test_threads_that_diverge_meet_again():
     body = """
         setp.lt.u32 %p1, %r1, 5;
@@ -240,6 +271,7 @@ def test_integers_wrap_and_widen_as_their_types_say():
         "mul.wide.s32 %rd4, %r5, 2;\nshr.s64 %rd5, %rd4, 32;\ncvt.u32.u64 %r6, %rd5;": -1,
         "setp.gt.u32 %p1, %r5, 7;\nselp.b32 %r6, 1, 0, %p1;": 1, "neg.s32 %r6, %r5;": 3,
         "redux.sync.add.s32 %r6, %r5, -1;": -96 + 31 * 16, "mul.lo.s32 %r6, %r5, 0x40000000;": 0x40000000,
+        "prmt.b32 %r6, %r5, %r1, 0x5410U;": 0xFFFD, "prmt.b32 %r6, %r1, %r5, 0x0465;": 0x00FDFFFF,
     }  # fmt: skip
     for instructions, expected in cases.items():
         assert play(body.format(3, instructions))[0] == expected, instructions

@@ -99,6 +99,7 @@ def test_the_current_cuda_device_is_set_and_logged(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     for index in (1, 1, 0):
         process.set_cuda_device(torch.device("cuda", index))
+    process.set_cuda_device(torch.device("cuda"))  # the current one, which a trainer may have chosen
     assert devices == [1, 1, 0]
     assert caplog.text.count("process-wide: the current CUDA device is cuda:1") == 1
     assert caplog.text.count("process-wide: the current CUDA device is cuda:0") == 1

@@ -38,7 +38,7 @@ class KernelRotation(nn.Module):
         return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
 
 
-class KernelLinear(nn.Module):
+class FewRowsLinear(nn.Module):
     """Computes a linear layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -70,9 +70,9 @@ class AddedLinear(nn.Module):
         self.linear, self.in_place = linear, in_place
 
     def forward(
-        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
+        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "*rows out"]
     ) -> Float[Tensor, "num_tokens out"]:
-        if supports(x):
+        if supports(x) and residual.shape == (len(x), self.linear.out_features) and residual.is_contiguous():
             return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
         add = torch.Tensor.addmm_ if self.in_place else torch.addmm
         return add(residual, x, self.linear.weight.t())
@@ -107,7 +107,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Modul
         return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
         return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
-    return KernelLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
+    return FewRowsLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
@@ -121,4 +121,4 @@ def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:
     """Whether the product may overwrite the residual, which another operation of the graph made and nothing reads later."""
     is_new = isinstance(trace.module(residual), AddedLinear | nn.Embedding)
     order = list(trace.graph.nodes)
-    return is_new and max(map(order.index, residual.users)) == order.index(node)
+    return is_new and residual not in node.args and max(map(order.index, residual.users)) == order.index(node)

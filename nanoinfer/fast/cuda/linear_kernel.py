@@ -52,8 +52,8 @@ def _linear_kernel(
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the kernel computes so many rows of this dtype on this GPU. Tensor cores do not multiply fp32 exactly."""
-    return len(x) <= MAX_ROWS and x.element_size() == 2 and uses_tensor_cores()
+    """Whether the kernel computes these rows on this GPU: few, and of 16 bits. Tensor cores do not multiply fp32 exactly."""
+    return x.ndim == 2 and len(x) <= MAX_ROWS and x.stride(1) == 1 and x.element_size() == 2 and uses_tensor_cores()
 
 
 def few_rows_linear(

@@ -50,7 +50,8 @@ class FewLogits(Route):
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
         logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
-        if logits.dtype == torch.float64:  # the stages' argmax is that of rounded logits
+        is_of_no_kernel = logits.device.type == "cpu" and not has_kernels("cpu", logits.dtype)
+        if is_of_no_kernel or logits.dtype == torch.float64:  # the stages' argmax is that of rounded logits
             logits = logits.float()
         token_ids, largest = sample(logits, batch)
         return torch.where(largest.isfinite(), token_ids, -1)

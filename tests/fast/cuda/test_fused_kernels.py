@@ -97,3 +97,13 @@ def test_a_product_added_to_the_residual(dtype, in_place):
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max()
     assert (out.data_ptr() == residual.data_ptr()) == in_place
     assert (out - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_a_product_added_to_a_vector_or_to_columns(strided):
+    """The kernel for few rows reads neither."""
+    linear = nn.Linear(48, 30, bias=False, device=DEVICE, dtype=torch.float16).requires_grad_(False)
+    x = torch.randn(5, 48, device=DEVICE).half()
+    residual = torch.randn(5, 60, device=DEVICE).half()[:, ::2] if strided else torch.randn(30, device=DEVICE).half()
+    expected = residual.double() + x.double() @ linear.weight.double().t()
+    assert (AddedLinear(linear, in_place=False)(x, residual).double() - expected).abs().max() < 0.02

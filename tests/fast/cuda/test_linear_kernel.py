@@ -61,3 +61,5 @@ def test_more_rows_and_fp32_are_torchs():
     assert supports(torch.empty(MAX_ROWS, 4, dtype=torch.bfloat16))
     assert not supports(torch.empty(MAX_ROWS + 1, 4, dtype=torch.bfloat16))
     assert not supports(torch.empty(1, 4))
+    assert not supports(torch.empty(1, 2, 4, dtype=torch.bfloat16))  # rows with more axes
+    assert not supports(torch.empty(4, 2, dtype=torch.bfloat16).t())
