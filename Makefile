@@ -14,7 +14,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl coverage golden sanitize lint notebooks docs gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -73,6 +73,12 @@ notebooks: .venv/installed-test
 # The warning that is switched off announces the end of the theme. docs/contributing.md says what follows from it.
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# A wheel with compiled kernels, in dist/, for x86-64 Linux. g++ or $CXX compiles them: 6 minutes on a core.
+wheel: .venv/installed
+	rm -rf build/libraries
+	$(BIN)/python -m tools.libraries build/libraries
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 # On a machine with a CUDA device, with the Python at hand. Installs nothing. Prints a block for BENCHMARKS.md, and adds it there.
 gpu:

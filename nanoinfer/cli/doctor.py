@@ -30,7 +30,7 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
-from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
+from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target, processor
 from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.process import cpu_quota, limit_threads
@@ -173,7 +173,7 @@ def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     if device.type == "cpu":
         try:
             _kernel_backend(dtype)
-            kernels = "C++ kernels, compiled for this processor"
+            kernels = f"C++ kernels, {find_target().origin}"
         except UnsupportedError as error:
             kernels = f"torch, slowly: {error}"
         chosen["layers and attention computed by"] = kernels

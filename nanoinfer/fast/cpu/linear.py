@@ -66,7 +66,7 @@ class PackedLinear:
         dtype = first.weight.dtype
         tiles = tile_definitions(dtype, num_in)
         source = Path(__file__).with_name("tile_linear.cpp" if tiles else "dense_linear.cpp")
-        library = native.load(source, *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
+        library = native.load(source, native.streamed(), *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
         names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
         tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
         if num_in % per_term:

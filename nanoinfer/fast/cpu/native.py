@@ -3,7 +3,8 @@
 In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
 this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in
 $NANOINFER_CACHE, or in the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If the folder cannot be
-written, every process compiles. Without a compiler, the engine runs the plain definitions.
+written, every process compiles. Without a compiler, the libraries of the package are loaded, if `make wheel` has built it and
+they have these sizes, and otherwise the engine runs the plain definitions.
 
 Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the complete library to its
 place, so that no process loads half a file.
@@ -14,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-I", str(HEADERS))
+LIBRARIES = HEADERS / "libraries"  # of a wheel (tools/libraries.py): a folder for each of LEVELS
 TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts. Some know neither name
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
@@ -59,9 +62,10 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
         structures: the arguments of its functions, whose sizes must equal those in the library.
 
     Raises:
-        UnsupportedError: there is no C++ compiler, or it failed. The message gives the reason.
+        UnsupportedError: the compiler failed, or there is neither a compiler nor such a library in the package. The message
+            gives the reason.
     """
-    library = _load(source, f"STREAMED={_streamed()}", *definitions)
+    library = _load(source, *definitions)
     for structure in structures:
         size = ctypes.c_int64.in_dll(library, f"sizeof_{structure.__name__}").value
         assert size == ctypes.sizeof(structure), f"{structure.__name__} has {size} bytes in {source.name}"
@@ -69,12 +73,18 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 
 
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
-    compiler = find_compiler()
-    command = [*compiler.command, *(f"-D{definition}" for definition in definitions)]
-    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
-    everything = "\0".join([*command, compiler.macros, *texts, processor()])
-    name = f"{source.stem}-{hashlib.sha256(everything.encode()).hexdigest()[:16]}.so"
-    folder = cache_folder()
+    target = find_target()
+    if isinstance(target, Level):
+        try:
+            return ctypes.CDLL(str(target.library(source, *definitions)))
+        except OSError as error:
+            sizes = " ".join(definitions) or "no definitions"
+            raise UnsupportedError(
+                f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
+                "install g++ or clang++"
+            ) from error
+    command = [*target.command, *(f"-D{definition}" for definition in definitions)]
+    name, folder = _name(source, *command, target.macros, processor()), cache_folder()
     with suppress(OSError):  # not compiled yet, or damaged
         return ctypes.CDLL(str(folder / name))
     with suppress(OSError):
@@ -91,6 +101,12 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
         with suppress(OSError):
             os.replace(library, folder / name)
     return loaded
+
+
+def _name(source: Path, *made_with: str) -> str:
+    """Return a library's file name, which has a digest of its sources and of what they are compiled with."""
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
+    return f"{source.stem}-{hashlib.sha256(chr(0).join([*made_with, *texts]).encode()).hexdigest()[:16]}.so"
 
 
 @cache
@@ -121,13 +137,13 @@ def processor() -> str:
     return "\n".join(facts)
 
 
-def _streamed() -> int:
-    """Return the prefetch locality for weights that are read once per step.
+def streamed() -> str:
+    """Return the definition of the prefetch locality for weights that are read once per step.
 
     0 keeps them out of the outer caches, which gained 5% on an AMD EPYC (Zen 5). On an Intel Xeon with AMX it halved the
     memory's bandwidth, 12 instead of 29 GB/s (2026-11-23), so other processors get 3, an ordinary prefetch.
     """
-    return 0 if "AuthenticAMD" in processor() else 3
+    return "STREAMED=0" if "AuthenticAMD" in processor() else "STREAMED=3"
 
 
 class Compiler(NamedTuple):
@@ -136,10 +152,61 @@ class Compiler(NamedTuple):
     Attributes:
         command: its path, and the options that every kernel is compiled with.
         macros: what it predefines with these options, such as its version and the instructions of the processor.
+        origin: where its kernels come from, for a report.
     """
 
     command: tuple[str, ...]
     macros: str
+    origin: str = "compiled for this processor"
+
+
+class Level(NamedTuple):
+    """Instructions that a wheel's libraries are compiled for.
+
+    Attributes:
+        options: those of the compiler that choose them.
+        features: what the processor must have, in the words of /proc/cpuinfo.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    features: tuple[str, ...]
+
+    @property
+    def origin(self) -> str:
+        return f"of the package, for {self.name}"
+
+    def library(self, source: Path, *definitions: str) -> Path:
+        """Return the place of a library. Other sources, options or definitions have another place."""
+        made_with = *OPTIONS[:-1], *self.options, *sorted(definitions)  # without the folder of the headers
+        return LIBRARIES / self.name / _name(source, *made_with)
+
+
+_V3 = "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"
+_V4 = "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"
+LEVELS = (  # the best first
+    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V3 + _V4),
+    Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
+)
+
+
+def find_target() -> Compiler | Level:
+    """Return what the kernels come from: the compiler, or without one the best level of the package that this processor has.
+
+    A compiler goes first, because it knows all instructions of this processor.
+
+    Raises:
+        UnsupportedError: there is neither. The message is that of find_compiler.
+    """
+    try:
+        return find_compiler()
+    except UnsupportedError:
+        found = re.search(r"^flags\s*:(.*)$", processor(), re.MULTILINE)
+        features = set(found[1].split() if found else ())
+        for level in LEVELS:
+            if features.issuperset(level.features) and (LIBRARIES / level.name).is_dir():
+                return level
+        raise
 
 
 def find_compiler() -> Compiler:

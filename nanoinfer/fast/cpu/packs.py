@@ -167,7 +167,7 @@ def _made_from(version: str) -> str:
     package = here.parents[1]
     paths = [*(package / "loading").rglob("*.py"), package / "distributed" / "sharding.py", *here.glob("*.py")]
     paths += [*here.glob("*.cpp"), *here.glob("*.h")]
-    what = version, native.find_compiler(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
+    what = version, native.find_target(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     return _digest(repr(what).encode(), *(path.read_bytes() for path in sorted(paths))).decode()
 
 

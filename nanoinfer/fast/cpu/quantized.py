@@ -60,7 +60,7 @@ class PackedQuantizedLinear:
         kept: Sequence[UInt8[Tensor, " bytes"]] = (),
     ) -> None:
         source = Path(__file__).with_name("quantized_linear.cpp")
-        definitions = "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
+        definitions = native.streamed(), "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weights, bias = [linear.weight for linear in fused.linears], fused.merged_bias()
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16

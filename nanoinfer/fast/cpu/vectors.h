@@ -2,7 +2,7 @@
 // the file. The compiler's command line defines (native.py):
 //
 //     BF16, FP16   numbers in memory are bfloat16 or float16, otherwise they are float
-//     STREAMED     the locality of a prefetch of weights that are read once per step
+//     STREAMED     the locality of a prefetch of weights that are read once per step, for kernels of linear layers
 //
 // The bits of a result do not depend on the processor: the compiler contracts no product with a sum (-ffp-contract=off),
 // multiply_add is written out, exp is ours, and no order of additions depends on the length of vectors. Bfloat16 is the
@@ -18,6 +18,10 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#endif
+
+#ifndef STREAMED
+#define STREAMED 3
 #endif
 
 namespace {
