@@ -269,6 +269,8 @@ def _measure(
     from nanoinfer.lora.request import LoRARequest
 
     workloads, paths = pick_workloads(picked), run.lora_request or []
+    if paths and not batching.enable_lora:
+        raise InvalidValueError("--lora-request needs --enable-lora; add it, or leave --lora-request out")
     adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
     with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
         arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))

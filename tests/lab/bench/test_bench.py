@@ -255,7 +255,7 @@ def test_requests_take_adapters_in_turns(qwen3_path, tmp_path):
     assert run("throughput", *arguments, "--enable-lora").exit_code == 0
     refused = run("throughput", *arguments)
     assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
-    assert "needs a model loaded with --enable-lora" in refused.stderr
+    assert "--lora-request needs --enable-lora; add it" in refused.stderr
 
 
 def test_throughput_is_a_table():
