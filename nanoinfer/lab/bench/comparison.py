@@ -85,9 +85,10 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> list[Comparison]:
                 f"workload {workload} is not the same in both reports, its {', '.join(different)} differ; measure the same one"
             )
         for figure, path in FIGURES.items():
-            values = [[_value(run["figures"], *path) for run in result["runs"]] for result in (one, other)]
-            if all(map(all, values)):
-                found.append(Comparison(workload, figure, *map(geometric_mean, values), geometric_mean(values[1], values[0])))
+            before, after = ([_value(run["figures"], *path) for run in result["runs"]] for result in (one, other))
+            if all(before) and all(after):
+                ratio = geometric_mean(after, before)
+                found.append(Comparison(workload, figure, geometric_mean(before), geometric_mean(after), ratio))
     if not found:
         raise InvalidValueError("no figure is above 0 in all runs of both reports; see the errors of their requests")
     return found
@@ -95,8 +96,8 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> list[Comparison]:
 
 def _value(figures: dict[str, Any], name: str, percentile: str | None) -> float:
     """Return a figure of a run. 0: the run does not have it."""
-    value = figures.get(name) or 0.0
-    return value[percentile] if percentile and value else value
+    value = figures.get(name)
+    return (value[percentile] if percentile and value else value) or 0.0
 
 
 def geometric_mean(values: Sequence[float], divisor: Sequence[float] = ()) -> Estimate:
