@@ -182,10 +182,10 @@ class Speculator:
         """Return how many drafts of a sequence are expected to pay."""
         seq = item.sequence
         is_decode = item.num_new_tokens == seq.num_new_tokens == 1 and not seq.forks
-        if not is_decode or seq.sampling_reads_output:
+        if not is_decode:
             return 0
-        limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1)
-        if not self._config.adaptive:
+        limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1, seq.num_free_tokens)
+        if not self._config.adaptive or limit == 0:
             return limit
         acceptance = self._acceptance.setdefault(seq, INITIAL_ACCEPTANCE)
         num = self._cost.num_that_pay(acceptance, limit)
