@@ -217,6 +217,7 @@ class InputProcessor:
             ("stop_token_ids", params.stop_token_ids or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", tuple(params.logit_bias or ())),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
             *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
         ):
             # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.

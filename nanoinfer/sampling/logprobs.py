@@ -69,8 +69,10 @@ def _listed_and_likeliest(
 
 def _without_repeats(ids: list[int], values: list[float], ranks: list[int]) -> TokenLogprobs:
     """Keep the first entry of each id. The token may be among the most probable ids, too."""
-    entries = {token_id: (value, rank) for token_id, value, rank in zip(ids[::-1], values[::-1], ranks[::-1], strict=True)}
+    entries: dict[int, int] = {}  # id -> the index of its first entry
+    for index, token_id in enumerate(ids):
+        entries.setdefault(token_id, index)
     if len(entries) < len(ids):
-        ids = list(dict.fromkeys(ids))
-        values, ranks = ([entries[token_id][i] for token_id in ids] for i in (0, 1))
+        ids, first = list(entries), list(entries.values())
+        values, ranks = [values[i] for i in first], [ranks[i] for i in first]
     return TokenLogprobs(ids, values, ranks)

@@ -37,14 +37,15 @@ def requests_of(llm, tags, num=24):
             seed=seed,
             max_tokens=rng.randrange(12, 30),
             allowed_token_ids=[*few, begin, end],
-            logit_bias={begin: rng.choice([0, 12]), end: rng.choice([-100, 0])},
+            logit_bias={begin: rng.choice([0, 12]), end: rng.choice([-100, 0, 6])},
             thinking_token_budget=rng.choice([None, 0, 1, 2, 7]),
             repetition_detection=rng.choice([None, {"max_pattern_size": 3, "min_count": rng.choice([2, 3])}]),
             logprob_token_ids=rng.choice([None, few[:2]]),
             detokenize=False,
         )
         ends = [[], [begin], [begin, *line_break], [begin, end, *line_break]]
-        requests.append(([rng.choice(few) for _ in range(rng.randrange(1, 30))] + rng.choice(ends), params))
+        prompt = [rng.choice([*few, end]) for _ in range(rng.randrange(1, 30))]  # so that drafts may end a thought
+        requests.append((prompt + rng.choice(ends), params))
     return requests
 
 
@@ -102,11 +103,30 @@ def test_the_answers_are_the_same(settings, llm, tags, tools_path):
     if settings.get("speculative_config", {}).get("method") == "draft_model":
         settings = {"speculative_config": settings["speculative_config"] | {"model": str(tools_path)}}
     other, requests = LLM(tools_path, **SMALL | settings), requests_of(llm, tags)
+    if "async_scheduling" in settings:  # log-probabilities make each step wait
+        requests = [request for request in requests if request[1].logprobs is None]
     answers, num_preemptions = answers_of(other, requests)
     assert answers == answers_of(llm, requests)[0]
     assert (num_preemptions > 0) == ("kv_cache_memory" in settings)
     if other.engine.speculator is not None:
         assert other.engine.speculator.metrics.num_accepted_tokens > 20
+
+
+def test_the_answers_are_the_same_with_drafts_that_are_right(llm, tags, tools_path, monkeypatch):
+    """All drafts are accepted, those that end a thought before its budget, too."""
+    other = LLM(tools_path, **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 8, "adaptive": False})
+    requests = requests_of(llm, tags)
+    expected, _ = answers_of(llm, requests)
+    token_ids = {params.seed: answer[0] for (_, params), answer in zip(requests, expected, strict=True)}
+
+    def propose(sequences, limits):
+        at = [slice(seq.num_output_tokens, seq.num_output_tokens + limit) for seq, limit in zip(sequences, limits, strict=True)]
+        return [token_ids[seq.seed][place] for seq, place in zip(sequences, at, strict=True)]
+
+    monkeypatch.setattr(other.engine.speculator.proposer, "propose", propose)
+    assert answers_of(other, requests)[0] == expected
+    metrics = other.engine.speculator.metrics
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 200
 
 
 def test_each_of_several_answers_has_a_budget_of_its_own(llm, tags):

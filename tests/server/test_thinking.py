@@ -91,20 +91,20 @@ def test_a_format_begins_after_a_quarter_of_the_tokens(tool_server, thinking):
     assert json.loads(message["content"])["a"] in (1, 2)
 
 
-@pytest.mark.parametrize(("reasoning", "prompt_opens"), [(True, False), (False, False), (False, True)])
-def test_a_call_has_no_thought_where_reasoning_is_not_parsed(tool_server, reasoning, prompt_opens, monkeypatch):
-    inputs = tool_server.async_llm.engine.inputs
-    if prompt_opens:
-        render = inputs.render_chat
-        monkeypatch.setattr(inputs, "render_chat", lambda *args, **more: render(*args, **more, answer_begin="<think>\n"))
-    request = ChatCompletionRequest(messages=QUESTION, tools=TOOLS, tool_choice="required")
-    chat_format = ChatFormat(reasoning=reasoning, tool_calls=True)
-    monkeypatch.setattr(
-        chat_format.__class__, "render", lambda self, request, inputs, **more: inputs.render_chat(QUESTION, tools=TOOLS)
+@pytest.mark.parametrize("begun", [[], [{"role": "assistant", "content": "<think>"}]])
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_a_call_has_no_thought_where_reasoning_is_not_parsed(tool_server, reasoning, begun):
+    inputs, tokenizer = tool_server.async_llm.engine.inputs, tool_server.async_llm.llm.get_tokenizer()
+    request = ChatCompletionRequest(
+        messages=[*QUESTION, *begun],
+        add_generation_prompt=not begun,
+        continue_final_message=bool(begun),
+        tools=TOOLS,
+        tool_choice="required",
     )
-    prepared = inputs.compile_grammar(chat_format.prepare(request, inputs, SamplingParams(max_tokens=40)))
-    state = prepared.grammar.copy()
-    for token_id in tool_server.async_llm.llm.get_tokenizer().encode("<think>", add_special_tokens=False):
+    prepared = ChatFormat(reasoning, tool_calls=True).prepare(request, inputs, SamplingParams(max_tokens=40))
+    state = inputs.compile_grammar(prepared).grammar
+    for token_id in tokenizer.encode("Hm." if begun else "<think>Hm.", add_special_tokens=False):
         state.advance(token_id)
     assert (state.error is None) == reasoning
     assert prepared.params.thinking_token_budget == (10 if reasoning else None)
