@@ -126,8 +126,7 @@ def tool_call_grammar(
     """Return the grammar of the whole answer, for StructuredOutputsParams(grammar=...). None: the answer is free.
 
     With tool_choice "required" or a named tool, the answer consists of calls that satisfy the tools' schemas. With "auto" and
-    a tool with strict=true, each call must satisfy a schema. A think block may precede them if the model thinks, unless the
-    prompt has closed it.
+    a tool with strict=true, each call must satisfy a schema. A think block may precede them, unless the prompt has closed it.
     Arguments that a schema does not name are left out, unless it has additionalProperties.
 
     Args:

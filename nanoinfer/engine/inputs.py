@@ -249,19 +249,18 @@ class InputProcessor:
 
     def _thought(self, token_ids: list[int], params: SamplingParams) -> "Thought | None":
         """Return the thought of the answer to a prompt. Raises: InvalidValueError if no token can end it."""
+        budget, form = params.thinking_token_budget, params.structured_outputs
+        if budget is None:
+            return None
         from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
         from nanoinfer.sampling.thinking import Thought
 
-        budget = params.thinking_token_budget
-        if budget is None:
-            return None
         if self.tokenizer is None or self._end_of_thought is None:
             raise InvalidValueError(
                 f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
                 "leave it out, and limit max_tokens"
             )
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
-        form = params.structured_outputs
         return Thought(
             THINK.encode(),
             END_THINK.encode(),
