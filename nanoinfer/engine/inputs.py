@@ -255,7 +255,7 @@ class InputProcessor:
         from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
         from nanoinfer.sampling.thinking import Thought
 
-        if self.tokenizer is None or self._end_of_thought is None:
+        if self.tokenizer is None or self.end_of_thought is None:
             raise InvalidValueError(
                 f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
                 "leave it out, and limit max_tokens"
@@ -264,14 +264,15 @@ class InputProcessor:
         return Thought(
             THINK.encode(),
             END_THINK.encode(),
-            self._end_of_thought,
+            self.end_of_thought,
             budget,
             begin=0 if opens_thinking(end) else None,
             is_over=closes_thinking(end) or (form is not None and form.kind != "grammar"),  # only a grammar may have a thought
         )
 
     @cached_property
-    def _end_of_thought(self) -> int | None:
+    def end_of_thought(self) -> int | None:
+        """The token that ends a thought, which thinking_token_budget needs. None: the model has none."""
         from nanoinfer.chat.parsing import END_THINK
 
         token_id = None if self.tokenizer is None else self.tokenizer.backend.token_to_id(END_THINK)
@@ -282,15 +283,10 @@ class InputProcessor:
 
         So a thought leaves room for the call or the format that an answer must have.
         """
-        if params.thinking_token_budget is not None or not self.ends_thoughts:
+        if params.thinking_token_budget is not None or self.end_of_thought is None:
             return params
         num_tokens = params.max_tokens or self._info.max_model_len - len(prompt["prompt_token_ids"])
         return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
-
-    @property
-    def ends_thoughts(self) -> bool:
-        """Whether a token of the model can end a thought, which thinking_token_budget needs."""
-        return self._end_of_thought is not None
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the ids of each bad word. A word with an id that the model lacks can never be generated, and is left out."""

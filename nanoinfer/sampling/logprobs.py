@@ -69,10 +69,5 @@ def _listed_and_likeliest(
 
 def _without_repeats(ids: list[int], values: list[float], ranks: list[int]) -> TokenLogprobs:
     """Keep the first entry of each id. The token may be among the most probable ids, too."""
-    entries: dict[int, int] = {}  # id -> the index of its first entry
-    for index, token_id in enumerate(ids):
-        entries.setdefault(token_id, index)
-    if len(entries) < len(ids):
-        ids, first = list(entries), list(entries.values())
-        values, ranks = [values[i] for i in first], [ranks[i] for i in first]
-    return TokenLogprobs(ids, values, ranks)
+    first = sorted(dict(zip(reversed(ids), reversed(range(len(ids))), strict=True)).values())
+    return TokenLogprobs([ids[i] for i in first], [values[i] for i in first], [ranks[i] for i in first])

@@ -107,7 +107,7 @@ class Sequence:
     def num_free_tokens(self) -> int:
         """How many tokens after the next can be sampled before the tokens up to them are known.
 
-        0 if the sampling reads the output other than through the logits. A budget of the thought reads it where the thought ends.
+        0 if the sampling reads the output other than through the logits, as a thought's budget does where the thought ends.
         """
         params = self.params
         reads_output = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
