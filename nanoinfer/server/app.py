@@ -58,7 +58,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
-    _add_information(app, async_llm, models)
+    _add_information(app, async_llm, models, settings.metrics_prefix)
     if settings.enable_weight_update:
         add_weights(app, async_llm)
     if settings.enable_lora_update:
@@ -258,9 +258,9 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 
-def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
+def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_prefix: str) -> None:
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
-    metrics = Metrics(async_llm, models.names[0])
+    metrics = Metrics(async_llm, models.names[0], metrics_prefix)
 
     def card(name: str) -> dict[str, object]:
         parent = {"parent": models.names[0]} if name in models.adapters else {}
