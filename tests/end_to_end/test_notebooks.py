@@ -94,12 +94,12 @@ def classes_in(source):
 
 
 def test_their_numbers_have_no_gap():
-    numbers = [re.fullmatch(r"(\d\d)([abc]?)_\w+", path.stem).groups() for path in NOTEBOOKS]
+    numbers = [re.fullmatch(r"(\d\d)([abcd]?)_\w+", path.stem).groups() for path in NOTEBOOKS]
     found = sorted({int(number) for number, _ in numbers})
     assert found == list(range(found[0], found[-1] + 1))
     for number in {number for number, letter in numbers if letter}:
         letters = [letter for other, letter in numbers if other == number]
-        assert letters in (["a", "b"], ["a", "b", "c"])
+        assert letters in (["a", "b"], ["a", "b", "c", "d"])
 
 
 def requirements_of(*extras):
