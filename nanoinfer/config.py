@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
@@ -170,7 +170,7 @@ def class_named(name: str, given: object) -> type | None:
 
 def proposer_class(given: object) -> "type[Proposer]":
     """Check a method of speculative_config that is a class or its name. Returns the class."""
-    cls: Any = class_named("speculative_config's method", given)
+    cls = class_named("speculative_config's method", given) or type(None)
     try:
         for name in ("propose", "forget"):
             getattr(cls, name)
@@ -178,9 +178,9 @@ def proposer_class(given: object) -> "type[Proposer]":
     except (AttributeError, TypeError) as error:
         raise InvalidTypeError(
             "speculative_config's method must be a class with __init__(config), propose(sequences, limits) and forget(seq), "
-            f"got {shown(cls)} ({error}); derive it from nanoinfer.engine.speculative.speculator.Proposer"
+            f"got {shown(given)} ({error}); derive it from nanoinfer.engine.speculative.speculator.Proposer"
         ) from error
-    return cls  # type: ignore[no-any-return]
+    return cls
 
 
 def processor_classes(given: object) -> tuple[type, ...]:

@@ -60,7 +60,7 @@ def _play(proposer: CheckedProposer, twin: CheckedProposer, max_limit: int) -> "
     """Call two proposers of a class as an engine calls one. Returns the sequences, all of which have ended."""
     name, rng = type(proposer.proposer).__name__, random.Random(0)
     alive: list[Sequence] = []
-    left = []
+    left: list[weakref.ref[Sequence]] = []
     for _ in range(NUM_CALLS):
         if len(alive) < 4:
             prompt = rng.choices(range(NUM_TOKENS), k=rng.randint(1, 12))
@@ -87,8 +87,8 @@ def _forget(proposer: CheckedProposer, twin: CheckedProposer, seq: Sequence) -> 
         try:
             one.forget(seq)
         except Exception as error:
-            name = f"{type(one).__name__}.forget"
-            raise AssertionError(f"{name} must accept a sequence without drafts and one that was forgotten: {error!r}") from error
+            name = type(one).__name__
+            raise AssertionError(f"{name}.forget must accept sequences that it does not know: it raised {error!r}") from error
 
 
 def _generate(drafting: LLM) -> "SpeculationMetrics":
