@@ -12,7 +12,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("12d_write_your_own_drafter")
 LongerMemory = notebook.LongerMemory
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 
 
 def accepted(method):
