@@ -113,6 +113,7 @@ class RequestMetrics:
     """The times at which a request arrived, ran and ended, in seconds on the clock of time.perf_counter."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_output_tokens: int = 0

@@ -277,6 +277,7 @@ class LLMEngine:
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         finished = []
+        self._metrics.add_step(output, start)
         for chunk in output.prompt_logprobs:
             if request := self._requests.get(chunk.sequence.request_id):
                 request.add_prompt_logprobs(chunk.position, chunk.logprobs)

@@ -73,6 +73,7 @@ class Request:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
+            self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
         answer = self._answers[seq.index]
         named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
         if mask is not None:

@@ -77,6 +77,7 @@ class Sequence:
     num_tokens_at_start: int = field(default=0, init=False)  # the number of tokens when it last began to run: the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
+    first_scheduled_time: float | None = field(default=None, init=False)  # on the clock of arrival_time: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # for further KV groups: the block manager
     state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py

@@ -55,7 +55,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended, if anything is. It may be called again for the same sequence."""
+        """Drop what is kept for a sequence that has ended, if anything is, perhaps again, or for one that never drafted."""
         ...
 
 
