@@ -3,6 +3,7 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
+import copy
 import hashlib
 import logging
 import math
@@ -174,6 +175,7 @@ class LLMEngine:
                 eos_token_ids=self.eos_token_ids,
                 bad_words=prepared.bad_words,
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
+                thought=copy.copy(prepared.thought),
                 reader=prepared.reader,
                 index=index,
                 priority=prepared.priority,

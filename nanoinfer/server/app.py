@@ -134,7 +134,8 @@ class GenerationEndpoints:
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
         model = self.models.check_body(body)
-        chat = await self.async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
+        to_chat = partial(messages_to_chat, body, ends_thoughts=self.inputs.end_of_thought is not None)
+        chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
     async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
