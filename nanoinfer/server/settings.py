@@ -22,6 +22,8 @@ class ServerSettings:
         "Name that requests give as model (default: the model's). Answers contain the first.")] = ()
     api_key: Annotated[Sequence[str], Doc(
         "Key that clients need for every POST, /v1 and /trace (default: those in NANOINFER_API_KEY).")] = ()
+    cache_salt_by_key: Annotated[bool, Doc(
+        "Share cached prefixes only between requests with the same API key.")] = False
     allowed_hosts: Annotated[Sequence[str] | None, Doc(
         "Further name of this server that requests may address, or *, besides localhost, this machine's name, --host and "
         "addresses. None is any name.")] = None
