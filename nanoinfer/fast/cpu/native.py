@@ -6,8 +6,8 @@ folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/na
 it cannot be written, or others can write there too, every process compiles. Without a compiler, the libraries of the package
 are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the plain definitions.
 
-A library that is cut ends the process that loads it, so its name has a digest of its content, which is checked before. Several
-processes may compile the same kernel at once. Each moves its complete library to its place.
+A library that is cut ends the process that loads it, so the file's name has a digest of its content, which is checked before.
+Several processes may compile the same kernel at once. Each moves its complete library to its place.
 """
 
 import ctypes
@@ -77,14 +77,13 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
     target = find_target()
     if isinstance(target, Level):
-        try:
-            return ctypes.CDLL(str(target.library(source, *definitions)))
-        except OSError as error:
-            sizes = " ".join(definitions) or "no definitions"
-            raise UnsupportedError(
-                f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
-                "install g++ or clang++"
-            ) from error
+        if (library := _intact(LIBRARIES / target.name, target.name_of(source, *definitions))) is not None:
+            return library
+        sizes = " ".join(definitions) or "no definitions"
+        raise UnsupportedError(
+            f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
+            "install g++ or clang++"
+        )
     command = [*target.command, *(f"-D{definition}" for definition in definitions)]
     name = _name(source, *command, target.macros, processor())
     if (kept := _kept(name)) is not None:
@@ -105,14 +104,23 @@ def _folder() -> Path:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """Load a library that is kept, or return None. A damaged library is removed."""
-    with suppress(OSError, InvalidValueError):
-        for path in _folder().glob(f"{name}-*.so"):
-            with suppress(OSError), opened(path) as file:
-                if path.stem == f"{name}-{_digest(file.read())}":
-                    return ctypes.CDLL(str(path))
-            path.unlink()
+    with suppress(InvalidValueError):
+        return _intact(_folder(), name)
     return None
+
+
+def _intact(folder: Path, name: str) -> ctypes.CDLL | None:
+    """Load the library of a name, or return None if there is none, or if it is damaged."""
+    for path in folder.glob(f"{name}-*.so"):
+        with suppress(OSError), opened(path) as file:
+            if path.name == file_name(name, file.read()):
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def file_name(name: str, content: bytes) -> str:
+    """Return the name of a library's file, which has a digest of its content."""
+    return f"{name}-{_digest(content)}.so"
 
 
 def _keep(library: Path) -> None:
@@ -120,7 +128,7 @@ def _keep(library: Path) -> None:
     try:
         folder = _folder()
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            os.replace(shutil.copy(library, temporary), folder / f"{library.name}-{_digest(library.read_bytes())}.so")
+            os.replace(shutil.copy(library, temporary), folder / file_name(library.name, library.read_bytes()))
     except (OSError, InvalidValueError) as error:
         _log(logging.WARNING, f"every process compiles its kernels, because they cannot be kept: {first_line(error)}")
 
@@ -198,10 +206,10 @@ class Level(NamedTuple):
     def origin(self) -> str:
         return f"of the package, for {self.name}"
 
-    def library(self, source: Path, *definitions: str) -> Path:
-        """Return the place of a library. Other sources, options or definitions have another place."""
+    def name_of(self, source: Path, *definitions: str) -> str:
+        """Return the name of a library. Those of other sources, options or definitions have another name."""
         made_with = *OPTIONS[:-1], *self.options, *sorted(definitions)  # without the folder of the headers
-        return LIBRARIES / self.name / f"{_name(source, *made_with)}.so"
+        return _name(source, *made_with)
 
 
 _V3 = "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"

