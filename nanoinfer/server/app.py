@@ -58,7 +58,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
-    _add_information(app, async_llm, models)
+    _add_information(app, async_llm, models, settings.metrics_prefix)
     if settings.enable_weight_update:
         add_weights(app, async_llm)
     if settings.enable_lora_update:
@@ -134,7 +134,8 @@ class GenerationEndpoints:
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
         model = self.models.check_body(body)
-        chat = await self.async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
+        to_chat = partial(messages_to_chat, body, ends_thoughts=self.inputs.end_of_thought is not None)
+        chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
     async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
@@ -257,9 +258,9 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 
-def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
+def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_prefix: str) -> None:
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
-    metrics = Metrics(async_llm, models.names[0])
+    metrics = Metrics(async_llm, models.names[0], metrics_prefix)
 
     def card(name: str) -> dict[str, object]:
         parent = {"parent": models.names[0]} if name in models.adapters else {}

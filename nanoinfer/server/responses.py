@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server import protocol
-from nanoinfer.server.blocks import Block, BlockReply, Change, render
+from nanoinfer.server.blocks import CUT, Block, BlockReply, Change, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -266,7 +266,7 @@ class ResponsesReply(BlockReply):
 
     def message(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason = answer.finish_reason
-        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        status = "in_progress" if reason is None else "incomplete" if reason in CUT else "completed"
         response = self._response(status) | {
             "output": [self._item(block) for block in self.blocks.all],
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -40,6 +40,8 @@ class ServerSettings:
     tool_call_parser: Annotated[str | None, Allowed("'hermes', 'openai' or 'none'; without it, the template decides"),
         Doc('"hermes" (<tool_call>), "openai" (channels) or "none" (default: by the chat template).')] = None
     cors_origin: Annotated[Sequence[str], Doc("Origin whose web pages may call the server, or *.")] = ()
+    metrics_prefix: Annotated[str, Doc(
+        "Prefix of the names in /metrics. vllm: fits the boards that are made for vLLM.")] = "nanoinfer:"
     trace: Annotated[bool, Doc(
         "Record the newest steps, without the sampler's stages, and replay answers at /trace/ID, which show the prompts and "
         "answers of all requests that ran in these steps.")] = False

@@ -77,8 +77,8 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
     target = find_target()
     if isinstance(target, Level):
-        if (library := _intact(LIBRARIES / target.name, target.name_of(source, *definitions))) is not None:
-            return library
+        if (found := _intact(LIBRARIES / target.name, target.name_of(source, *definitions))) is not None:
+            return found
         sizes = " ".join(definitions) or "no definitions"
         raise UnsupportedError(
             f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
@@ -86,8 +86,8 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
         )
     command = [*target.command, *(f"-D{definition}" for definition in definitions)]
     name = _name(source, *command, target.macros, processor())
-    if (kept := _kept(name)) is not None:
-        return kept
+    if (found := _kept(name)) is not None:
+        return found
     _log(logging.INFO, "compiling kernels for this processor, once (some seconds)")
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
