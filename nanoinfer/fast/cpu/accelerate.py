@@ -26,6 +26,7 @@ from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.packs import Packed, Packs
+from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -179,6 +180,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
     try:
+        has_tiles()  # loads program.cpp, without which no kernel runs
         use_exponentials()
         runtime = replace(runtime, routes=(FewLogits(),))
         kernels = KernelBackend(
