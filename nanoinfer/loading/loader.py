@@ -182,8 +182,8 @@ def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str
     """
     needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
     runs_in, smaller = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch."), "int4"
-    if stored_as is not None or config.quantization:
-        from nanoinfer.loading.quantization import num_weight_bytes
+    if stored_as is not None or config.quantization or config.bits_of_draft:
+        from nanoinfer.loading.quantization import num_linear_bytes, num_weight_bytes
     if config.quantization:
         needed = num_weight_bytes(model, config.quantization)
     elif stored_as is not None:
@@ -191,10 +191,14 @@ def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str
         if needed - (num_bytes := num_weight_bytes(model, smaller)) >= 10**8:
             text = "%s runs in %s and takes %.1f GB; quantization='%s' takes %.1f GB"
             logger.warning(text, stored_as[0], runs_in, needed / 1e9, smaller, num_bytes / 1e9)
+    way_out = "use a smaller model" if runs_in == smaller else f"use quantization={smaller!r} or a smaller model"
+    if config.bits_of_draft:
+        needed += num_linear_bytes(model, config.bits_of_draft)
+        way_out = f"leave out speculative_config, which rounds a copy of them, or {way_out}"
     if needed > available:
         raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; use "
-            + ("a smaller model" if runs_in == smaller else f"quantization={smaller!r} or a smaller model")
+            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; "
+            + way_out
         )
 
 
