@@ -183,8 +183,8 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
     """
     needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
     runs_in = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch.")
-    if config.quantization or num_stored_bits < 12:
-        from nanoinfer.loading.quantization import num_weight_bytes
+    if config.quantization or config.bits_of_draft or num_stored_bits < 12:
+        from nanoinfer.loading.quantization import num_linear_bytes, num_weight_bytes
     if config.quantization:
         needed = num_weight_bytes(model, config.quantization)
     elif num_stored_bits < 12:
@@ -192,10 +192,14 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
         if needed - int4 >= 10**8:
             text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
             logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
+    way_out = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    if config.bits_of_draft:
+        needed += num_linear_bytes(model, config.bits_of_draft)
+        way_out = f"leave out speculative_config, which rounds a copy of them, or {way_out}"
     if needed > available:
         raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; use "
-            + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; "
+            + way_out
         )
 
 

@@ -26,13 +26,7 @@ constexpr int WORD = 4;            // inputs whose products an instruction adds
 constexpr int FETCH_AHEAD = 4096;  // bytes of weights
 constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
-
-float widened(Number number) {  // one by one, which the compiler turns into vectors
-    const uint32_t bits = uint32_t(number) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
+constexpr int LARGEST_GROUP = 128;
 
 // sum[i] + the four unsigned bytes of weights[i] times the four signed bytes of x
 inline Ints add_products(Ints sum, Ints weights, int32_t x) {
@@ -71,13 +65,18 @@ int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 
 }
 
 void quantize(const Number* x, int group_size, int8_t* integers, float* scale, int32_t* sum) {
-    uint32_t largest = 0;  // as bits, so that NaN is larger than any number
-    for (int i = 0; i < group_size; i++) largest = std::max(largest, uint32_t(x[i] & 0x7fff));
-    const float limit = widened(Number(largest)), factor = limit > 0 ? 127 / limit : 0;
+    alignas(64) float values[LARGEST_GROUP];
+    for (int i = 0; i < group_size; i += LANES) put(values + i, load(x + i));
+    uint32_t bits[LARGEST_GROUP], largest = 0;  // as bits, so that NaN is larger than any number
+    std::memcpy(bits, values, sizeof bits);
+    for (int i = 0; i < group_size; i++) largest = std::max(largest, bits[i] & 0x7fffffff);
+    float limit;
+    std::memcpy(&limit, &largest, sizeof limit);
+    const float factor = limit > 0 ? 127 / limit : 0;
     *scale = limit / 127;
     int32_t total = 0;
-    for (int i = 0; i < group_size; i++) {
-        integers[i] = int8_t(nearest(widened(x[i]) * factor));
+    for (int i = 0; i < group_size; i++) {  // number by number, which the compiler turns into vectors
+        integers[i] = int8_t(nearest(values[i] * factor));
         total += integers[i];
     }
     *sum = total;
