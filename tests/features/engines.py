@@ -45,15 +45,17 @@ SEED = 11
 NUM_TOKENS = 6  # of an answer
 TEMPERATURE = 0.2  # of the answers with n > 1
 PREFIX = [i * i % 60 + 3 for i in range(1, 34)]  # four blocks of 8 tokens, longer than the windows of 24
-CANDIDATES = [[*PREFIX, *(3 + (7 * i + k * k) % 60 for k in range(4 + 3 * (i % 4)))] for i in range(120)]
-CITIES = (
+CANDIDATES = [[*PREFIX, *(3 + (7 * i + k * k) % 60 for k in range(4 + 3 * (i % 4)))] for i in range(400)]
+TOWNS = (
     "Oslo Rome Paris Lima Cairo Delhi Quito Accra Seoul Turin Lyon Kyoto Bonn Bern Riga Nice Minsk Split Graz Malmo "
     "Ghent Porto Cork Pisa Brno Lodz Vigo Basel Genoa Omsk Perth Dakar Hanoi Osaka Busan Cusco Davos Derby Dover Essen"
 ).split()
+CITIES = [f"{direction}{town}" for direction in ("", "North ", "South ", "East ", "West ") for town in TOWNS]
 ADAPTERS = ("one", None, "two")  # the adapters of a run's requests
 PRIORITIES = (2, 0, 1)
 # Noise that is more than the dtype and the kernels of rounded weights round, in standard deviations of the embeddings.
 SHAKES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2}
+NUM_SHAKES = 2
 BIAS = 4.0  # of every third token id, by stages and processors of one's own
 
 
@@ -264,7 +266,7 @@ class Oracle:
             is_clear = tokens == self._tokens(self._engine(run, question.adapter, ""), run, question)
             size = SHAKES[run["quantization"] or run["dtype"]] * (3 if is_split else 1)
             with shaken(llm, size):
-                is_clear = is_clear and self._tokens(llm, run, question) == tokens
+                is_clear = is_clear and all(self._tokens(llm, run, question) == tokens for _ in range(NUM_SHAKES))
             self._expected[key] = tokens if is_clear else None
         return self._expected[key]
 
@@ -303,7 +305,7 @@ def only(run: Run, *factors: str) -> Run:
 @contextmanager
 def shaken(llm: LLM, size: float) -> Iterator[None]:
     """Add noise to the embeddings of an eager model. size: of the noise, in standard deviations of the embeddings."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(0)
 
     def shake(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
         return embedded + size * embedded.std() * torch.randn(embedded.shape, generator=generator).to(embedded.dtype)
