@@ -119,9 +119,7 @@ REACH: dict[str, dict[str, str]] = {
     },
     "_draw_kernel": {
         "logits": "grid[0] * VOCAB",
-        **dict.fromkeys(
-            ("largest", "temperature", "min_p", "smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"
-        ),
+        **dict.fromkeys(("largest", "temperature", "min_p", "smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
     },
 }
 DTYPES = (  # of parameters by name. All others have the model's dtype
@@ -222,9 +220,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         with torch.inference_mode():
             model(batch.input_ids.to("meta"), batch.positions.to("meta"), attend)
     batch_size, vocab_size = 3, COMMON["vocab_size"]
-    rows = {
-        name: torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in (*REACH["_draw_kernel"], "greedy")[1:]
-    }
+    rows = {name: torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in (*REACH["_draw_kernel"], "greedy")[1:]}
     columns = ParameterColumns(**{name: rows.pop(name) for name in ("greedy", "temperature", "min_p")})
     logits = torch.empty(batch_size, vocab_size, dtype=dtype, device="meta")
     choose(logits, columns, rows["u"])

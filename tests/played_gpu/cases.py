@@ -151,8 +151,8 @@ def _played_weights(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tenso
 
 
 def _logits_of(rows: str, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """rows: "ties": logits of a few values. "spread": of many. The vocabulary has several parts and tiles, and some ids more."""
-    logits = torch.randn(num_rows, draw_kernel._PART + draw_kernel._TILE + 77, generator=_generator())
+    """rows: "ties": logits of a few values. "spread": of many. The vocabulary has several parts and tiles."""
+    logits = torch.randn(num_rows, draw_kernel._PART + 77, generator=_generator())
     if rows == "ties":
         logits = (logits * 2).round() / 2
         logits[-1] *= 0  # 0.0 and -0.0 are equal

@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 from nanoinfer.sampling.batch import ParameterColumns
 
 _PART, _PART_WARPS = 4096, 4  # the ids in a part of a row, and the warps that share them
-_TILE, _NUM_WARPS = 2048, 16  # the same in _draw_kernel, which reads one tile after the other
+_TILE, _NUM_WARPS = 1024, 16  # the same in _draw_kernel, which reads one tile after the other
 _SECTIONS = 8  # of the range that the search narrows at a time
 
 

@@ -13,8 +13,8 @@ number's weight does not depend on its place.
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU, reading a value is expensive, and reading all logits is cheap: rows are computed in each of these ways, and a kernel
-computes the undecided ones (cuda/draw_kernel.py).
+On a GPU, reading a value is expensive, and reading all logits is cheap: kernels compute every row as one with neither
+(cuda/draw_kernel.py), then rows are computed in each of the other ways, and a kernel computes the undecided ones.
 """
 
 from collections.abc import Callable
@@ -155,7 +155,9 @@ def sample_on_gpu(logits: Logits, columns: ParameterColumns, u: Float[Tensor, " 
     """Choose a token id per row by kernels, without a value that the host must read. A CUDA graph captures it.
 
     Args:
-        u: None: every row is greedy.
+        logits: those after every stage before the temperature, in any dtype.
+        columns: greedy, temperature, min_p, top_k and top_p are read.
+        u: the uniform number of each row, in float64. None: every row is greedy.
 
     Returns:
         The ids, -1 for a row whose largest logit is not finite.
