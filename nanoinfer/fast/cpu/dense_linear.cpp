@@ -39,11 +39,10 @@ template <int NUM>
 void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t row, const StoredTerms* ahead,
              int num_ahead) {
     const int64_t num_terms = call.num_in / PER_TERM;
+    for (int i = 0; i < NUM; i++) fetch_outputs(call, batch, row + i, tile * TILE, TILE);
     Floats sums[NUM][VECTORS] = {};
     multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile), VECTORS, num_terms, ahead, num_ahead);
-    for (int i = 0; i < NUM; i++) {
-        for (int j = 0; j < VECTORS; j++) write_outputs(call, batch, row + i, tile * TILE + j * LANES, sums[i][j]);
-    }
+    for (int i = 0; i < NUM; i++) write_outputs(call, batch, row + i, tile * TILE, sums[i]);
 }
 
 // A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead

@@ -109,6 +109,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
     const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
     const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
     const int8_t* x = rows.integers + first * num_in;
+    for (int row = 0; row < NUM; row++) fetch_outputs(layer, batch, first + row, tile * TILE, TILE);
     Floats total[NUM][2] = {};
     for (int64_t g = 0; g < num_groups; g++) {
         const int64_t index = tile * num_groups + g, place = first * num_groups + g;
@@ -163,11 +164,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
             }
         }
     }
-    for (int row = 0; row < NUM; row++) {
-        for (int half = 0; half < 2; half++) {
-            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
-        }
-    }
+    for (int row = 0; row < NUM; row++) write_outputs(layer, batch, first + row, tile * TILE, total[row]);
 }
 
 #ifdef TILES
@@ -222,11 +219,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
             }
         }
     }
-    for (int row = 0; row < num_rows; row++) {
-        for (int half = 0; half < 2; half++) {
-            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
-        }
-    }
+    for (int row = 0; row < num_rows; row++) write_outputs(layer, batch, first + row, tile * TILE, total[row]);
 }
 #endif
 
