@@ -181,9 +181,10 @@ def sample_on_gpu(logits: Logits, columns: ParameterColumns, u: Float[Tensor, " 
         drawn, unsure = decide_few(candidates, ids, batch)
         token_ids, is_undecided = torch.where(by_top_k, drawn, token_ids), torch.where(by_top_k, unsure, is_undecided)
         smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, vocab_size)
+    is_finite = largest.isfinite()
     if num_columns < vocab_size:
-        draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided, token_ids)
-    return torch.where(largest.isfinite(), token_ids, -1)
+        draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided & is_finite, token_ids)
+    return torch.where(is_finite, token_ids, -1)
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:
