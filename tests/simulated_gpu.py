@@ -33,10 +33,11 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
-from nanoinfer.fast.cuda.draw_kernel import draw_undecided
+from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -105,17 +106,29 @@ REACH: dict[str, dict[str, str]] = {
         "weight": "(1 + GATED) * NUM_OUT * NUM_IN",
         "out": "num_rows * NUM_OUT",
     },
+    "_largest_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids"), "grid[0] * NUM_PARTS")},
+    "_sum_kernel": {
+        "logits": "grid[0] * VOCAB",
+        **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"),
+        **dict.fromkeys(("greedy", "temperature", "min_p"), "grid[0]"),
+    },
+    "_choose_kernel": {
+        "logits": "grid[0] * VOCAB",
+        **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"),
+        **dict.fromkeys(("greedy", "temperature", "min_p", "u", "token_ids", "row_maxima", "totals"), "grid[0]"),
+    },
     "_draw_kernel": {
         "logits": "grid[0] * VOCAB",
-        "weights": "grid[0] * VOCAB",
-        **dict.fromkeys(("smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
+        **dict.fromkeys(("largest", "temperature", "min_p", "smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
     },
 }
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "block_tables", "weights", "token_ids"), torch.int64)
-    | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "logits", "smallest"), torch.float32)
+    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "block_tables", "sums", "token_ids", "totals"), torch.int64)
+    | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
+    | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
-    | {"is_undecided": torch.bool}
+    | dict.fromkeys(("greedy", "is_undecided"), torch.bool)
+    | {"first_ids": torch.int32}
 )
 
 
@@ -207,11 +220,11 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         with torch.inference_mode():
             model(batch.input_ids.to("meta"), batch.positions.to("meta"), attend)
     batch_size, vocab_size = 3, COMMON["vocab_size"]
-    smallest, top_p, u, is_undecided, token_ids = (
-        torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in list(REACH["_draw_kernel"])[2:]
-    )
-    logits = torch.empty(batch_size, vocab_size, device="meta")
-    draw_undecided(logits, torch.empty_like(logits, dtype=torch.int64), smallest, top_p, u, is_undecided, token_ids)
+    rows = {name: torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in (*REACH["_draw_kernel"], "greedy")[1:]}
+    columns = ParameterColumns(**{name: rows.pop(name) for name in ("greedy", "temperature", "min_p")})
+    logits = torch.empty(batch_size, vocab_size, dtype=dtype, device="meta")
+    choose(logits, columns, rows["u"])
+    draw_undecided(logits, columns=columns, **rows)
 
 
 def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:

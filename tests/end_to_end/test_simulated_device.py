@@ -298,12 +298,12 @@ def waits_for_the_device(tensor, device):
     return tensor.to(device)
 
 
-def reads_a_value(logits):
+def reads_a_value(logits, columns, u):
     from nanoinfer.sampling.draw import argmax
 
     ids = argmax(logits)
     assert int(ids[0]) >= -1
-    return ids, logits.amax(dim=-1)
+    return ids
 
 
 def moved_pages(self, layer):
@@ -322,7 +322,7 @@ FAULTS = {
     "a tensor of the CPU in the sampler": ("sampling.batch.on_device", stays_on_the_cpu, "waits: sampling/cuda_graphs.py"),
     "a tensor of the CPU for a kernel": ("execution.forward_batch.integers_on_device", None, "of the CPU"),
     "a copy that waits": ("system.transfer.on_device", waits_for_the_device, "waits: a copy from or to memory"),
-    "a value read by a graph's function": ("fast.sampling.few_logits.first_largest", reads_a_value, "while a graph"),
+    "a value read by a graph's function": ("fast.sampling.cuda_graphs.sample_on_gpu", reads_a_value, "while a graph"),
     "a pointer that changes": ("attention.kv_cache.KVCache.layer", moved_pages, "would now launch"),
     "a number that changes": ("attention.triton.num_splits_for", another_number_of_splits, "would now launch"),
 }

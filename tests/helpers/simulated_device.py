@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from nanoinfer.attention import base
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.loading import loader
+from tests.helpers import triton_interpreter  # noqa: F401
 
 NAME = "sim"
 
@@ -382,13 +382,6 @@ def run_kernel(kernel: Any, args: Any, kwargs: Any) -> None:
     interpret(kernel, *args, **kwargs)
 
 
-@cache
-def patch_once(kernel: Any) -> Any:
-    """As Triton's interpreter, which makes a language's functions its own at each call of a kernel: half of its time."""
-    patch_lang(kernel)
-    return SimpleNamespace(restore=lambda: None)
-
-
 def place() -> str:
     """The innermost line of the package or of a test that is running."""
     frame = sys._getframe()
@@ -437,7 +430,6 @@ def compared_capture(capture: CUDACapture, run: Callable[[], Tensor]) -> tuple[C
 
 capture_of_package = CUDACapture.__call__
 interpret = InterpretedFunction.run
-patch_lang = interpreter._patch_lang
 device = Device()
 stream = Stream()
 
@@ -495,7 +487,6 @@ def install() -> None:
 
     torch.empty = empty_or_pinned
     Tensor.pin_memory = lambda tensor: device.pin(tensor.clone())
-    interpreter._patch_lang = patch_once
     InterpretedFunction.run = lambda kernel, *args, grid, warmup, **kwargs: device.launch(
         kernel, args, {"grid": grid, "warmup": warmup, **kwargs}
     )

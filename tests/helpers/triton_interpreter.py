@@ -1,15 +1,43 @@
-"""Triton's interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those. Here it converts them first."""
+"""What Triton's interpreter lacks: products of bfloat16, which it keeps as 16-bit integers, libdevice's exp, and speed.
 
+exp has the bits of sampling/exponentials.py here, as the plain stages have on a CPU.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import torch
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
+
+from nanoinfer.sampling.draw import BITS
+from nanoinfer.sampling.exponentials import by_torch, table
+
+tl, patch_lang = interpreter.tl, interpreter._patch_lang
+
+
+@cache
+def patch_once(kernel: Any) -> Any:
+    """As Triton's interpreter, which makes a language's functions its own at each call of a function: most of its time."""
+    patch_lang(kernel)
+    return SimpleNamespace(restore=lambda: None)
+
+
+def exp(x):
+    weights = by_torch(torch.from_numpy(x.handle.data)[None], table(BITS))[0]
+    return tl.tensor(interpreter.TensorHandle((weights * 2.0**-BITS).numpy(), tl.float32), x.type)
+
 
 if not torch.cuda.is_available():
     dot_of_floats = interpreter.InterpreterBuilder.create_dot
 
     def dot(builder, a, b, *more):
-        widened = (
-            builder.cast_impl(x, interpreter.tl.float32) if x.dtype.scalar == interpreter.tl.bfloat16 else x for x in (a, b)
-        )
+        widened = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return dot_of_floats(builder, *widened, *more)
 
     interpreter.InterpreterBuilder.create_dot = dot
+    libdevice.exp = exp
+    np.seterr(over="ignore")  # a GPU divides by a tiny temperature without a warning
+    interpreter._patch_lang = patch_once

@@ -19,6 +19,7 @@ KERNELS = {  # a kernel -> its case, by the dtype
     "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "rotate": "rotate {}",
     "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
     "linear": "linear {} plain", "draw": "draw ties",
+    "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",
 }  # fmt: skip
 
 

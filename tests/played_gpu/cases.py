@@ -14,11 +14,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton import jit, language
+from triton.language.extra import libdevice
 
 from nanoinfer.attention import triton
 from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
 from nanoinfer.sampling import stages
-from nanoinfer.sampling.draw import draw, integer_weights
+from nanoinfer.sampling.batch import ParameterColumns
+from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights
 from tests.helpers.paged_cases import compare, in_float64
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
@@ -132,28 +135,78 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
     return largest
 
 
-def check_draw(rows: str) -> float:
-    """Compare with the plain stages: ids are exact. Rows that are decided, and their ids, stay as they are.
+@jit
+def _exp_kernel(x, out, num, SIZE: language.constexpr):
+    ids = language.program_id(0) * SIZE + language.arange(0, SIZE)
+    language.store(out + ids, libdevice.exp(language.load(x + ids, mask=ids < num)), mask=ids < num)
 
-    rows: "ties": logits of a few values. "spread": of many. The vocabulary has several tiles and a part of one.
-    """
-    vocab_size = 2 * draw_kernel._TILE + 77
+
+def _played_weights(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """The integer weights after temperature and min_p, of the exponentials that the player computes. logits: fp32."""
+    below = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    exponentials = torch.zeros_like(below)
+    _exp_kernel[(-(-below.numel() // 1024),)](below, exponentials, below.numel(), 1024)
+    weights = (exponentials * 2.0**BITS).long()
+    return weights.masked_fill(weights.float() / 2.0**BITS < min_p[:, None], 0)
+
+
+def _logits_of(rows: str, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """rows: "ties": logits of a few values. "spread": of many. The vocabulary has several parts and tiles."""
+    logits = torch.randn(num_rows, draw_kernel._PART + 77, generator=_generator())
+    if rows == "ties":
+        logits = (logits * 2).round() / 2
+        logits[-1] *= 0  # 0.0 and -0.0 are equal
+    logits[4, ::3] = float("-inf")
+    return logits.to(dtype)
+
+
+def check_choose(rows: str, dtype: torch.dtype) -> float:
+    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit."""
+    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    temperature = torch.tensor([1.0, 0.6, 1.0, 1.7, 1.0, 0.05, 0.9, 1.0, 2.0])
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0])
+    greedy = torch.arange(len(u)) % 4 == 3
+    logits = _logits_of(rows, len(u), dtype)
+    logits[1, 5], logits[5, 5], logits[7] = float("nan"), float("inf"), float("-inf")
+    largest_ids, weights = argmax(logits.float()), _played_weights(logits.float(), temperature, min_p)
+    is_drawn = (largest_ids >= 0) & ~greedy
+    expected = torch.where(is_drawn, draw_from_weights(weights, u), largest_ids)
+    columns = ParameterColumns(greedy=greedy, temperature=temperature, min_p=min_p)
+    token_ids, _, totals = draw_kernel.choose(logits, columns, u)
+    same = (
+        torch.equal(token_ids, expected),
+        torch.equal(totals, torch.where(is_drawn, weights.sum(-1), 0)),
+        torch.equal(draw_kernel.choose(logits, ParameterColumns(), None)[0], largest_ids),
+    )
+    return 0.0 if all(same) else float("inf")
+
+
+def check_draw(rows: str) -> float:
+    """Compare with the plain stages: ids are exact. Rows that are decided, and their ids, stay as they are."""
     top_p = torch.tensor([0.9, 1.0, 0.3, 1.0, 0.999, 0.5, 1e-9, 0.7, 0.95], dtype=torch.float64)
     top_k = torch.tensor([0, 0, 40, 700, 0, 3, 0, 1, 0])  # 0: off
     u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
-    logits = torch.randn(len(u), vocab_size, generator=_generator())
-    if rows == "ties":
-        logits = (logits * 2).round() / 2
-        logits[8] *= 0  # 0.0 and -0.0 are equal
-    logits[4, ::3] = float("-inf")
-    falling = logits.sort(descending=True).values
+    temperature = torch.tensor([0.7, 1.0, 1.0, 1.5, 1.0, 1.0, 0.8, 1.0, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])
+    logits = _logits_of(rows, len(u), torch.float32)
+    weights, largest = _played_weights(logits, temperature, min_p), logits.amax(-1)
+    scaled = stages.divided(logits, temperature)
+    falling = scaled.sort(descending=True).values
     smallest = torch.where(top_k > 0, falling.gather(1, top_k[:, None].clamp_min(1) - 1)[:, 0], float("-inf"))
     is_undecided = torch.arange(len(u)) % 4 != 1
     token_ids = torch.full((len(u),), -7)
-    kept = stages.drop_beyond(logits.masked_fill(logits < smallest[:, None], float("-inf")), top_p)
-    expected = torch.where(is_undecided, draw(kept, u), token_ids)
-    draw_kernel.draw_undecided(logits, integer_weights(logits), smallest, top_p, u, is_undecided, token_ids)
+    kept = scaled.masked_fill((scaled < smallest[:, None]) | (weights == 0), float("-inf"))
+    with mock.patch.object(stages, "integer_weights", lambda falling: _in_order(weights, kept).masked_fill(falling.isinf(), 0)):
+        is_kept = stages.drop_beyond(kept, top_p).isfinite()
+    expected = torch.where(is_undecided, draw_from_weights(weights * is_kept, u), token_ids)
+    columns = ParameterColumns(temperature=temperature, min_p=min_p)
+    draw_kernel.draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided, token_ids)
     return 0.0 if torch.equal(token_ids, expected) else float("inf")
+
+
+def _in_order(weights: Tensor, logits: Tensor) -> Tensor:
+    """The weights in the order in which stages.drop_beyond sorts the logits."""
+    return weights.gather(1, logits.sort(dim=-1, descending=True, stable=True).indices)
 
 
 def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Sequence[tuple[int, int]] = LENGTHS) -> float:
@@ -216,6 +269,10 @@ CASES: dict[str, Callable[[], float]] = {
     for option in ("plain", "bias", "residual", "gated", "gated with bias")
 } | {
     f"draw {rows}": lambda rows=rows: check_draw(rows) for rows in ("ties", "spread")
+} | {
+    f"choose {rows} {name}": lambda rows=rows, dtype=dtype: check_choose(rows, dtype)
+    for rows in ("ties", "spread")
+    for name, dtype in DTYPES.items()
 } | {
     "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
 } | {

@@ -92,6 +92,10 @@ def draw() -> float:
     return cases.check_draw("ties")
 
 
+def choose() -> float:
+    return cases.check_choose("ties", torch.float32)
+
+
 _BARRIER, _WAIT = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d;"
 _SHUFFLE = r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), {}, 31"
 _FOUR = r"\{[^}]*\}"  # registers
@@ -185,7 +189,7 @@ FAULTS: dict[str, InPtx | InSource] = {
         "_draw_kernel", rf"(?s)(st\.shared::cta\.b64.*?){_BARRIER}", r"\1", "RaceFault", draw
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
-        "_draw_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "values", draw
+        "_draw_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "values", draw, at=-1
     ),
     "draw: a scan that begins anew with each tile": InSource(
         draw_kernel, "cumulative + tl.cumsum(kept, 0)", "tl.cumsum(kept, 0)", "values", draw
@@ -197,9 +201,21 @@ FAULTS: dict[str, InPtx | InSource] = {
     "draw: a decided row that is drawn": InSource(
         draw_kernel, "if tl.load(is_undecided + row):", "if row >= 0:", "values", draw
     ),
-    "draw: weights that are read without their mask": InSource(
-        draw_kernel, "weights + row * VOCAB + ids, mask=ids < VOCAB, other=0", "weights + row * VOCAB + ids", "OutsideFault",
-        draw,
+    "draw: logits that are read without their mask": InSource(
+        draw_kernel, 'ids, mask=ids < VOCAB, other=float("-inf")', "ids", "OutsideFault", draw
+    ),
+    "choose: no barrier in the scan": InPtx(
+        "_choose_kernel", rf"(?s)(st\.shared::cta\.b64.*?){_BARRIER}", r"\1", "RaceFault", choose
+    ),
+    "choose: another exp than torch's": InSource(draw_kernel, "libdevice.exp(below)", "tl.exp(below)", "values", choose),
+    "choose: a NaN that the largest logit hides": InSource(
+        draw_kernel, 'tl.where(logit < float("inf"), logit, float("inf"))', "logit", "values", choose
+    ),
+    "choose: the weights of earlier parts left out": InSource(
+        draw_kernel, "before + tl.cumsum(_weights", "tl.cumsum(_weights", "values", choose
+    ),
+    "choose: a greedy row that is drawn": InSource(
+        draw_kernel, "is_drawn & (tl.load(greedy + row) == 0)", "is_drawn", "values", choose
     ),
 }  # fmt: skip
 

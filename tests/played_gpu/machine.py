@@ -5,7 +5,8 @@ In: a kernel (ptx.py), a grid, arguments and tensors (memory.py). Out: the tenso
 Each instruction is decoded once into a function of no arguments, which computes whole arrays. Every thread has its own next
 block. The first of these blocks in the kernel's order is executed next, by the threads that are there, so that threads that
 diverge meet again where their paths do. Programs share nothing in a launch, so several are played together. Arithmetic is
-IEEE's, except that `fma` rounds twice (to fp64 and to fp32). The approximate `ex2`, `rsqrt` and `div` round to nearest.
+IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keeps denormal numbers. The approximate `ex2`,
+`rsqrt` and `div` round to nearest.
 """
 
 import re
@@ -34,7 +35,9 @@ _BINARY = {
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
 }  # fmt: skip
+_CONVERSIONS = (["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -84,6 +87,12 @@ def _smallest_shared_access(kernel: Kernel) -> int:
         elif instruction.name.startswith("cp.async.c") and "shared" in instruction.name:
             sizes.append(int(instruction.operands[2], 0))
     return min(8, *sizes)
+
+
+def _larger(a: NDArray, b: NDArray, out: NDArray, where: bool | NDArray) -> None:
+    """np.fmax, with 0.0 above -0.0, which NumPy leaves open."""
+    zeros = where & (a == 0) & (b == 0)
+    np.copyto(out, np.where(zeros, a + b, np.fmax(a, b)), where=where)
 
 
 class Machine:
@@ -239,7 +248,7 @@ class Machine:
         family = instruction.name.split(".")[0]
         dtype, function = _TYPES[types[-1]], _BINARY[family]
         if dtype is np.float32:  # a number wins over NaN
-            function = {"min": np.fmin, "max": np.fmax}.get(family, function)
+            function = {"min": np.fmin, "max": _larger}.get(family, function)
         return self._ufunc(function, instruction.operands[0], instruction.operands[1:], dtype)
 
     def _decode_mul(self, instruction: Instruction, types: list[str]) -> Step:
@@ -259,7 +268,7 @@ class Machine:
         return self._copy(result, lambda: np.multiply(a, b, dtype=wide) + c)
 
     def _decode_fma(self, instruction: Instruction, types: list[str]) -> Step | None:
-        if types != ["rn", "f32"]:
+        if types not in (["rn", "f32"], ["rn", "ftz", "f32"], ["rm", "ftz", "f32"]):
             return None
         a, b, c = (self._value(operand, np.float32) for operand in instruction.operands[1:])
         result, product = self._register(instruction.operands[0], np.float32), np.empty(self.num_lanes)
@@ -267,7 +276,10 @@ class Machine:
         def fma() -> None:
             np.multiply(a, b, out=product, dtype=np.float64)  # exact
             np.add(product, c, out=product)
-            np.copyto(result, product, where=self.mask, casting="same_kind")
+            rounded = product.astype(np.float32)
+            if types[0] == "rm":  # down
+                rounded = np.where(rounded > product, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+            np.copyto(result, rounded, where=self.mask)
 
         return fma
 
@@ -276,6 +288,9 @@ class Machine:
 
     def _decode_neg(self, instruction: Instruction, types: list[str]) -> Step:
         return self._ufunc(np.negative, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
+
+    def _decode_abs(self, instruction: Instruction, types: list[str]) -> Step:
+        return self._ufunc(np.abs, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
 
     def _decode_div(self, instruction: Instruction, types: list[str]) -> Step:
         return self._ufunc(np.divide, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
@@ -349,6 +364,9 @@ class Machine:
 
     def _decode_cvt(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, *sources = instruction.operands
+        if types == ["ftz", "sat", "f32", "f32"]:
+            value = self._value(sources[0], np.float32)
+            return self._copy(self._register(target, np.float32), lambda: np.fmax(np.fmin(value, np.float32(1)), np.float32(0)))
         rounded = types[0] in ("rn", "rzi")
         to, source_type = types[rounded:]
         sources = [self._value(source, _TYPES[source_type]) for source in sources]
@@ -361,7 +379,7 @@ class Machine:
             return self._copy(self._register(target), lambda: narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low))
         if source_type == "bf16":
             return self._copy(self._register(target), lambda: sources[0].astype(np.uint32) << np.uint32(16))
-        if rounded and source_type != "f16" and types not in (["rn", "f64", "s64"], ["rzi", "s64", "f64"]):
+        if rounded and source_type != "f16" and types not in _CONVERSIONS:
             return None
         return self._copy(self._register(target, _TYPES[to]), lambda: sources[0])
 
@@ -503,8 +521,9 @@ class Machine:
         return shuffle
 
     def _decode_redux(self, instruction: Instruction, types: list[str]) -> Step | None:
-        if types != ["sync", "add", "s32"]:
+        if types not in (["sync", "add", "s32"], ["sync", "min", "s32"]):
             return None
+        reduce = _BINARY[types[1]].reduce
         target, source, members = instruction.operands
         result, source, members = (
             self._register(target, np.int32),
@@ -515,9 +534,9 @@ class Machine:
         def redux() -> None:
             self._require_whole_warps(instruction)
             if (members[self.threads] != np.uint32(2**32 - 1)).any():
-                raise NotImplementedError(f"the player adds whole warps only in {instruction}")
-            sums = source.reshape(-1, _WARP).sum(1, dtype=np.int32)
-            np.copyto(result, sums.repeat(_WARP), where=self.mask)
+                raise NotImplementedError(f"the player reduces whole warps only in {instruction}")
+            reduced = reduce(source.reshape(-1, _WARP), axis=1, dtype=np.int32)
+            np.copyto(result, reduced.repeat(_WARP), where=self.mask)
 
         return redux
 

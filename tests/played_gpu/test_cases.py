@@ -9,7 +9,7 @@ from tests.played_gpu.process import output_of
 pytest.importorskip("triton")
 
 DTYPES = ["bfloat16", "float16", "float32"]
-NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 2}  # of a case. Others have one
+NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 2, "draw": 2, "choose": 6}  # of a case. Others have one
 
 
 def check(*cases, rest=()):
@@ -33,6 +33,7 @@ def test_every_kernel_computes_its_definition_without_a_race():
         "attention bfloat16 64 window and sinks",
         "linear bfloat16 gated",
         "draw ties",
+        "choose ties bfloat16",
     )
     table = check(*cases, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
@@ -52,7 +53,7 @@ def test_linear_layers_of_few_rows(dtype):
 
 @pytest.mark.long
 def test_draws_from_all_logits_without_ties():
-    check("draw spread")
+    check("draw spread", *(f"choose spread {dtype}" for dtype in DTYPES))
 
 
 @pytest.mark.long

@@ -1,12 +1,14 @@
 """Compile a model for a GPU, and capture its decode steps as CUDA graphs.
 
-In: the plain runtime. Out: a runtime with Triton kernels and CUDA graphs. Without Triton the model stays as it is.
+In: the plain runtime. Out: a runtime with Triton kernels and CUDA graphs. Without Triton the model stays as it is, and the
+sampler runs its stages.
 """
 
 import logging
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 from torch import nn
@@ -19,6 +21,7 @@ from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
 from nanoinfer.models.registry import Model
+from nanoinfer.sampling.routes import Route
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     make_decode_graphs = None
     if num_graph_rows and getattr(runtime.model, "supports_cuda_graph", True):
         make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture(runtime.device))
-    routes = (SamplerGraphs(num_graph_rows, CUDACapture(runtime.device)), FewLogits()) if num_graph_rows else (FewLogits(),)
+    routes: tuple[Route, ...] = ()
+    if find_spec("triton"):
+        graphs = (SamplerGraphs(num_graph_rows, CUDACapture(runtime.device)),) if num_graph_rows else ()
+        routes = (*graphs, FewLogits())
     model = cast(Model, report.model)
     return replace(runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)

@@ -13,14 +13,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.execution.memory import LOGITS_COPIES
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, capture_graph, capture_sizes
-from nanoinfer.fast.sampling import few_logits
+from nanoinfer.fast.sampling.few_logits import sample_on_gpu
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
 
 MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
-BYTES_AT_A_TIME = 2**26  # the most bytes of logits that a graph processes at a time, which limits its memory
 
 _INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, or "u": dtype, and the value that is off
     "greedy": (torch.bool, False),
@@ -46,7 +44,7 @@ class SamplerGraphs(Route):
         """Replay the graph of the step, captured on first use. Returns None also if the capture failed."""
         if not rows.is_raw or len(rows.hidden) > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
             return None
-        logits = rows.logits
+        logits = rows.head(rows.hidden)  # kernels read bf16 in half the time
         size = next(size for size in self.sizes if size >= len(logits))
         names = _inputs_read(batch)
         self._fill(logits, batch, names)
@@ -60,8 +58,8 @@ class SamplerGraphs(Route):
         return graph.out[: len(logits)].clone()  # a copy, because it may be read after the next replay
 
     def reserved_bytes(self, logits_bytes: int) -> int:
-        """Return the bytes of the static logits, and of the copies of the rows that a graph processes at a time."""
-        return logits_bytes + LOGITS_COPIES * min(logits_bytes, BYTES_AT_A_TIME)
+        """Return the bytes of the static logits."""
+        return logits_bytes
 
     def _fill(self, logits: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
         """Copy a step into the first rows of the static inputs, which are allocated by the first call."""
@@ -75,25 +73,16 @@ class SamplerGraphs(Route):
             self._columns[name][: len(logits)] = _INPUTS[name][1] if column is None else column
 
     def _draw(self, size: int, names: tuple[str, ...]) -> Int[Tensor, " size"]:
-        """Draw the tokens of the first rows of the static inputs, some rows at a time. This is what a graph captures."""
-        num_at_a_time = max(BYTES_AT_A_TIME // self._logits[0].nbytes, 1)
+        """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
+        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in names}
+        u = inputs.pop("u", None)
         max_top_k = min(MAX_TOP_K, self._logits.shape[-1])
-        token_ids = []
-        for start in range(0, size, num_at_a_time):
-            rows = slice(start, min(start + num_at_a_time, size))
-            if not names:
-                ids, largest = few_logits.first_largest(self._logits[rows])
-                token_ids.append(torch.where(largest.isfinite(), ids, -1))
-                continue
-            inputs: dict[str, Any] = {name: self._columns[name][rows] for name in names}
-            u = inputs.pop("u")
-            batch = SamplingBatch(columns=ParameterColumns(max_top_k=max_top_k, **inputs), u=u)
-            token_ids.append(few_logits.sample_both_ways(self._logits[rows], batch))
-        return torch.cat(token_ids)
+        return sample_on_gpu(self._logits[:size], ParameterColumns(max_top_k=max_top_k, **inputs), u)
 
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
-    """Return () if all rows are greedy. Otherwise all inputs, but top_k and top_p only if used, because bisection is slow."""
+    """Return () if all rows are greedy. Otherwise all inputs, but min_p, top_k and top_p only if used, since they take time."""
     if batch.row_groups.all_greedy:
         return ()
-    return tuple(name for name in _INPUTS if name not in ("top_k", "top_p") or getattr(batch.columns, name) is not None)
+    always = "greedy", "temperature", "u"
+    return tuple(name for name in _INPUTS if name in always or getattr(batch.columns, name) is not None)

@@ -13,32 +13,28 @@ number's weight does not depend on its place.
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU, reading a value is expensive, and reading all logits is cheap: rows are computed in each of these ways, and a kernel
-computes the undecided ones (cuda/draw_kernel.py).
+On a GPU, reading a value is expensive, and reading all logits is cheap: kernels compute every row as one with neither
+(cuda/draw_kernel.py), then rows are computed in each of the other ways, and a kernel computes the undecided ones.
 """
 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_kernels
 from nanoinfer.sampling import stages
-from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import draw, integer_weights, thresholds
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
+from nanoinfer.sampling.draw import draw, integer_weights
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
 from nanoinfer.system.transfer import on_device
 
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
-NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
-BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
-Weights = Int[Tensor, "batch vocab"]
 Ids = Int[Tensor, " batch"]
 Candidates = Float[Tensor, "batch sections columns"]  # the largest logits of each section of a row, in the order of the ids
 CandidateIds = Int[Tensor, "batch sections columns"]
@@ -50,8 +46,9 @@ class FewLogits(Route):
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
         logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
-        is_of_no_kernel = logits.device.type == "cpu" and not has_kernels("cpu", logits.dtype)
-        if is_of_no_kernel or logits.dtype == torch.float64:  # the stages' argmax is that of rounded logits
+        if logits.device.type != "cpu":
+            return sample_on_gpu(logits, batch.columns, None if batch.row_groups.all_greedy else batch.u)
+        if not has_kernels("cpu", logits.dtype) or logits.dtype == torch.float64:  # the stages' argmax is of rounded logits
             logits = logits.float()
         token_ids, largest = sample(logits, batch)
         return torch.where(largest.isfinite(), token_ids, -1)
@@ -76,7 +73,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
             (tuple(row for row in groups.other_rows if row not in with_min_p), _sample_other),
         )
     else:
-        routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_without_reading),)
+        routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_by_stages),)
     for row_numbers, route in routes:
         if len(row_numbers) == len(logits):  # the usual step: all rows need the same
             return route(logits, batch)
@@ -86,22 +83,16 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return token_ids, largest
 
 
-def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
-    """Compute the argmax and the draw of every row and keep one of them: the same kernels for any values, to be captured.
-
-    The id of a row whose largest logit is not finite is -1.
-    """
-    argmax, (drawn, largest) = first_largest(logits)[0], _sample_without_reading(logits, batch)
-    token_ids = drawn if batch.columns.greedy is None else torch.where(batch.columns.greedy, argmax, drawn)
-    return torch.where(largest.isfinite(), token_ids, -1)
-
-
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """Run the last four stages and the draw, which are the definition."""
     logits = logits.float()
     for stage in STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
+
+
+def _sample_by_stages(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    return sample_plainly(logits, batch), logits.amax(dim=-1)
 
 
 def _sample_few(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
@@ -160,67 +151,49 @@ def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return token_ids, largest
 
 
-def _sample_without_reading(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
-    """Draw any row on a GPU, without a value that the host must read."""
-    logits, columns = logits.float(), batch.columns
-    scaled = stages.keep_min_p(stages.apply_temperature(logits, batch), batch)
-    weights = integer_weights(scaled)
-    token_ids, largest = _draw_from_blocks(weights, batch.u), logits.amax(dim=-1)
-    if columns.top_k is None and columns.top_p is None:
-        return token_ids, largest
-    num_columns = min(max(columns.max_top_k + TIE_MARGIN, NUM_TRIED), logits.shape[-1])
+def sample_on_gpu(logits: Logits, columns: ParameterColumns, u: Float[Tensor, " batch"] | None) -> Ids:
+    """Choose a token id per row by kernels, without a value that the host must read. A CUDA graph captures it.
+
+    Args:
+        logits: those after every stage before the temperature, in any dtype.
+        columns: greedy, temperature, min_p, top_k and top_p are read.
+        u: the uniform number of each row, in float64. None: every row is greedy.
+
+    Returns:
+        The ids, -1 for a row whose largest logit is not finite.
+    """
+    from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided  # needs Triton
+
+    token_ids, largest, totals = choose(logits, columns, u)
+    if u is None or (columns.top_k is None and columns.top_p is None):
+        return token_ids
+    batch, vocab_size = SamplingBatch(columns=columns, u=u), logits.shape[-1]
+    num_columns = min(max(columns.max_top_k + TIE_MARGIN, NUM_TRIED), vocab_size)
     candidates, ids = (x.unsqueeze(1) for x in largest_columns(logits, num_columns))
     is_undecided = torch.zeros_like(largest, dtype=torch.bool)
-    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(batch.u)
+    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(u)
     if columns.top_p is not None:
         top_p, by_top_p = columns.top_p, columns.top_p < 1.0
-        drawn, unsure = decide_top_p(candidates, ids, weights.sum(dim=-1), batch)
+        drawn, unsure = decide_top_p(candidates, ids, totals, batch)
         token_ids, is_undecided = torch.where(by_top_p, drawn, token_ids), by_top_p & unsure
     if columns.top_k is not None:
-        by_top_k = columns.top_k < logits.shape[-1]
+        by_top_k = columns.top_k < vocab_size
         drawn, unsure = decide_few(candidates, ids, batch)
         token_ids, is_undecided = torch.where(by_top_k, drawn, token_ids), torch.where(by_top_k, unsure, is_undecided)
-        smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, logits.shape[-1])
-    if num_columns < logits.shape[-1]:
-        from nanoinfer.fast.cuda.draw_kernel import draw_undecided  # needs Triton
-
-        draw_undecided(scaled, weights, smallest, top_p, batch.u, is_undecided, token_ids)
-    return token_ids, largest
-
-
-def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
-    """draw_from_weights in two steps: find the block of ids that holds the threshold, then the id in the block.
-
-    It is for a GPU, which sums blocks in parallel but scans a long row step by step. A CPU takes 1.2 times as long this way.
-    """
-    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [batch, num_blocks, BLOCK]
-    sums = blocks.sum(dim=-1)
-    cumulative = sums.cumsum(dim=-1)
-    threshold = thresholds(cumulative[:, -1], u).unsqueeze(-1)
-    block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped for a row of zeros
-    before = (cumulative - sums).gather(-1, block)
-    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
-    return (block * BLOCK + torch.searchsorted(inside, threshold - before, right=True)).squeeze(-1)
+        smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, vocab_size)
+    is_finite = largest.isfinite()
+    if num_columns < vocab_size:
+        draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided & is_finite, token_ids)
+    return torch.where(is_finite, token_ids, -1)
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:
-    """Find argmax and maximum, with the lowest id of equal maxima. The section of the row that holds the maximum is found
-    first.
-
-    The maximum alone is computed over many numbers at once. A search for its index takes 3 times as long.
-    """
+    """Find argmax and maximum, with the lowest id of equal maxima."""
     if has_kernels(logits.device.type, logits.dtype):
         largest, ids = find_largest(logits, 1)
         return ids.squeeze(-1), largest.squeeze(-1)
-    width = min(max(logits.shape[-1] // NUM_SECTIONS, LEAST_WIDTH), logits.shape[-1])
-    num_whole = logits.shape[-1] // width
-    maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
-    if rest := logits.shape[-1] - num_whole * width:
-        maxima = torch.cat((maxima, logits[:, -rest:].amax(dim=-1, keepdim=True)), dim=-1)
-    largest, section = maxima.max(dim=-1)
-    ids = section.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # a section of each row
-    ids = ids.clamp_(max=logits.shape[-1] - 1)
-    return ids.gather(-1, logits.gather(-1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1), largest
+    largest, ids = logits.max(dim=-1)
+    return ids, largest
 
 
 def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.fast.sampling import cuda_graphs
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import TokenDrawn
-from tests.helpers import tiny_models
+from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import batch_of, sampling_by
 
 # On a GPU, Triton's kernel does not read tensors of the CPU. end_to_end/test_gpu.py has draws there.
@@ -93,19 +92,13 @@ def num_disagreeing(steps, sampler):
 # ---- the same tokens
 
 
-@pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 30), (2, 60), (30, 120), (1000, 10), (5000, 4)])
+@pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 5), (2, 15), (30, 30), (1000, 8), (5000, 2)])
 def test_replayed_draws_are_those_of_the_plain_stages(vocab_size, num_steps):
     """All steps share the static inputs: rows beyond a batch hold the content of earlier steps."""
     capture = SimulatedCapture()
     sampler = sampling_by(SamplerGraphs(20, capture))
     assert num_disagreeing(random_steps(vocab_size, num_steps, 20), sampler) == 0
     assert capture.num_replays == num_steps  # no step ran without a graph
-
-
-@pytest.mark.parametrize("rows_at_a_time", [1, 3, 7])
-def test_the_number_of_rows_drawn_at_a_time_changes_no_token(rows_at_a_time, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "BYTES_AT_A_TIME", rows_at_a_time * 200 * 4)
-    assert num_disagreeing(random_steps(200, 40, 20), sampling_by(SamplerGraphs(20, SimulatedCapture()))) == 0
 
 
 @pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])
@@ -119,7 +112,7 @@ def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, mo
 
     fill = SamplerGraphs._fill
     monkeypatch.setattr(SamplerGraphs, "_fill", stale)
-    assert num_disagreeing(random_steps(200, 40, 20), sampling_by(SamplerGraphs(20, SimulatedCapture()))) > 0
+    assert num_disagreeing(random_steps(200, 15, 8), sampling_by(SamplerGraphs(8, SimulatedCapture()))) > 0
 
 
 def test_the_rows_beyond_the_batch_do_not_matter():
@@ -168,7 +161,8 @@ def test_a_size_and_kind_is_captured_on_first_use_after_the_largest_size_of_the_
     assert draw(4, temperature=0, top_k=3) == []
     assert draw(5, temperature=0) == [8]
     assert draw(17) == [20]
-    assert draw(3, temperature=0.5, min_p=0.1) == [4]
+    assert draw(3, temperature=0.5) == [4]
+    assert draw(3, min_p=0.1) == [20, 4]
     assert draw(3, top_k=2) == [20, 4]
     assert draw(3, top_p=0.5) == [20, 4]
     assert draw(3, top_p=0.5, top_k=2) == [20, 4]

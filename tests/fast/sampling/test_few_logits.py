@@ -10,6 +10,8 @@ import torch
 from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.routes import Route
+from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 INF, NAN = math.inf, math.nan
@@ -19,17 +21,26 @@ def as_on_a_gpu(logits, batch):
     if torch.cuda.is_available():
         batch = SamplingBatch.build(list(batch.sequences), logits.shape[-1], torch.device("cuda"))
         return SAMPLERS["fast"](logits.cuda(), batch)
-    with patch.object(few_logits, "has_kernels", lambda device, dtype: False):
-        return SAMPLERS["fast"](logits, batch)
+    size = 2**14 if logits.shape[-1] > 2**14 else 1024  # the interpreter takes long for each part and tile
+    with patch.multiple(draw_kernel, _PART=size, _TILE=size):
+        return BY_TRITON(logits, batch)
 
 
+class ByTriton(Route):
+    """What FewLogits does on a GPU, in Triton's interpreter."""
+
+    def try_sample(self, rows, batch):
+        return few_logits.sample_on_gpu(rows.logits, batch.columns, None if batch.row_groups.all_greedy else batch.u)
+
+
+BY_TRITON = sampling_by(ByTriton())
 SAMPLERS = {"fast": sampling_by(few_logits.FewLogits()), "plain": sampling_by(), "as on a GPU": as_on_a_gpu}
-NUM_AS_ON_A_GPU = 8  # rows, because Triton's interpreter takes long for many ids
+NUM_AS_ON_A_GPU = 8  # rows, because Triton's interpreter takes long
 
 
 def disagreeing(logits, batch):
     """The rows whose token differs between the samplers. No row may have an error. Some rows are also drawn as on a GPU."""
-    every = slice(None, None, max(len(logits) // NUM_AS_ON_A_GPU, 1) if logits.shape[-1] > few_logits.NUM_TRIED else 1)
+    every = slice(None, None, max(len(logits) // NUM_AS_ON_A_GPU, 1))
     fast, plain = (sampler(logits.clone(), batch).read() for sampler in (SAMPLERS["fast"], SAMPLERS["plain"]))
     on_gpu = as_on_a_gpu(logits[every].clone(), batch_of(list(batch.sequences[every]), logits.shape[-1])).read()
     assert fast.errors == plain.errors == on_gpu.errors == {}
@@ -108,9 +119,9 @@ def test_every_row_is_in_one_group():
     "sizes",
     [
         {"TIE_MARGIN": 0, "NUM_TRIED": 1},
-        {"TIE_MARGIN": 1, "NUM_TRIED": 2, "BLOCK": 1},
-        {"TIE_MARGIN": 299, "NUM_TRIED": 299, "BLOCK": 7},
-        {"TIE_MARGIN": 9999, "NUM_TRIED": 9999, "BLOCK": 9999},
+        {"TIE_MARGIN": 1, "NUM_TRIED": 2},
+        {"TIE_MARGIN": 299, "NUM_TRIED": 299},
+        {"TIE_MARGIN": 9999, "NUM_TRIED": 9999},
     ],
 )
 @pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values"])
