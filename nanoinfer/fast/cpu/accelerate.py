@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.config import EngineConfig
@@ -27,11 +27,12 @@ from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.packs import Packed, Packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.cpu.screen import GROUP_SIZES, SCREENED_BYTES, ScreenedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
-from nanoinfer.fast.trace import Trace, copied
+from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
@@ -52,6 +53,7 @@ def compile_model(
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
     packs: Packs | None = None,
+    screened: nn.Linear | None = None,
 ) -> CompiledModel:
     """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
@@ -65,6 +67,7 @@ def compile_model(
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
         packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
+        screened: the layer that becomes a ScreenedLinear. None: no layer.
 
     Raises:
         UnsupportedError: the sizes of a layer do not fit the quantisation.
@@ -74,7 +77,13 @@ def compile_model(
     if quantization:
         check_sizes(model, quantization)
     pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
-    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=Packs() if packs is None else packs)
+    packs = Packs() if packs is None else packs
+
+    def laid_out(fused: FusedLinear) -> Packed:
+        if fused.linears == (screened,):
+            return _lay_out(fused, ScreenedLinear, packs)
+        return _lay_out(fused, partial(pack, adapters=adapters), packs)
+
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -116,6 +125,32 @@ def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> P
             fill(linear, linear.weight.device)
         raise
     return packs[key]
+
+
+class _Logits(nn.Module):
+    """Computes a model's logits, to be traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = cast(Model, self.model).compute_logits(hidden)
+        return logits
+
+
+def screened_head(model: nn.Module) -> nn.Linear | None:
+    """Return the LM head, if it may be a ScreenedLinear, and its logits are the model's logits. None: it may not."""
+    try:
+        traced = trace(_Logits(model))
+    except Exception:  # raised by the model's own code, which was given symbols
+        return None
+    hidden, *computed, result = traced.graph.nodes
+    if len(computed) != 1 or computed[0].args != (hidden,) or result.args != (computed[0],):
+        return None
+    head = traced.module(computed[0])
+    is_plain = type(head) is nn.Linear and head.bias is None and not has_hooks(head)
+    return head if is_plain and head.in_features % GROUP_SIZES[-1] == 0 and head.weight.nbytes >= SCREENED_BYTES else None
 
 
 def _read_owned(trace: Trace) -> None:
@@ -197,13 +232,16 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if type(runtime.backend) is CPUBackend:
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
-    packs = Packs(model, config.quantization)
-    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
+    head = screened_head(model) if config.screened_head and not config.quantization else None
+    packs = Packs(model, "screened" if head else config.quantization)
+    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs, screened=head)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     compiled = compile_with(model, weights=runtime.weights)
     packs.keep()
+    if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
+        runtime = replace(runtime, routes=(FewLogits(packed),))
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch

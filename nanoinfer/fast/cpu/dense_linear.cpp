@@ -98,6 +98,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);
     const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
+        if (!call->needs(batch, task / num_parts * TILE, TILE)) continue;
         const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
         compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
     }

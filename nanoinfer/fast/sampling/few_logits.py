@@ -18,6 +18,8 @@ computes the undecided ones (cuda/draw_kernel.py).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +34,13 @@ from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
 from nanoinfer.system.transfer import on_device
 
+if TYPE_CHECKING:
+    from nanoinfer.fast.cpu.screen import ScreenedLinear
+
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
+SCREENED_ROWS, SCREENED_TOP_K = 8, 256
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
@@ -45,11 +51,25 @@ CandidateIds = Int[Tensor, "batch sections columns"]
 Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not finite if no token can be drawn
 
 
+@dataclass(frozen=True, slots=True)
 class FewLogits(Route):
-    """The route that uses these functions. It supports every step."""
+    """The route that uses these functions. It supports every step.
+
+    Attributes:
+        head: computes the largest logits of a few rows in less time. None: all logits are computed.
+    """
+
+    head: "ScreenedLinear | None" = None
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
-        logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
+        k = max(batch.columns.max_top_k, 1)
+        needs_all = batch.row_groups.top_p_rows or batch.row_groups.other_rows
+        if not rows.is_raw:
+            logits = rows.logits
+        elif self.head is not None and len(rows.hidden) <= SCREENED_ROWS and k <= SCREENED_TOP_K and not needs_all:
+            logits = self.head.largest_logits(rows.hidden, k)
+        else:
+            logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time
         is_of_no_kernel = logits.device.type == "cpu" and not has_kernels("cpu", logits.dtype)
         if is_of_no_kernel or logits.dtype == torch.float64:  # the stages' argmax is that of rounded logits
             logits = logits.float()

@@ -1,0 +1,101 @@
+"""The LM head with a copy of its weight in 8 bits, which tells in half the time which logits may be the largest.
+
+In: hidden rows of a few sequences. Out: the k largest logits of each row with the bits of the plain head, and all that tie with
+the k-th, where other logits are -infinity or their own. screen.cpp computes a bound for every logit and has the proof.
+
+A token of one stream takes the time of reading all weights. Where k logits are enough, the head's copy is read, and then the
+weights of the candidates.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.linear import PackedLinear, scratch_for, write_outputs
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields
+from nanoinfer.fast.fuse import FusedLinear
+
+TILE, UNIT = 32, 16  # as in screen.cpp and linear.h
+GROUP_SIZES = 128, 64, 32  # the number of inputs that share a scale: the first that divides a layer's inputs
+LEAST_SCALE = 2.0**-80
+SCREENED_BYTES = 2**24
+
+
+class ScreenCall(ctypes.Structure):
+    """The arguments of screen.cpp."""
+
+    _fields_ = fields(
+        (Slice, "x lowest highest out"),
+        (c_int64, "scratch needed k"),
+        (c_void_p, "weight scales"),
+        (c_int64, "num_out num_in group_size"),
+    )
+
+
+class ScreenedLinear(PackedLinear):
+    """A linear layer without a bias: see PackedLinear.
+
+    Raises:
+        UnsupportedError: also if the number of inputs is not a multiple of 32.
+    """
+
+    def __init__(self, fused: FusedLinear, *, kept: Sequence[UInt8[Tensor, " bytes"]] = ()) -> None:
+        num_out, num_in = fused.out_features, fused.in_features
+        group_size = next((size for size in GROUP_SIZES if num_in % size == 0), None)
+        if group_size is None:
+            raise UnsupportedError(f"screen.cpp needs inputs in multiples of {GROUP_SIZES[-1]}, got {num_in}")
+        num_tiles = -(-num_out // TILE)
+        if kept:
+            self._words = kept[1].view(torch.int32).view(num_tiles, num_in // 4, TILE)
+            self._scales = kept[2].view(torch.float32).view(num_tiles, num_in // group_size, TILE)
+        else:
+            self._words = torch.zeros(num_tiles, num_in // 4, TILE, dtype=torch.int32)
+            self._scales = torch.zeros(num_tiles, num_in // group_size, TILE)
+        super().__init__(fused, kept=kept[:1])
+        source = Path(__file__).with_name("screen.cpp")
+        library = native.load(source, native.streamed(), *native.definitions_of(self.dtype), structures=(ScreenCall,))
+        x, out, num_units = Slice(0, 0, num_in), Slice(4, 0, num_out), 2 * num_tiles
+        slices = x, Slice(1, 0, num_units), Slice(2, 0, num_units), out
+        addresses = self._words.data_ptr(), self._scales.data_ptr()
+        call = ScreenCall(*slices, 3, 5, 6, *addresses, num_out, num_in, group_size)
+        bound, choose = KernelCall(library.bound, call), KernelCall(library.choose, call)
+        self._bound = Program([bound])
+        self._bound_and_compute = Program([bound, choose, self.call(x=x, out=out, scratch=7, needed=5)])
+
+    def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
+        """See PackedLinear.write."""
+        super().write(name, values, start)
+        groups = values.unflatten(1, (self._scales.shape[1], -1)).float()
+        scales = (groups.abs().amax(2) / 127).clamp(min=LEAST_SCALE)
+        integers = ((groups / scales.unsqueeze(2)).round() + 128).to(torch.uint8).flatten(1)
+        write_outputs(self._words, integers.view(torch.int32), start)
+        write_outputs(self._scales, scales, start)
+
+    def arrays(self) -> list[Tensor]:
+        """Return the tensors that hold the weights and their copy."""
+        return [*super().arrays(), self._words, self._scales]
+
+    def bounds(self, x: Float[Tensor, "rows in"]) -> tuple[Float[Tensor, "rows units"], Float[Tensor, "rows units"]]:
+        """Compute two numbers in fp32 for every UNIT ids, between which the largest of their logits is."""
+        arrays = self._arrays_for(x)
+        self._bound(len(x), arrays)
+        return arrays[1], arrays[2]
+
+    def largest_logits(self, x: Float[Tensor, "rows in"], k: int) -> Float[Tensor, "rows vocab"]:
+        """Compute the k largest logits of each row, and all that equal the k-th. Others may be -infinity."""
+        out, needed = x.new_empty(len(x), self.num_out), torch.empty(2 * len(self._words), dtype=torch.uint8)
+        scratch = scratch_for(len(x) * self.scratch_bytes, x)
+        self._bound_and_compute(len(x), (*self._arrays_for(x), out, needed, torch.tensor([k]), scratch))
+        return out
+
+    def _arrays_for(self, x: Float[Tensor, "rows in"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the row, the bounds, which a call fills, and memory for its intermediate results."""
+        lowest, highest = torch.empty(2, len(x), 2 * len(self._words))
+        return x.contiguous(), lowest, highest, torch.empty(len(x), 3 * self._scales.shape[1] + self.num_in // 2)
