@@ -44,7 +44,10 @@ struct LinearCall {
     bool needs(const Batch& batch, int64_t first, int64_t num) const {
         if (needed < 0) return true;
         const uint8_t* units = static_cast<uint8_t*>(batch.arrays[needed]);
-        return std::any_of(units + first / UNIT, units + (std::min(first + num, num_out) - 1) / UNIT + 1, [](uint8_t x) { return x; });
+        for (int64_t i = first / UNIT; i * UNIT < std::min(first + num, num_out); i++) {
+            if (units[i]) return true;
+        }
+        return false;
     }
 };
 

@@ -20,8 +20,10 @@
 //
 // |E| is below 256 e. If a, e or such a sum could overflow, or is NaN, the id has no bound.
 //
-// At least k ids have a - e >= limit, the k-th largest of the maxima of UNIT ids. Rounding keeps the order. So an id whose a + e
-// is smaller than the limit, both rounded to the logits' dtype, has a smaller logit than k others, and is no tie of theirs.
+// The logits with the k largest a - e are computed first, and take the place of their bounds. Then at least k logits reach the
+// limit, the k-th largest of a - e. Rounding keeps the order. So an id whose a + e is smaller than the limit, both rounded to the
+// logits' dtype, has a smaller logit than k others, and is no tie of theirs. The remaining ids are computed. All of this is done
+// for UNIT ids at a time, which lie together in the weight, by the largest a - e and a + e among them.
 
 constexpr int LANES = 16;
 #include <functional>
@@ -38,7 +40,7 @@ struct ScreenCall {
     int64_t k;        // an array of the batch with an int64_t
     const uint8_t* weight;  // [num_out / TILE, num_in / WORD, TILE, WORD]: q + 128
     const float* scales;    // [num_out / TILE, num_in / group_size, TILE]: s, and 0 for outputs behind the last
-    int64_t num_out, num_in, group_size;
+    int64_t num_out, num_in, group_size, are_largest_known;
 };
 
 namespace {
@@ -180,19 +182,30 @@ extern "C" void bound(const ScreenCall* call, const Batch& batch, Member& me) {
     }
 }
 
+// Choose the units with the k largest a - e of a row. When these are computed: those of the others whose a + e reaches the k-th
+// largest of what is known, which are the last.
 extern "C" void choose(const ScreenCall* call, const Batch& batch, Member& me) {
     const int64_t k = *static_cast<int64_t*>(batch.arrays[call->k]);
     float* limits = static_cast<float*>(batch.arrays[call->scratch]);
-    for (int64_t row : me.share(batch.num_rows)) limits[row] = kth_largest(call->lowest.row<float>(batch, row), num_units(*call), k);
-    me.wait();
     uint8_t* needed = static_cast<uint8_t*>(batch.arrays[call->needed]);
+    const auto num_of = [&](int64_t unit) { return std::clamp<int64_t>(call->num_out - unit * UNIT, 0, UNIT); };
+    for (int64_t row : me.share(batch.num_rows)) {
+        float* lowest = call->lowest.row<float>(batch, row);
+        const Number* out = call->out.row<Number>(batch, row);
+        for (int64_t unit = 0; unit < num_units(*call) && call->are_largest_known; unit++) {
+            if (needed[unit]) lowest[unit] = largest_of(load(out + unit * UNIT, num_of(unit)), num_of(unit));
+        }
+        limits[row] = kth_largest(lowest, num_units(*call), k);
+    }
+    me.wait();
+    const Slice& bounds = call->are_largest_known ? call->highest : call->lowest;
     for (int64_t unit : me.share(num_units(*call))) {
+        const bool is_known = call->are_largest_known && needed[unit];
         needed[unit] = 0;
-        for (int64_t row = 0; row < batch.num_rows; row++) needed[unit] |= call->highest.row<float>(batch, row)[unit] >= limits[row];
-        if (needed[unit]) continue;
-        const int num = std::clamp<int64_t>(call->num_out - unit * UNIT, 0, UNIT);
-        for (int64_t row = 0; row < batch.num_rows; row++) {
-            store(call->out.row<Number>(batch, row) + unit * UNIT, Floats{} - INFINITY, num);
+        if (is_known) continue;
+        for (int64_t row = 0; row < batch.num_rows; row++) needed[unit] |= bounds.row<float>(batch, row)[unit] >= limits[row];
+        for (int64_t row = 0; row < batch.num_rows && !needed[unit]; row++) {
+            store(call->out.row<Number>(batch, row) + unit * UNIT, Floats{} - INFINITY, num_of(unit));
         }
     }
 }

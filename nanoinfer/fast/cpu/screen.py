@@ -35,7 +35,7 @@ class ScreenCall(ctypes.Structure):
         (Slice, "x lowest highest out"),
         (c_int64, "scratch needed k"),
         (c_void_p, "weight scales"),
-        (c_int64, "num_out num_in group_size"),
+        (c_int64, "num_out num_in group_size are_largest_known"),
     )
 
 
@@ -64,10 +64,11 @@ class ScreenedLinear(PackedLinear):
         x, out, num_units = Slice(0, 0, num_in), Slice(4, 0, num_out), 2 * num_tiles
         slices = x, Slice(1, 0, num_units), Slice(2, 0, num_units), out
         addresses = self._words.data_ptr(), self._scales.data_ptr()
-        call = ScreenCall(*slices, 3, 5, 6, *addresses, num_out, num_in, group_size)
-        bound, choose = KernelCall(library.bound, call), KernelCall(library.choose, call)
+        first, second = (ScreenCall(*slices, 3, 5, 6, *addresses, num_out, num_in, group_size, known) for known in (0, 1))
+        bound, compute = KernelCall(library.bound, first), self.call(x=x, out=out, scratch=7, needed=5)
+        choose, choose_again = KernelCall(library.choose, first), KernelCall(library.choose, second)
         self._bound = Program([bound])
-        self._bound_and_compute = Program([bound, choose, self.call(x=x, out=out, scratch=7, needed=5)])
+        self._bound_and_compute = Program([bound, choose, compute, choose_again, compute])
 
     def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
         """See PackedLinear.write."""
