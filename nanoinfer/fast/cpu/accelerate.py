@@ -27,7 +27,7 @@ from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.packs import Packed, Packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
-from nanoinfer.fast.cpu.screen import GROUP_SIZES, SCREENED_BYTES, ScreenedLinear
+from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -38,6 +38,7 @@ from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
+from nanoinfer.system.process import available_cpu_memory
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -140,7 +141,7 @@ class _Logits(nn.Module):
 
 
 def screened_head(model: nn.Module) -> nn.Linear | None:
-    """Return the LM head, if it may be a ScreenedLinear, and its logits are the model's logits. None: it may not."""
+    """Return the LM head, if its logits are the model's and a copy in 8 bits pays and fits into memory. None: otherwise."""
     try:
         traced = trace(_Logits(model))
     except Exception:  # raised by the model's own code, which was given symbols
@@ -149,8 +150,12 @@ def screened_head(model: nn.Module) -> nn.Linear | None:
     if len(computed) != 1 or computed[0].args != (hidden,) or result.args != (computed[0],):
         return None
     head = traced.module(computed[0])
-    is_plain = type(head) is nn.Linear and head.bias is None and not has_hooks(head)
-    return head if is_plain and head.in_features % GROUP_SIZES[-1] == 0 and head.weight.nbytes >= SCREENED_BYTES else None
+    if type(head) is not nn.Linear or head.bias is not None or has_hooks(head):
+        return None
+    if head.in_features % GROUP_SIZES[-1] or head.weight.nbytes < LEAST_BYTES:
+        return None
+    num_bytes = head.weight.numel() + sum(weight.nbytes for weight in model.parameters())
+    return head if num_bytes <= available_cpu_memory() else None
 
 
 def _read_owned(trace: Trace) -> None:

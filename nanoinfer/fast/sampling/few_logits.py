@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 NUM_SECTIONS, LEAST_WIDTH = 64, 64  # the sections of a row in first_largest
-SCREENED_ROWS, SCREENED_TOP_K = 8, 256
 BLOCK = 512  # the number of ids in a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
@@ -56,7 +55,7 @@ class FewLogits(Route):
     """The route that uses these functions. It supports every step.
 
     Attributes:
-        head: computes the largest logits of a few rows in less time. None: all logits are computed.
+        head: computes the largest logits of a few rows in less time than all logits. None: the model has no such head.
     """
 
     head: "ScreenedLinear | None" = None
@@ -66,7 +65,7 @@ class FewLogits(Route):
         needs_all = batch.row_groups.top_p_rows or batch.row_groups.other_rows
         if not rows.is_raw:
             logits = rows.logits
-        elif self.head is not None and len(rows.hidden) <= SCREENED_ROWS and k <= SCREENED_TOP_K and not needs_all:
+        elif self.head is not None and self.head.pays(len(rows.hidden), k) and not needs_all:
             logits = self.head.largest_logits(rows.hidden, k)
         else:
             logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time
