@@ -4,9 +4,7 @@ In: the hidden rows of a few sequences. Out: logits with the bits of the plain h
 smaller than the k largest. It is for greedy rows and for top_k, also with min_p, top_p and a temperature, and for the rows of
 drafts. All logits are computed for other rows, for log-probabilities, and where a stage before the temperature changes logits.
 
-A token of one stream takes the time of reading all weights, and the copy has half of the head's bytes in bfloat16. The head of
-GPT-2's shape then takes 0.6 of the CPU time for a greedy row, 0.75 for top_k=40 (random weights, which leave the most candidates;
-one thread of an AMD EPYC, Zen 4).
+A token of one stream takes the time of reading all weights, and the copy has half of the head's bytes in bfloat16.
 """
 
 import ctypes
@@ -26,8 +24,9 @@ from nanoinfer.fast.fuse import FusedLinear
 TILE, UNIT = 32, 16  # as in screen.cpp and linear.h
 GROUP_SIZES = 128, 64, 32  # the number of inputs that share a scale: the first that divides a layer's inputs
 LEAST_SCALE = 2.0**-80
-# Where it pays (Zen 4, random weights, CPU time of the plain head by that of the screened one): a head of 16 MB 1.5. Of 50,257 ids
-# in bfloat16, 1.3 to 1.7 for 1 to 4 greedy rows, 1.3 for a row with top_k 100, 1.0 for 4 with 40, and 0.9 for one with 256.
+# Where it pays: CPU time of the plain head by that of the screened one, in bfloat16 (one thread of an AMD EPYC, Zen 4, in use by
+# others; random weights, whose logits leave the most candidates). A head of 16 MB: 1.5. GPT-2's: 1.3 to 1.7 for 1 to 4 greedy rows,
+# 1.3 for a row with top_k=100, 1.0 for 4 rows with 40, 0.9 for a row with 256.
 LEAST_BYTES = 2**24  # of the head
 MOST_ROWS, IDS_PER_CANDIDATE = 4, 400
 
