@@ -79,12 +79,7 @@ def compile_model(
         check_sizes(model, quantization)
     pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
     packs = Packs() if packs is None else packs
-
-    def laid_out(fused: FusedLinear) -> Packed:
-        if fused.linears == (screened,):
-            return _lay_out(fused, ScreenedLinear, packs)
-        return _lay_out(fused, partial(pack, adapters=adapters), packs)
-
+    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=packs, screened=screened)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -116,9 +111,11 @@ def compile_model(
     return compiled
 
 
-def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> Packed:
+def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs, screened: nn.Linear | None) -> Packed:
     """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
     key = fused.linears, fused.activation
+    if fused.linears == (screened,):
+        pack = ScreenedLinear
     try:
         packs[key] = packs.get(key) or pack(fused, kept=packs.kept(fused.linears))
     except UnsupportedError:

@@ -24,9 +24,9 @@ from nanoinfer.fast.fuse import FusedLinear
 TILE, UNIT = 32, 16  # as in screen.cpp and linear.h
 GROUP_SIZES = 128, 64, 32  # the number of inputs that share a scale: the first that divides a layer's inputs
 LEAST_SCALE = 2.0**-80
-# Where it pays: CPU time of the plain head by that of the screened one, in bfloat16 (one thread of an AMD EPYC, Zen 4, in use by
-# others; random weights, whose logits leave the most candidates). A head of 16 MB: 1.5. GPT-2's: 1.3 to 1.7 for 1 to 4 greedy rows,
-# 1.3 for a row with top_k=100, 1.0 for 4 rows with 40, 0.9 for a row with 256.
+# Where it pays: CPU time of the plain head by that of the screened one, in bfloat16 (a thread of an AMD EPYC, Zen 4, in use by
+# others; random weights, whose logits leave the most candidates). A head of 16 MB: 1.5. GPT-2's: 1.3 to 1.7 for 1 to 4 greedy
+# rows, 1.3 for a row with top_k=100, 1.0 for 4 rows with 40, 0.9 for a row with 256.
 LEAST_BYTES = 2**24  # of the head
 MOST_ROWS, IDS_PER_CANDIDATE = 4, 400
 
