@@ -54,7 +54,6 @@ def compile_model(
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
     packs: Packs | None = None,
-    screened: nn.Linear | None = None,
 ) -> CompiledModel:
     """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
@@ -68,7 +67,6 @@ def compile_model(
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
         packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
-        screened: the layer that becomes a ScreenedLinear. None: no layer.
 
     Raises:
         UnsupportedError: the sizes of a layer do not fit the quantisation.
@@ -78,8 +76,7 @@ def compile_model(
     if quantization:
         check_sizes(model, quantization)
     pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
-    packs = Packs() if packs is None else packs
-    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=packs, screened=screened)
+    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=Packs() if packs is None else packs)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -111,10 +108,10 @@ def compile_model(
     return compiled
 
 
-def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs, screened: nn.Linear | None) -> Packed:
+def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> Packed:
     """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
     key = fused.linears, fused.activation
-    if fused.linears == (screened,):
+    if fused.linears == (packs.screened,):
         pack = ScreenedLinear
     try:
         packs[key] = packs.get(key) or pack(fused, kept=packs.kept(fused.linears))
@@ -235,8 +232,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
-    packs = Packs(model, "screened" if head else config.quantization)
-    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs, screened=head)
+    packs = Packs(model, config.quantization, head)
+    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)

@@ -55,10 +55,14 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
 
     Args:
         model: the model whose layers are packed. None: nothing is kept.
-        layout: the quantization, or "screened" if the LM head has a copy in 8 bits. None: neither.
+        quantization: how all weights are rounded. None: they stay as they are.
+        screened: the layer that becomes a ScreenedLinear. None: no layer.
     """
 
-    def __init__(self, model: nn.Module | None = None, layout: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, quantization: str | None = None, screened: nn.Linear | None = None
+    ) -> None:
+        self.screened = screened
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         self._kept: Arrays = {}
         self._file: Path | None = None
@@ -68,7 +72,8 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
             return
         self._checkpoint, part, version = stored[0].files.identity
         self._made_from = _made_from(version)
-        name = hashlib.sha256(repr((self._checkpoint, part, stored[0].dtype, layout)).encode()).hexdigest()[:32]
+        layout = self._checkpoint, part, stored[0].dtype, quantization, screened is not None
+        name = hashlib.sha256(repr(layout).encode()).hexdigest()[:32]
         self._file = native.cache_folder() / "packed" / f"{name}.weights"
         with suppress(OSError, InvalidValueError):  # there is no file, or it cannot be believed
             private_folder(self._file.parent, "the folder of packed weights")
