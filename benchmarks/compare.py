@@ -16,8 +16,8 @@ import typer
 
 from benchmarks import program
 from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
-from nanoinfer.cli.bench import ModelOptions, RunOptions, WorkloadOptions, pick_workloads
-from nanoinfer.cli.options import AsJson, print_table
+from nanoinfer.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
+from nanoinfer.cli.options import AsJson, EngineOptions, llm_arguments, print_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench.offline import load, run_workload
@@ -50,14 +50,14 @@ class Comparison:
 
 
 def compare(
-    checkpoint: str | None, workloads: list[Workload], *, repeats: int, peers: list[Peer], **engine: Any
+    model: str | None, workloads: list[Workload], *, repeats: int, peers: list[Peer], **engine: Any
 ) -> list[Comparison]:
     """Run each workload once to warm up, then `repeats` times, in every engine.
 
     If an engine samples with a temperature alone, all engines do, and the workload's name says so.
 
     Args:
-        checkpoint: A name or a folder, as LLM takes it.
+        model: A name or a folder, as LLM takes it.
         workloads: Run in this order.
         repeats: Measured runs of each workload, >= 1.
         peers: The other engines.
@@ -69,7 +69,7 @@ def compare(
     """
     if any(ENGINES[peer.name].is_temperature_only for peer in peers):
         workloads = [_with_temperature_only(workload) for workload in workloads]
-    llm = load(checkpoint, workloads, **engine)
+    llm = load(model, workloads, **engine)
     info = llm.info
     for workload in workloads:  # generate pads to the longest prompt and the longest answer
         needed, limit = max(workload.input_lens) + max(workload.output_lens), llm.engine.max_model_len
@@ -91,7 +91,7 @@ def compare(
         for peer in peers:
             process = PeerProcess(
                 peer,
-                Checkpoint.open(checkpoint).path,
+                Checkpoint.open(model, engine.get("revision")).path,
                 dtype=info.dtype,
                 device=info.device,
                 num_threads=torch.get_num_threads(),
@@ -127,9 +127,10 @@ def _take_turns(workload: Workload, repeats: int, llm: LLM, processes: list[Peer
 
 def main(
     *,
-    measured: ModelOptions,
     picked: WorkloadOptions,
-    run: RunOptions,
+    engine: EngineOptions,
+    random_model: RandomModel = None,
+    repeats: Repeats = 3,
     engines: Annotated[
         str,
         typer.Option(
@@ -142,8 +143,8 @@ def main(
     if math.isfinite(picked.request_rate):
         raise InvalidValueError(f"other engines take all requests at once; leave out request_rate={picked.request_rate}")
     workloads, peers = pick_workloads(picked), parse_peers(engines)
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
-        results = compare(checkpoint, workloads, peers=peers, dtype=measured.dtype, device=measured.device, **asdict(run))
+    with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint:
+        results = compare(workloads=workloads, repeats=repeats, peers=peers, **llm_arguments(engine, model=checkpoint))
     if as_json:
         print(json.dumps([asdict(result) | {"ratios": result.ratios} for result in results], indent=1))
         return

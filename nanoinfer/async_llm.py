@@ -75,7 +75,6 @@ class AsyncLLM:
         self._streaming = args.streaming
         self._is_delivery_planned = False
         self._last_delivery = 0.0  # on the event loop's clock
-        self.on_deliver: Callable[[list[list[Delta]]], None] | None = None  # called in the event loop with each stream's news
 
         def load() -> LLMEngine:
             self.llm = LLM.from_engine_args(args)
@@ -324,8 +323,6 @@ class AsyncLLM:
         for deltas in news:
             if deltas[-1].output is not None:
                 del self._streams[deltas[-1].request_id]
-        if news and self.on_deliver is not None:
-            self.on_deliver(news)
 
 
 class RequestStream:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge, Interval
@@ -29,6 +30,7 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from nanoinfer.engine.speculative.speculator import Proposer
     from nanoinfer.sampling.logits_processors import LogitsProcessor
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
@@ -95,7 +97,7 @@ class SchedulerConfig:
         return min(self.chunk_size, self.max_num_batched_tokens) if self.enable_chunked_prefill else self.max_num_batched_tokens
 
 
-_METHODS = "'ngram', 'draft_model' or 'mtp'"
+_METHODS = "'ngram', 'draft_model', 'mtp', or a class or its name, such as 'my_module:MyProposer'"
 
 
 @declared({})
@@ -107,9 +109,10 @@ class SpeculativeConfig:
     """
 
     # fmt: off
-    method: Annotated[str, Doc(
+    method: Annotated["str | type[Proposer]", Doc(
         '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
-        "asks the layer for multi-token prediction of checkpoints of Qwen3.5.")]
+        "asks the layer for multi-token prediction of checkpoints of Qwen3.5. A class, or its name "
+        '"my_module:MyProposer", is a Proposer (nanoinfer.engine.speculative.speculator) of your own.')]
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
         Doc("The most tokens that are guessed per sequence and step.")] = 8
     adaptive: Annotated[bool,
@@ -121,7 +124,9 @@ class SpeculativeConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
-        if not is_one_of(self.method, ("ngram", "draft_model", "mtp")):
+        if not isinstance(self.method, str) or "." in self.method or ":" in self.method:
+            object.__setattr__(self, "method", proposer_class(self.method))
+        elif self.method not in ("ngram", "draft_model", "mtp"):
             raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
         if (self.method == "draft_model") != isinstance(self.model, str):
             way_out = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
@@ -161,6 +166,21 @@ def class_named(name: str, given: object) -> type | None:
     if given is not None and not isinstance(given, type):
         raise InvalidTypeError(f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)}")
     return given
+
+
+def proposer_class(given: object) -> "type[Proposer]":
+    """Check a method of speculative_config that is a class or its name. Returns the class."""
+    cls = class_named("speculative_config's method", given) or type(None)
+    try:
+        for name in ("propose", "forget"):
+            getattr(cls, name)
+        signature(cls).bind("config")
+    except (AttributeError, TypeError) as error:
+        raise InvalidTypeError(
+            "speculative_config's method must be a class with __init__(config), propose(sequences, limits) and forget(seq), "
+            f"got {shown(given)} ({error}); derive it from nanoinfer.engine.speculative.speculator.Proposer"
+        ) from error
+    return cls
 
 
 def processor_classes(given: object) -> tuple[type, ...]:
@@ -406,9 +426,10 @@ class EngineArgs:
         Doc("Prepare a step while the previous step runs. The tokens are the same. None is True on a GPU only.")] = None
     speculative_config: Annotated[Mapping[str, object] | None, Doc(
         'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier text. '
-        '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and {"method": "mtp"} '
-        "a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. The tokens are those of "
-        "plain decoding (see `LLM.batch_independent`).")] = None
+        '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, {"method": "mtp"} '
+        """a layer of Qwen3.5's own checkpoint, and {"method": "my_module:MyProposer"} your own class. """
+        "More keys: nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding "
+        "(see `LLM.batch_independent`).")] = None
     seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
         "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "
         "the operating system and logs it at level INFO.")] = None

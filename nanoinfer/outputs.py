@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 
 
 def _shown(value: object, max_items: int = 6) -> str:
@@ -55,7 +55,7 @@ class Logprob:
     decoded_token: str | None
 
 
-LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the most likely ids in descending order
+LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the others of TokenLogprobs
 
 
 def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
@@ -69,8 +69,8 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
 class TokenLogprobs:
     """Log-probabilities at one position as the executor returns them, before token texts are added.
 
-    ids[0] is the token itself. The other ids are the most likely ids except the token, in descending order. Ranks are those of
-    Logprob, and ties share the larger number.
+    ids[0] is the token itself. The other ids are the most likely ids except the token, in descending order, or those of
+    SamplingParams.logprob_token_ids. Ranks are those of Logprob, and ties share the larger number.
     """
 
     ids: list[int]
@@ -90,8 +90,8 @@ class CompletionOutput(_ShortRepr):
         logprobs: a dict for every id of token_ids. None: SamplingParams.logprobs is None.
         sampling_mask: for every id of token_ids, the ids that could be drawn, itself included, in
             rising order. None: the request did not set return_sampling_mask.
-        finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
-            "timeout" (SamplingParams.timeout has passed), or "error".
+        finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "repetition"
+            (SamplingParams.repetition_detection), "abort", "timeout" (SamplingParams.timeout has passed), or "error".
         stop_reason: the stop string or stop id that ended the answer. None: EOS or another reason ended it.
         error: what went wrong and what to do, for finish_reason "error" or "timeout". With "abort", it names the pause that
             came before the request had begun.
@@ -113,6 +113,7 @@ class RequestMetrics:
     """The times at which a request arrived, ran and ended, in seconds on the clock of time.perf_counter."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_output_tokens: int = 0

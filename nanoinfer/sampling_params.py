@@ -127,6 +127,35 @@ def _choices(choices: object) -> tuple[str, ...]:
 GuidedDecodingParams = StructuredOutputsParams  # its earlier name in vLLM
 
 
+@declared({})
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """The value of SamplingParams(repetition_detection=...).
+
+    Args: as declared below.
+
+    Raises:
+        InvalidValueError: A value out of its range, or two that contradict each other.
+        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    """
+
+    # fmt: off
+    max_pattern_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"),
+        Doc("The most tokens of a pattern.")] = 0
+    min_pattern_size: Annotated[int, Ge(0), Doc("The fewest tokens of a pattern. 0 is 1.")] = 0
+    min_count: Annotated[int, Ge(0), Doc("The number of times in a row, from 2, at which a pattern ends the answer.")] = 0
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        read_fields(self)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidValueError(
+                f"min_pattern_size must be at most max_pattern_size, got {self.min_pattern_size} and {self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidValueError(f"min_count must be >= 2 with max_pattern_size, got {self.min_count}")
+
+
 class RequestOutputKind(StrEnum):
     """What the outputs of a request hold while it runs: everything so far, only what is new, or nothing before the end."""
 
@@ -158,9 +187,6 @@ NEUTRAL: Neutral = {
     "flat_logprobs": ((False,), ""),
     "truncate_prompt_tokens": ((None,), "pass the last tokens yourself, prompt_token_ids[-n:]"),
     "skip_reading_prefix_cache": ((None, False), ""),
-    "thinking_token_budget": ((None,), "limit max_tokens"),
-    "repetition_detection": ((None,), "use repetition_penalty or no_repeat_ngram_size"),
-    "logprob_token_ids": ((None,), "use logprobs=-1, which reports all ids"),
     "prompt_logprob_token_ids": ((None,), "use prompt_logprobs=-1, which reports all ids"),
     "prompt_logprob_start": ((0, None), "use prompt_logprobs, and leave out the first ones"),
     "trace_decode_token_ids": ((None,), "use LLM.compute_logprobs() for the log-probabilities of given tokens"),
@@ -175,9 +201,9 @@ NEUTRAL: Neutral = {
 class SamplingParams(_CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
 
-    The parameters that change the logits apply in this order: allowed_token_ids, structured_outputs, bad_words, min_tokens,
-    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature,
-    min_p, top_k, top_p. Greedy rows skip the last four.
+    The parameters that change the logits apply in this order: allowed_token_ids, structured_outputs, thinking_token_budget,
+    bad_words, min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size,
+    logits_processors, temperature, min_p, top_k, top_p. Greedy rows skip the last four.
 
     A parameter may be assigned later, `params.max_tokens = 20`, and is checked then. Requests that were submitted before keep
     the old value. vLLM's further parameters, such as flat_logprobs, are accepted with the value that changes nothing.
@@ -212,6 +238,13 @@ class SamplingParams(_CheckedParams):
     min_tokens: Annotated[int, Ge(0), Option(), Doc(
         "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
         "text after them.")] = 0
+    thinking_token_budget: Annotated[int | None, Ge(-1), Option(),
+        Allowed(">= 0, or None or -1 for no limit", names_none=False), Doc(
+        "The most tokens of the thought at the beginning of an answer, between <think> and </think>. </think> then follows, "
+        "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought.")] = None
+    repetition_detection: Annotated[RepetitionDetectionParams | Mapping[str, int] | None, Doc(
+        'Ends an answer with finish_reason "repetition", after min_tokens, when its last tokens are a pattern min_count times '
+        "in a row. A RepetitionDetectionParams, or a dict of its arguments.")] = None
     stop: Annotated[str | Sequence[str] | None, Option(), Doc(
         "A string or several, of which the first to complete ends the text. The text ends before it, or after it with "
         "include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens leaves "
@@ -248,6 +281,9 @@ class SamplingParams(_CheckedParams):
     logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"), Doc(
         "Report the log-probabilities of this many most likely ids and of the drawn one, for each output token. True is 1, and "
         "False None.")] = None
+    logprob_token_ids: Annotated[Sequence[int] | None, Doc(
+        "Report the log-probabilities of these ids instead of the most likely ones, and of the drawn one, for each output "
+        "token. logprobs may be left out. As in vLLM it may also be the number of ids.")] = None  # kept as a tuple of ids
     prompt_logprobs: Annotated[int | None, Ge(-1), Allowed(">= 0, -1 for all, or None to turn it off"),
         Doc("The same for the tokens of the prompt.")] = None
     return_sampling_mask: Annotated[bool, Doc(
@@ -293,17 +329,26 @@ class SamplingParams(_CheckedParams):
         # One spelling of each value: None and 0 for what is off, tuples. (An assignment with `=` would be checked again.)
         for name, value in (
             ("seed", None if self.seed == -1 else self.seed),
+            ("thinking_token_budget", None if self.thinking_token_budget == -1 else self.thinking_token_budget),
+            ("repetition_detection", _repetition_detection(self.repetition_detection)),
             ("top_k", max(self.top_k, 0)),
             ("stop", _stop_strings(self.stop)),
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _logit_bias(self.logit_bias)),
             ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
             ("bad_words", _bad_words(self.bad_words)),
+            ("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids)),
             ("logits_processors", _logits_processors(self.logits_processors)),
             ("extra_args", self.extra_args or None),
             ("output_kind", RequestOutputKind(self.output_kind)),
         ):
             object.__setattr__(self, name, value)
+        if num_ids := len(self.logprob_token_ids or ()):
+            if self.logprobs not in (None, 0, num_ids):
+                raise InvalidValueError(
+                    f"logprobs must be {num_ids}, the number of logprob_token_ids, got {self.logprobs}; leave one of them out"
+                )
+            object.__setattr__(self, "logprobs", 0)
         if self.stop and not self.detokenize:
             raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
         if self.structured_outputs is not None:
@@ -392,6 +437,14 @@ class BeamSearchParams(_CheckedParams):
             raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}")
         if self.early_stopping not in (True, False, "never"):
             raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
+
+
+def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
+    if isinstance(given, Mapping):
+        given = RepetitionDetectionParams(**given)
+    if not isinstance(given, RepetitionDetectionParams | None):
+        raise InvalidTypeError(f"repetition_detection must be RepetitionDetectionParams or a dict, got {shown(given)}")
+    return given if given and given.max_pattern_size else None
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

@@ -178,6 +178,13 @@ NOTEBOOKS = {
         ("scheduler", "block tables"),
         ("05",),
     ),
+    "12d_write_your_own_drafter": Header(
+        "what a drafter sees and must promise, why it can share what it has learned, and when a guess is worth its row.",
+        25,
+        ("engine/speculative/speculator.py", "engine/speculative/checked.py", "engine/speculative/ngram.py", "testing.py"),
+        ("drafts",),
+        ("13",),
+    ),
     "17_a_compiler_for_transformer_layers": Header(
         "how a model file is recorded, fused and run as one list of kernel calls, and which bits stay the same.",
         35,

@@ -670,27 +670,6 @@ def test_a_token_that_is_published_during_a_delivery_needs_no_further_step(monke
     assert serve(scenario, async_scheduling=False) == ([1, 2], 3)
 
 
-def test_every_delivery_is_reported_once_in_the_event_loop_with_the_news_of_each_stream():
-    async def scenario(async_llm):
-        reported = []
-
-        def on_deliver(news):
-            assert threading.current_thread() is threading.main_thread()
-            reported.extend((deltas[0].request_id, len(delta.token_ids)) for deltas in news for delta in deltas)
-
-        async_llm.on_deliver = on_deliver
-        its_params = params(max_tokens=10, ignore_eos=True)
-        streams = [await submit(async_llm, PROMPTS[0], its_params, request_id) for request_id in ("a", "b")]
-        while async_llm.num_unfinished_answers:
-            await asyncio.sleep(0.001)
-        for stream in streams:
-            stream.close()
-        return reported
-
-    reported = serve(scenario)
-    assert {name: sum(num for of, num in reported if of == name) for name, _ in reported} == {"a": 10, "b": 10}
-
-
 # ---- priorities
 
 

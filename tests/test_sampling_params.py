@@ -13,7 +13,7 @@ import pytest
 
 from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RequestOutputKind
+from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RepetitionDetectionParams, RequestOutputKind
 
 NAN, INF = math.nan, math.inf
 
@@ -31,6 +31,7 @@ OUT_OF_RANGE = [
     *each("seed", (-2, 2**64, -(2**63)), "in 0 .. 2**64 - 1, or None or -1 to draw one"),
     *each("max_tokens", (0, -1), ">= 1, or None for the model's length"),
     *each("min_tokens", (-1, -16), ">= 0"),
+    *each("thinking_token_budget", (-2, -100), ">= 0, or None or -1 for no limit"),
     *each("timeout", (0, -1, NAN, INF), "> 0 seconds; leave it out"),
     *each("stop", ("", ["a", ""], [""]), "not hold an empty string"),
     *[("stop_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
@@ -45,6 +46,7 @@ OUT_OF_RANGE = [
     *[("logit_bias", {1: 100, value: 1}, value, ">= 0") for value in (-1, -(2**63))],
     *each("allowed_token_ids", ([],), "hold at least one id"),
     *[("allowed_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
+    *[("logprob_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
     *[("bad_words", value, value[-1], "not hold an empty word") for value in ([""], ["a", ""], ["a", " "], ["\n\t"])],
     *[("bad_words", value, (), "not hold an empty word") for value in ([[]], ["a", ()], [[1], []])],
     *[("bad_words", value, -1, ">= 0") for value in ([[-1]], ["a", [2, -1]])],
@@ -52,9 +54,9 @@ OUT_OF_RANGE = [
 ]
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTEGERS = ("top_k", "min_tokens", "n", "no_repeat_ngram_size")
-INTEGERS_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+INTEGERS_OR_NONE = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "return_sampling_mask")
-ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 NO_IDS = ([1.0], ["a"], [3, True], [None], [1, NAN])
 WRONG_TYPE = [
     *[row for name in NUMBERS for row in each(name, ("0.5", None, True, False, [1.0], {}, 1j), "a number")],
@@ -74,6 +76,7 @@ WRONG_TYPE = [
     *[("bad_words", ["a", value], value, "a string or a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
     *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
     *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
+    *each("repetition_detection", (5, "3", [3], True, NAN), "RepetitionDetectionParams or a dict"),
     *each("structured_outputs", ("json", {"json": {}}, 5, [], True, NAN), "StructuredOutputsParams"),
 ]
 ACCEPTED = {
@@ -100,6 +103,9 @@ ACCEPTED = {
     "allowed_token_ids": (None, [0], (3, 4), range(2), [1, 1]),
     "bad_words": (None, [], ["a"], [[1, 2]], ("a", (1, 2), [3]), [" a"]),
     "logprobs": (None, -1, 0, 1, 20),
+    "thinking_token_budget": (None, -1, 0, 1, 10**9),
+    "repetition_detection": (None, {}, {"max_pattern_size": 3, "min_count": 2}, RepetitionDetectionParams(max_pattern_size=0)),
+    "logprob_token_ids": (None, [], [0], (3, 4), range(2), [1, 1]),
     "prompt_logprobs": (None, -1, 0, 1, 20),
     "logits_processors": (None, [], [print], (print, lambda output_ids, logits: logits)),
     "extra_args": (None, {}, {"target": 5}),
@@ -298,7 +304,6 @@ def test_any_other_value_of_these_is_refused_by_name(name, value, acts_as):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("thinking_token_budget", 5), ("repetition_detection", {"max_pattern_size": 3}), ("logprob_token_ids", [1]),
         ("prompt_logprob_token_ids", [1]), ("prompt_logprob_start", 3), ("trace_decode_token_ids", [1]), ("stream_interval", 2),
         ("routed_experts_prompt_start", 3),
     ],
@@ -311,6 +316,34 @@ def test_any_other_value_of_vllms_newer_parameters_is_refused_with_a_way_out(nam
 def test_true_log_probabilities_are_those_of_one_token_as_in_vllm():
     assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(logprobs=1, prompt_logprobs=1)
     assert type(SamplingParams(logprobs=True).logprobs) is int
+
+
+def test_given_ids_take_the_place_of_the_most_likely_ones():
+    assert SamplingParams(logprob_token_ids=[3, 5]).logprobs == 0
+    assert SamplingParams(logprob_token_ids=[3, 5], logprobs=2) == SamplingParams(logprob_token_ids=[3, 5])
+    with pytest.raises(InvalidValueError, match="logprobs must be 2, the number of logprob_token_ids, got 3; leave one"):
+        SamplingParams(logprob_token_ids=[3, 5], logprobs=3)
+
+
+def test_the_detection_of_repetitions_may_be_a_dict():
+    params = SamplingParams(repetition_detection={"max_pattern_size": 3, "min_count": 2})
+    assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=3, min_count=2)
+    assert SamplingParams(repetition_detection=RepetitionDetectionParams()).repetition_detection is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_pattern_size": 3}, "min_count must be >= 2 with max_pattern_size, got 0"),
+        ({"max_pattern_size": 3, "min_count": 1}, "min_count must be >= 2 with max_pattern_size, got 1"),
+        ({"min_pattern_size": 2}, "min_pattern_size must be at most max_pattern_size, got 2 and 0"),
+        ({"max_pattern_size": -1}, "max_pattern_size must be >= 1, or 0 to turn it off, got -1"),
+        ({"max_patern_size": 1}, "did you mean max_pattern_size?"),
+    ],
+)
+def test_a_detection_that_detects_nothing_is_refused(given, message):
+    with pytest.raises(NanoinferError, match=re.escape(message)):
+        SamplingParams(repetition_detection=given)
 
 
 # ---- logits processors

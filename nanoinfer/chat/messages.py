@@ -101,6 +101,7 @@ def constrain_calls(
     tool_choice: ToolChoice,
     tokenizer: Tokenizer | None,
     *,
+    thinks: bool,
     parallel_tool_calls: bool = True,
     is_harmony: bool | None = None,
 ) -> SamplingParams:
@@ -116,7 +117,12 @@ def constrain_calls(
         added = tokenizer.hf.get_added_vocab()
         harmony_ids = {mark: added.get(mark, -1) for mark in MARKS}
     grammar = tool_call_grammar(
-        tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls, harmony_ids=harmony_ids
+        tools,
+        tool_choice,
+        prompt=prompt,
+        thinks=thinks,
+        parallel_tool_calls=parallel_tool_calls,
+        harmony_ids=harmony_ids,
     )
     if grammar is None:
         return params

@@ -119,6 +119,7 @@ def tool_call_grammar(
     tool_choice: ToolChoice,
     *,
     prompt: str,
+    thinks: bool = True,
     parallel_tool_calls: bool = True,
     harmony_ids: Mapping[str, int] | None = None,
 ) -> str | None:
@@ -131,6 +132,7 @@ def tool_call_grammar(
     Args:
         tools: the tools in OpenAI's format.
         prompt: the rendered conversation.
+        thinks: whether the answer may have a think block.
         parallel_tool_calls: whether further calls may follow a required call.
         harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a single call. None: Qwen3's format.
     """
@@ -153,7 +155,7 @@ def tool_call_grammar(
     for called, schema in schemas:
         head = f'{{"name": {json.dumps(called, ensure_ascii=False)}, "arguments": '
         calls.append(f'{_quoted(head)} {schema} "}}"')
-    thinking = _think_block(prompt)
+    thinking = _think_block(prompt, thinks=thinks)
     if is_auto:  # text up to a call, and again after it
         answer = "(trigger call)* TEXT"
     elif name is None and parallel_tool_calls:
@@ -218,11 +220,11 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _ESCAPES = {"/": r"\/", "\\\n": r"\n"}  # characters that a regular expression between slashes writes differently
 
 
-def _think_block(prompt: str) -> str:
+def _think_block(prompt: str, *, thinks: bool = True) -> str:
     """Return the first part of the grammar: the rest of the prompt's think block, nothing, or an optional block."""
-    if opens_thinking(prompt):
-        return 'thinking "\\n\\n"'
-    return "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
+    if closes_thinking(prompt) or not thinks:
+        return ""
+    return 'thinking "\\n\\n"' if opens_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
 
 
 def _quoted(text: str) -> str:

@@ -5,8 +5,10 @@ The functions import the modules that measure when they are called, because torc
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +20,8 @@ from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from nanoinfer.lab.bench.offline import Measurement
     from nanoinfer.lab.bench.serve import ServeFigures
-    from nanoinfer.lab.bench.timing import Figures
+    from nanoinfer.lab.bench.timing import F, Figures, Measurement
     from nanoinfer.lab.bench.workloads import Workload
 
 app = typer.Typer(
@@ -61,7 +62,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model, its dtype and its device."""
+    """The model, its dtype and its device, for commands that measure with settings of their own."""
 
     model: options.Model = None
     random_model: RandomModel = None
@@ -96,14 +97,13 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run the workloads."""
+    """How the workloads run."""
 
-    quantization: Annotated[str | None, EngineArgs] = None
-    kv_cache_memory: Annotated[int | None, EngineArgs] = None  # None: as much as the workloads need
-    enforce_eager: Annotated[bool, EngineArgs] = False
-    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
-    scheduler_cls: Annotated[str | None, EngineArgs] = None
-    block_manager_cls: Annotated[str | None, EngineArgs] = None
+    random_model: RandomModel = None
+    lora_request: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter for requests, with --enable-lora. They take several in turns.", metavar="PATH"),
+    ] = None
     repeats: Repeats = 3
 
 
@@ -228,51 +228,96 @@ def _show_ladder(report: dict[str, Any]) -> None:
 
 @app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @options.expand_options
-def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: options.AsJson = False) -> None:
-    _measure(measured, picked, run, as_json, _show_throughput)
+def throughput(
+    *,
+    picked: WorkloadOptions,
+    run: RunOptions,
+    engine: options.EngineOptions,
+    batching: options.BatchingOptions,
+    as_json: options.AsJson = False,
+) -> None:
+    _measure(picked, run, engine, batching, as_json, _show_throughput)
 
 
 @app.command(
     cls=Command, help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
 )
 @options.expand_options
-def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: options.AsJson = False) -> None:
-    _measure(measured, picked, run, as_json, _show_latency)
+def latency(
+    *,
+    picked: WorkloadOptions,
+    run: RunOptions,
+    engine: options.EngineOptions,
+    batching: options.BatchingOptions,
+    as_json: options.AsJson = False,
+) -> None:
+    _measure(picked, run, engine, batching, as_json, _show_percentiles)
 
 
 def _measure(
-    measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: bool, show: Callable[[list["Measurement"]], None]
+    picked: WorkloadOptions,
+    run: RunOptions,
+    engine: options.EngineOptions,
+    batching: options.BatchingOptions,
+    as_json: bool,
+    show: "Callable[[list[Measurement[Figures]]], None]",
 ) -> None:
+    import torch
+
     from nanoinfer.lab.bench import offline
     from nanoinfer.lab.bench.random_models import checkpoint_of
+    from nanoinfer.lora.request import LoRARequest
 
-    workloads = pick_workloads(picked)
-    options.find_modules_here(run.scheduler_cls, run.block_manager_cls)
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
-        results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
-    options.print_result(results, as_json, show)
+    workloads, paths = pick_workloads(picked), run.lora_request or []
+    if paths and not batching.enable_lora:
+        raise InvalidValueError("--lora-request needs --enable-lora; add it, or leave --lora-request out")
+    adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
+    with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
+        arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
+        chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, lora_requests=adapters, **arguments)
+    settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
+    _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
 
 
-def _show_throughput(results: list["Measurement"]) -> None:
+def _print_report(
+    settings: dict[str, object],
+    results: "list[Measurement[F]]",
+    as_json: bool,
+    show: "Callable[[list[Measurement[F]]], None]",
+) -> None:
+    """Print what was measured as tables, or with its origin as JSON, which `bench compare` reads.
+
+    settings: the options by name, and what was chosen in the place of auto.
+    """
+    from nanoinfer.lab.bench import environment
+
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": environment.machine(),
+        "versions": environment.versions(),
+        "settings": settings,
+        "results": results,
+    }
+    options.print_result(report, as_json, lambda _: show(results))
+
+
+def _show_throughput(results: "list[Measurement[Figures]]") -> None:
     rows = []
     for result in results:
         figures = result.figures
         ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
-        speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
-        rows.append((result.workload, str(figures.num_requests), *speeds))
-    options.print_table(("workload", "requests", "output tok/s", "total tok/s", "TTFT ms"), rows)
+        speeds = [run.figures.output_tokens_per_s for run in result.runs]
+        shown = (f"{figures.output_tokens_per_s:.1f}", f"{min(speeds):.1f}-{max(speeds):.1f}")
+        rows.append((result.workload.name, str(figures.num_requests), *shown, f"{figures.total_tokens_per_s:.0f}", ttft))
+    options.print_table(("workload", "requests", "output tok/s", "all runs", "total tok/s", "TTFT ms"), rows)
 
 
-def _show_latency(results: list["Measurement"]) -> None:
-    _show_percentiles({result.workload: result.figures for result in results})
-
-
-def _show_percentiles(measured: Mapping[str, "Figures"]) -> None:
+def _show_percentiles(results: "list[Measurement[F]]") -> None:
     """Print every latency of each workload."""
     rows = [
-        (workload, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
-        for workload, figures in measured.items()
-        for name, percentiles in asdict(figures).items()
+        (result.workload.name, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
+        for result in results
+        for name, percentiles in asdict(result.figures).items()
         if name.endswith("_ms") and percentiles is not None
     ]
     options.print_table(("workload", "figure", "mean ms", "p50 ms", "p95 ms", "p99 ms"), rows)
@@ -293,6 +338,7 @@ def serve(
         list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte after which a request has failed.")] = 600,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs, each after a request to warm up.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
     if url is None:
@@ -307,25 +353,83 @@ def serve(
         client=client, model=model or client.first_model(), is_chat=chat, ignore_eos=ignore_eos, max_concurrency=max_concurrency
     )
     with options.busy("Measuring"):
-        results = [measurement.run(target, workload, limits) for workload in workloads]
-    options.print_result(results, as_json, _show_serves)
-    if any(result.num_failed for result in results):
+        results = measurement.measure(target, workloads, limits, repeats=repeats)
+    named = ("model", "is_chat", "ignore_eos", "max_concurrency")
+    settings = {"url": client.url, "goodput": limits} | {name: getattr(target, name) for name in named}
+    _print_report(settings, results, as_json, _show_serves)
+    if any(run.figures.num_failed for result in results for run in result.runs):
         raise typer.Exit(1)
 
 
-def _show_serves(results: list["ServeFigures"]) -> None:
-    _show_percentiles({result.workload: result for result in results})
+def _show_serves(results: "list[Measurement[ServeFigures]]") -> None:
+    _show_percentiles(results)
     for result in results:
-        goodput = result.goodput_requests_per_s
-        shown_goodput = "" if goodput is None else f"goodput {goodput:.2f} requests/s, "
-        per_token = result.client_cpu_s / max(result.num_output_tokens, 1)
-        share = result.client_cpu_s / result.duration_s if result.duration_s else 0.0
-        print(
-            f"{result.workload}: {result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed\n"
-            f"{result.requests_per_s:.2f} requests/s, {shown_goodput}{result.output_tokens_per_s:.1f} output tokens/s, "
-            f"{result.total_tokens_per_s:.1f} with the prompts'\n"
-            f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk\n"
-            f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token"
-        )
-        for message, count in result.failures.items():
-            print(f"failed {count} times: {message}")
+        for run in result.runs:
+            _show_serve(result.workload.name, run.figures)
+
+
+def _show_serve(workload: str, figures: "ServeFigures") -> None:
+    goodput = figures.goodput_requests_per_s
+    shown_goodput = "" if goodput is None else f"goodput {goodput:.2f} requests/s, "
+    per_token = figures.client_cpu_s / max(figures.num_output_tokens, 1)
+    share = figures.client_cpu_s / figures.duration_s if figures.duration_s else 0.0
+    print(
+        f"{workload}: {figures.num_requests} requests in {figures.duration_s:.2f} s, {figures.num_failed} failed\n"
+        f"{figures.requests_per_s:.2f} requests/s, {shown_goodput}{figures.output_tokens_per_s:.1f} output tokens/s, "
+        f"{figures.total_tokens_per_s:.1f} with the prompts'\n"
+        f"{figures.num_output_tokens} output tokens, {figures.tokens_per_chunk:.2f} per chunk\n"
+        f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token"
+    )
+    for message, count in figures.failures.items():
+        print(f"failed {count} times: {message}")
+
+
+@app.command(cls=Command)
+@options.expand_options
+def compare(
+    *,
+    first: Annotated[Path, typer.Argument(metavar="A", help="What `throughput`, `latency` or `serve` printed with --json.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The same, with other settings.")],
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", help="Draw the figures as .svg, .png or .pdf. May be given several times."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare two reports of the same workloads, and say whether they differ.
+
+    A figure differs if the 95% interval of the ratio does not contain 1: Welch's t interval of the ratio of the runs' geometric
+    means. It covers how runs of one process vary, not how days or machines do. A figure with a single run has no interval.
+    """
+    from nanoinfer.lab.bench import comparison
+
+    if output:
+        options.check_packages("notebooks", "matplotlib")
+    reports = comparison.read_report(first), comparison.read_report(second)
+    comparisons = comparison.compare(*reports)
+    for part in ("machine", "versions"):
+        if different := comparison.differences(*reports, part):
+            print(f"warning: different {part}: {'; '.join(different)}", file=sys.stderr)
+    for path, report in zip((first, second), reports, strict=True):
+        if failed := comparison.num_failed(report):
+            print(f"warning: failed requests of {path}, which are in no figure: {failed}", file=sys.stderr)
+    if output:
+        comparison.draw(comparisons, (f"A: {first.name}", f"B: {second.name}"), output)
+    found = {
+        "reports": [str(first), str(second)],
+        "settings": comparison.differences(*reports, "settings"),
+        "comparisons": [asdict(one) | {"verdict": one.verdict} for one in comparisons],
+    }
+    options.print_result(found, as_json, _show_comparisons)
+
+
+def _show_comparisons(found: dict[str, Any]) -> None:
+    rows = []
+    for one in found["comparisons"]:
+        interval = "" if one["ratio"]["low"] is None else f"{one['ratio']['low']:.3f}-{one['ratio']['high']:.3f}"
+        means = [f"{one[side]['mean']:.5g}" for side in ("first", "second")]
+        rows.append((one["workload"], one["figure"], *means, f"{one['ratio']['mean']:.3f}", interval, one["verdict"]))
+    options.print_table(("workload", "figure", "A", "B", "B by A", "95%", "B is"), rows)
+    print(f"A: {found['reports'][0]}\nB: {found['reports'][1]}")
+    for setting in found["settings"]:
+        print(f"A and B: {setting}")

@@ -30,7 +30,8 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
-from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target, processor
+from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
+from nanoinfer.lab.bench.environment import cpu_name
 from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.process import cpu_quota, limit_threads
@@ -104,8 +105,6 @@ def _machine(device: torch.device) -> dict[str, str]:
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
-    named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
-    cpu = named[1] if named else platform.processor() or platform.machine()
     limit_threads()
     packed = [path.stat().st_size for path in (cache_folder() / "packed").glob("*.weights")]
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
@@ -113,7 +112,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
         "system": platform.platform(),
         "Python": f"{platform.python_version()}, {platform.python_implementation()}",
-        "CPU": f"{cpu}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
+        "CPU": f"{cpu_name()}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
         "CPU threads torch uses": f"{torch.get_num_threads()} of {os.cpu_count()}{quota}",
         "memory": _memory(),
         "C++ compiler": _compiler(),

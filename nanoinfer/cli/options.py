@@ -110,6 +110,19 @@ class EngineOptions:
     speculative_config: Annotated[str | None, EngineArgs] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions:
+    """The arguments of LLM for commands that run many requests at a time."""
+
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
+    enable_prefix_caching: Annotated[bool, EngineArgs] = True
+    batch_invariant: Annotated[bool, EngineArgs] = False
+    enable_lora: Annotated[bool, EngineArgs] = False
+    max_loras: Annotated[int, EngineArgs] = 1
+    max_lora_rank: Annotated[int, EngineArgs] = 16
+
+
 # The parameters of SamplingParams with an Option, by name, where None is the checkpoint's default.
 SamplingOptions = Annotated[dict[str, Any], SamplingParams]
 
@@ -249,10 +262,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM with `more` arguments, which replace the engine's, and warn if its context is shorter than the model's.
-
-    Process-wide: sets the number of torch's threads.
-    """
+    """Make the LLM of llm_arguments, and warn if its context is shorter than the model's."""
     with busy("Starting"):
         from nanoinfer.llm import LLM  # imports torch
 
@@ -272,10 +282,13 @@ def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
     return _load(AsyncLLM, engine, more)
 
 
-def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
+def llm_arguments(engine: EngineOptions, **more: Any) -> dict[str, Any]:
+    """Return the arguments of LLM: those of the options, replaced by `more`.
+
+    Process-wide: sets the number of torch's threads, and lets Python find modules in the current folder (find_modules_here).
+    """
     import torch  # takes a second, so --help and --version do not import it
 
-    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate
     from nanoinfer.system.process import limit_threads
 
     arguments = asdict(engine) | more
@@ -287,6 +300,13 @@ def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
     find_modules_here(engine.scheduler_cls, engine.block_manager_cls)
+    return arguments
+
+
+def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate
+
+    arguments = llm_arguments(engine, **more)
     name = DEFAULT_MODEL if engine.model is None else engine.model
     locate(name, engine.revision)  # a download shows progress bars of its own
     with busy(f"Loading {name}"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, busy, check_packages, expand_options, load_async_llm
+from nanoinfer.cli.options import BatchingOptions, EngineOptions, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.config import AsyncEngineArgs
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
@@ -26,18 +26,11 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ServerSettings):
+class ServerOptions(BatchingOptions, ServerSettings):
     """The options of a server, some of which are arguments of its engine. Ray Serve takes them, too (cli/ray_serve.py)."""
 
-    max_num_seqs: Annotated[int, AsyncEngineArgs] = 256
-    max_num_batched_tokens: Annotated[int, AsyncEngineArgs] = 4096
-    enable_prefix_caching: Annotated[bool, AsyncEngineArgs] = True
-    batch_invariant: Annotated[bool, AsyncEngineArgs] = False
     seed: Annotated[int | None, AsyncEngineArgs] = None
     max_num_queued_requests: Annotated[int, AsyncEngineArgs] = 1024
-    enable_lora: Annotated[bool, AsyncEngineArgs] = False
-    max_loras: Annotated[int, AsyncEngineArgs] = 1
-    max_lora_rank: Annotated[int, AsyncEngineArgs] = 16
 
 
 @expand_options

@@ -161,4 +161,5 @@ def _config_of_workers(config: EngineConfig, device: str) -> EngineConfig:
         logits_processors=(),
         scheduler=replace(config.scheduler, scheduler_cls=None),
         cache=replace(config.cache, block_manager_cls=None),
+        speculative=config.speculative and replace(config.speculative, method="ngram", model=None),  # for the number of rows
     )

@@ -122,6 +122,10 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
     """
     if config.speculative is None:
         return None
+    if isinstance(proposer_cls := config.speculative.method, type):
+        from nanoinfer.engine.speculative.checked import CheckedProposer
+
+        return CheckedProposer(proposer_cls(config.speculative), target.info.vocab_size)
     if draft is None:
         from nanoinfer.engine.speculative.ngram import NGramProposer
 

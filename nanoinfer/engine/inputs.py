@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.lora.adapters import Adapter, Adapters
     from nanoinfer.lora.request import LoRARequest
     from nanoinfer.sampling.grammar import GrammarCompiler, GrammarState
+    from nanoinfer.sampling.thinking import Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class PreparedRequest:
 
     prompt: the text of the prompt. None: only token ids were given.
     grammar: params.structured_outputs, compiled and at its start. None: the answer is free.
+    thought: params.thinking_token_budget with the tokenizer's tags, at the answer's beginning. None: a thought has no limit.
     error: why the prompt is too long. The request then ends at once with finish_reason "error". None: it fits.
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
@@ -47,6 +49,7 @@ class PreparedRequest:
     error: str | None = None
     priority: int = 0
     grammar: "GrammarState | None" = None
+    thought: "Thought | None" = None
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
@@ -98,8 +101,10 @@ class InputProcessor:
         params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
+        thought = self._thought(token_ids, params)
         salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # the user's salt
-        prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
+        priority = int(priority or 0)
+        prepared = PreparedRequest(text, token_ids, params, bad_words, error, priority, thought=thought, cache_salt=salt)
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
@@ -163,7 +168,8 @@ class InputProcessor:
         Raises: the errors of render_chat and constrain_calls, with the conversation's index.
         """
         from nanoinfer.chat.messages import constrain_calls
-        from nanoinfer.chat.tools import tool_schemas
+        from nanoinfer.chat.parsing import END_THINK, opens_thinking
+        from nanoinfer.chat.tools import requires_call, tool_schemas
 
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         chats = messages if is_batch else [messages]
@@ -173,7 +179,12 @@ class InputProcessor:
             with with_prompt_index(index):
                 prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
-                constrained.append(constrain_calls(given, prompt["prompt"] or "", schemas, tool_choice, self.tokenizer))
+                text = prompt["prompt"] or ""
+                assert self.tokenizer is not None, "it has rendered the prompt"
+                template = self.tokenizer.get_chat_template(rendering.get("chat_template"), has_tools=bool(schemas))
+                thinks = opens_thinking(text) or END_THINK in template
+                limited = self.limit_thinking(given, prompt) if thinks and requires_call(tool_choice) else given
+                constrained.append(constrain_calls(limited, text, schemas, tool_choice, self.tokenizer, thinks=thinks))
         return prompts, constrained
 
     def _parse(self, prompt: object) -> tuple[str | None, list[int]]:
@@ -206,6 +217,7 @@ class InputProcessor:
             ("stop_token_ids", params.stop_token_ids or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", tuple(params.logit_bias or ())),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
             *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
         ):
             # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.
@@ -234,6 +246,47 @@ class InputProcessor:
                 "no tokenizer is loaded, so there can be no text; set detokenize=False, or load the model with a tokenizer"
             )
         return bad_words
+
+    def _thought(self, token_ids: list[int], params: SamplingParams) -> "Thought | None":
+        """Return the thought of the answer to a prompt. Raises: InvalidValueError if no token can end it."""
+        budget, form = params.thinking_token_budget, params.structured_outputs
+        if budget is None:
+            return None
+        from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
+        from nanoinfer.sampling.thinking import Thought
+
+        if self.tokenizer is None or self.end_of_thought is None:
+            raise InvalidValueError(
+                f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
+                "leave it out, and limit max_tokens"
+            )
+        end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
+        return Thought(
+            THINK.encode(),
+            END_THINK.encode(),
+            self.end_of_thought,
+            budget,
+            begin=0 if opens_thinking(end) else None,
+            is_over=closes_thinking(end) or (form is not None and form.kind != "grammar"),  # only a grammar may have a thought
+        )
+
+    @cached_property
+    def end_of_thought(self) -> int | None:
+        """The token that ends a thought, which thinking_token_budget needs. None: the model has none."""
+        from nanoinfer.chat.parsing import END_THINK
+
+        token_id = None if self.tokenizer is None else self.tokenizer.backend.token_to_id(END_THINK)
+        return token_id if token_id is not None and token_id < self._info.vocab_size else None
+
+    def limit_thinking(self, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
+        """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
+
+        So a thought leaves room for the call or the format that an answer must have.
+        """
+        if params.thinking_token_budget is not None or self.end_of_thought is None:
+            return params
+        num_tokens = params.max_tokens or self._info.max_model_len - len(prompt["prompt_token_ids"])
+        return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the ids of each bad word. A word with an id that the model lacks can never be generated, and is left out."""

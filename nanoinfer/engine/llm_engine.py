@@ -3,6 +3,7 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
+import copy
 import hashlib
 import logging
 import math
@@ -174,6 +175,7 @@ class LLMEngine:
                 eos_token_ids=self.eos_token_ids,
                 bad_words=prepared.bad_words,
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
+                thought=copy.copy(prepared.thought),
                 reader=prepared.reader,
                 index=index,
                 priority=prepared.priority,
@@ -277,6 +279,7 @@ class LLMEngine:
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         finished = []
+        self._metrics.add_step(output, start)
         for chunk in output.prompt_logprobs:
             if request := self._requests.get(chunk.sequence.request_id):
                 request.add_prompt_logprobs(chunk.position, chunk.logprobs)

@@ -44,7 +44,7 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
-        if config.speculative is not None and config.speculative.method != "ngram":
+        if config.speculative is not None and config.speculative.method in ("draft_model", "mtp"):
             draft_model = load_draft(config.speculative, config, loaded)
         engine = make_engine(
             loaded.model,

@@ -73,6 +73,7 @@ class Request:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
+            self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
         answer = self._answers[seq.index]
         named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
         if mask is not None:
@@ -146,7 +147,7 @@ class _Answer:
     """A sequence of the request as text. stop: why it ended. None: it runs."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
-        self.seq = seq
+        self.seq, self._tokenizer = seq, tokenizer
         self.stop: Stop | None = None
         self.shown = ""  # the text that the newest token released
         self.masks: list[list[int]] = []
@@ -167,8 +168,10 @@ class _Answer:
 
         examine = seq.num_output_tokens > seq.params.min_tokens  # no stop string completes in the first min_tokens tokens
         stop = check_token_ids(seq)
-        if examine and token_id in self._special_stops and (stop is None or stop.finish_reason == "length"):
+        if examine and token_id in self._special_stops and (stop is None or stop.finish_reason != "stop"):
             stop = Stop("stop", self._special_stops[token_id])
+        if seq.thought is not None and self._tokenizer is not None:
+            seq.thought.advance(self._tokenizer.token_bytes(token_id))
         ended_by_id = stop is not None and stop.finish_reason == "stop"
         if seq.grammar is not None and not ended_by_id:
             seq.grammar.advance(token_id)

@@ -97,7 +97,7 @@ class LocalExecutor:
             tokens, top_logprobs, traced = self._sample(rows, plan)
             sampled = time.perf_counter() - forwarded - traced
         reads_tokens = any(
-            seq.sampling_reads_output or seq.params.logprobs is not None or seq.params.return_sampling_mask
+            seq.num_free_tokens == 0 or seq.params.logprobs is not None or seq.params.return_sampling_mask
             for seq, _ in plan.rows
         )
         must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens

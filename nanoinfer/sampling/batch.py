@@ -82,6 +82,7 @@ class StageEntries:
     allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
     allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
     grammar: "GrammarMask | None" = None  # what rows with structured_outputs may draw
+    end_thinking: TokenEntries | None = None  # the end of each thought that is over
     bad_words: TokenEntries | None = None  # the ids that would complete a bad word
     min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: TokenEntries | None = None  # values: the bias
@@ -141,7 +142,10 @@ class SamplingBatch:
     def masks_logits(self) -> bool:
         """Whether a stage before the temperature may overwrite logits without reading them."""
         entries = self.entries
-        masks = (entries.allowed, entries.grammar, entries.bad_words, entries.min_tokens, entries.repeated_ngrams)
+        masks = (
+            *(entries.allowed, entries.grammar, entries.end_thinking),
+            *(entries.bad_words, entries.min_tokens, entries.repeated_ngrams),
+        )
         return bool(self.with_processors) or any(mask is not None for mask in masks)
 
     @property
@@ -159,7 +163,7 @@ class SamplingBatch:
 
 def _is_stateful(seq: Sequence) -> bool:
     params = seq.params
-    has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None
+    has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None or seq.thought is not None
     return has_lists or params.needs_sampling_state or params.min_tokens > 0
 
 
@@ -220,9 +224,11 @@ def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, d
     """Gather the lists of ids: those of the parameters, and those that grow with the output."""
     entries: defaultdict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = defaultdict(list)
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
-        params = seq.params
+        params, index = seq.params, position - len(seq.prompt_token_ids)
         must_end = seq.grammar is not None and seq.grammar.is_complete
-        if position - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids and not must_end:
+        if seq.thought is not None and seq.thought.must_end(index):
+            entries["end_thinking"].append((row, [seq.thought.end_id], None))
+        if index < params.min_tokens and seq.stop_ids and not must_end:
             entries["min_tokens"].append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
             entries["bad_words"].append((row, completing, None))

@@ -29,6 +29,7 @@ Stage = Callable[[Tensor, SamplingBatch], Tensor]
 STAGES: tuple[Stage, ...] = (
     stages.keep_allowed,
     stages.keep_grammatical,
+    stages.end_thinking,
     stages.mask_bad_words,
     stages.mask_min_tokens,
     stages.add_logit_bias,
@@ -207,7 +208,8 @@ class Sampler:
             return {}
         rows, nums = zip(*batch.row_groups.logprobs, strict=True)
         drawn = [max(token_ids[row], 0) for row in rows]
-        entries = token_logprobs(logits, drawn, list(nums), as_logits=self.returns_logits)
+        given = [batch.params[row].logprob_token_ids or () for row in rows]
+        entries = token_logprobs(logits, drawn, list(nums), given, as_logits=self.returns_logits)
         return {row: entry for row, entry in zip(rows, entries, strict=True) if token_ids[row] >= 0}
 
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:

@@ -42,6 +42,16 @@ def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
     return logits
 
 
+def end_thinking(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Forbid all but the end of a thought that has thinking_token_budget tokens, unless a stage before forbids the end."""
+    if (ends := batch.entries.end_thinking) is None:
+        return logits
+    rows, kept = logits[ends.rows], ends.read(logits).unsqueeze(-1)  # [entries, vocab], [entries, 1]
+    ended = torch.full_like(rows, float("-inf")).scatter_(1, ends.ids.unsqueeze(-1), kept)
+    logits[ends.rows] = torch.where(kept > float("-inf"), ended, rows)
+    return logits
+
+
 def mask_bad_words(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid the last token of a bad word whose other tokens are the end of the output."""
     return _forbid(logits, batch.entries.bad_words)

@@ -279,7 +279,7 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         seq.num_tokens_at_start = seq.num_tokens
         if seq.num_preemptions == 0:
-            seq.num_cached_tokens = num_cached
+            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, time.perf_counter()
         self._select(selection, seq, num_new)
         return True
 

@@ -4,6 +4,7 @@ Each field's comment names its only writer.
 """
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,8 @@ from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from numpy import ndarray
+
+    from nanoinfer.sampling.thinking import Thought
 
 
 class SequenceStatus(Enum):
@@ -62,6 +65,7 @@ class Sequence:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
+    thought: "Thought | None" = None  # the state of params.thinking_token_budget. request.py advances it
     reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
@@ -77,6 +81,7 @@ class Sequence:
     num_tokens_at_start: int = field(default=0, init=False)  # the number of tokens when it last began to run: the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
+    first_scheduled_time: float | None = field(default=None, init=False)  # on the clock of arrival_time: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # for further KV groups: the block manager
     state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py
@@ -100,11 +105,16 @@ class Sequence:
         return is_read and self.index == 0 and self.num_output_tokens == 0
 
     @property
-    def sampling_reads_output(self) -> bool:
-        """Whether the sampling of the next token depends on the sequence's tokens other than through the logits."""
+    def num_free_tokens(self) -> int:
+        """How many tokens after the next can be sampled before the tokens up to them are known.
+
+        0 if the sampling reads the output other than through the logits, as a thought's budget does where the thought ends.
+        """
         params = self.params
         reads_output = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
-        return bool(reads_output or self.bad_words or params.logits_processors)
+        if reads_output or self.bad_words or params.logits_processors:
+            return 0
+        return sys.maxsize if self.thought is None else self.thought.num_free(self.num_tokens - len(self.prompt_token_ids))
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
-from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
+from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore, StoredResponse
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.settings import ServerSettings
 from nanoinfer.server.updates import add_adapters, add_weights
@@ -42,7 +43,9 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     models = Models(settings)
     for adapter in models.adapters.values():
         async_llm.engine.inputs.adapter_of(adapter)  # reads the adapter now, not while the event loop serves requests
-    app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
+    )
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
     add_error_handlers(app)
@@ -55,7 +58,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
-    _add_information(app, async_llm, models)
+    _add_information(app, async_llm, models, settings.metrics_prefix)
     if settings.enable_weight_update:
         add_weights(app, async_llm)
     if settings.enable_lora_update:
@@ -109,6 +112,7 @@ class GenerationEndpoints:
         template = "" if self.tokenizer is None else self.tokenizer.get_chat_template(has_tools=True)
         self.chat_format = ChatFormat.choose(template, settings.reasoning_parser, settings.tool_call_parser)
         self.store = ResponseStore(settings.max_stored_responses)
+        self.cache_salt_by_key = settings.cache_salt_by_key
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/completions", responses=STREAMS)(self.completions)
@@ -118,6 +122,7 @@ class GenerationEndpoints:
         app.post("/v1/responses", responses=STREAMS)(self.responses)
         app.get("/v1/responses/{response_id}")(self.stored_response)
         app.delete("/v1/responses/{response_id}")(self.delete_response)
+        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
 
     async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
         reply = CompletionReply(body, self.models.check_body(body), self.tokenizer)
@@ -129,37 +134,52 @@ class GenerationEndpoints:
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
         model = self.models.check_body(body)
-        chat = await self.async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
+        to_chat = partial(messages_to_chat, body, ends_thoughts=self.inputs.end_of_thought is not None)
+        chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
     async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
         self.models.check_body(body)
+        return json_response({"input_tokens": await self._num_tokens(http, partial(messages_to_chat, body))})
 
-        def counted() -> Response:
+    async def count_input_tokens(self, http: StrictRequest, body: ResponsesRequest) -> Response:
+        self.models.check_body(body)
+        num_tokens = await self._num_tokens(http, lambda: responses_to_chat(body, self._previous(http, body).messages)[0])
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    async def _num_tokens(self, http: StrictRequest, to_chat: Callable[[], protocol.ChatCompletionRequest]) -> int:
+        """Return the number of tokens of the prompt to which a chat request is rendered."""
+
+        def counted() -> int:
             most = max(protocol.MAX_TOKENIZED, self.async_llm.engine.max_model_len)
-            tokens = self.chat_format.render(messages_to_chat(body), self.inputs, max_tokens=most)["prompt_token_ids"]
-            return json_response({"input_tokens": len(check_length(tokens, most))})
+            tokens = self.chat_format.render(to_chat(), self.inputs, max_tokens=most)["prompt_token_ids"]
+            return len(check_length(tokens, most))
 
         return await self.async_llm.threads.run(counted, is_large=http.is_large)
 
     async def responses(self, http: StrictRequest, body: ResponsesRequest) -> Response:
         model = self.models.check_body(body)
-        is_kept = self.store.keeps(body.store)
-        messages: list[dict[str, object]] = []
-        num_bytes = len(await http.body())
-        if body.previous_response_id is not None:
-            previous = self.store.get(body.previous_response_id, param="previous_response_id")
-            messages, num_bytes = previous.messages, num_bytes + previous.num_bytes
-        to_chat = partial(responses_to_chat, body, messages)
+        is_kept, previous = self.store.keeps(body.store), self._previous(http, body)
+        num_bytes = len(await http.body()) + previous.num_bytes
+        to_chat = partial(responses_to_chat, body, previous.messages)
         chat, messages = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
-        keep = partial(self.store.add, messages, num_bytes) if is_kept else None
+        keep = partial(self.store.add, http.key, messages, num_bytes) if is_kept else None
         return await self._chat(http, chat, ResponsesReply(body, chat, self.chat_format, model, self.tokenizer, keep))
 
-    async def stored_response(self, response_id: str) -> Response:
-        return json_response(self.store.get(response_id).json)
+    def _previous(self, http: StrictRequest, body: ResponsesRequest) -> StoredResponse:
+        """Return the response that a request continues, or an empty one."""
+        if body.previous_response_id is None:
+            return StoredResponse({}, [], 0)
+        return self.store.get(http.key, body.previous_response_id, param="previous_response_id")
 
-    async def delete_response(self, response_id: str) -> Response:
-        self.store.delete(response_id)
+    async def stored_response(self, http: StrictRequest, response_id: str, stream: bool = False) -> Response:
+        if stream:
+            message = "stream=true is not supported for a stored response, which is complete; leave it out"
+            raise RequestError(400, message, param="stream", code="unsupported")
+        return json_response(self.store.get(http.key, response_id).json)
+
+    async def delete_response(self, http: StrictRequest, response_id: str) -> Response:
+        self.store.delete(http.key, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _chat(self, http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
@@ -182,6 +202,8 @@ class GenerationEndpoints:
 
         def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
             prepared = prepare(params)
+            if self.cache_salt_by_key:
+                prepared = replace(prepared, cache_salt=f"{http.key}{prepared.cache_salt or ''}")
             return prepared if adapter is None else prepared.with_adapter(adapter)
 
         adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
@@ -236,15 +258,14 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 
-def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
+def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_prefix: str) -> None:
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
-    metrics = Metrics(async_llm, models.names[0])
+    metrics = Metrics(async_llm, models.names[0], metrics_prefix)
 
     def card(name: str) -> dict[str, object]:
         parent = {"parent": models.names[0]} if name in models.adapters else {}
-        return {"id": name, "object": "model", **facts, **parent}
+        return {"id": name, "object": "model", "root": name, **facts, **parent}
 
-    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": list(map(card, (*models.names, *models.adapters)))})
@@ -253,6 +274,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
     async def model(model: str) -> Response:
         return json_response(card(models.check(model)))
 
+    @app.get("/ping", response_class=Response)
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         async_llm.check_health()  # an error becomes status 503
@@ -261,6 +283,10 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": async_llm.num_unfinished_answers})
 
     @app.get("/version")
     async def version() -> Response:

@@ -20,6 +20,7 @@ from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest, JsonObject
 
 Change = Literal["begins", "grows", "ends"]
+CUT = ("length", "repetition")  # the reasons of an answer that ends within a block
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Block:
     """A part of an answer.
 
     kind: "reasoning", "content" or "call". call_id, name: the call's id and tool. pieces: the text or JSON, as it grows.
-    is_cut: whether the answer ended within the block because it became too long.
+    is_cut: whether the answer was cut within the block.
     """
 
     kind: str
@@ -70,7 +71,7 @@ class Blocks:
                     self.all[-1].pieces.append(new)
                     yield "grows", self.all[-1], new
         if finish_reason is not None and self.all:
-            self.all[-1].is_cut = finish_reason == "length"
+            self.all[-1].is_cut = finish_reason in CUT
             yield "ends", self.all[-1], ""
 
 

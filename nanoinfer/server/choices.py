@@ -9,7 +9,7 @@ import codecs
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -87,16 +87,23 @@ class ChatFormat:
         is_harmony = self.parser is HarmonyParser
         skips_reasoning = is_harmony and is_structured and request.rendering["add_generation_prompt"]
         prompt = self.render(request, inputs, answer_begin=FINAL if skips_reasoning else "")
+        text = prompt["prompt"] or ""
         if is_harmony:
             params = replace(params, skip_special_tokens=False)
-        elif self.reasoning and is_structured and params.structured_outputs is not None:
-            params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
+        elif self.reasoning:
+            if request.reasoning_effort == "none":
+                params = inputs.limit_thinking(params, prompt, share=0)
+            if is_structured or requires_call(tool_choice):
+                params = inputs.limit_thinking(params, prompt)
+            if is_structured and params.structured_outputs is not None:
+                params = replace(params, structured_outputs=after_thinking(params.structured_outputs, text))
         params = constrain_calls(
             params,
-            prompt["prompt"] or "",
+            text,
             _offered_tools(request),
             tool_choice,
             inputs.tokenizer,
+            thinks=self.reasoning,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             is_harmony=is_harmony,
         )
@@ -216,7 +223,8 @@ class ChatReply(ChoicesReply):
         called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
         fields: JsonObject = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
-            fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, self._as_ids)
+            given = self._request.logprob_token_ids
+            fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, given, self._as_ids)
         return fields | _extensions(answer, self._request.return_token_ids)
 
 
@@ -290,8 +298,13 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
     return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, as_ids: bool) -> JsonObject:
-    """Make the "logprobs" of a chat's choice. as_ids: write the text of a token as "token_id:5"."""
+def chat_logprobs(
+    tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, given: Collection[int] | None, as_ids: bool
+) -> JsonObject:
+    """Make the "logprobs" of a chat's choice.
+
+    given: the ids to list instead of the num_top most likely ones. as_ids: write the text of a token as "token_id:5".
+    """
 
     def entry(token_id: int, logprob: float) -> JsonObject:
         data = _bytes(tokenizer, token_id)
@@ -300,7 +313,8 @@ def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta,
 
     content = []
     for token_id, position in zip(answer.token_ids, answer.logprobs or (), strict=True):
-        top = sorted(position.items(), key=lambda item: -item[1].logprob)[:num_top]
+        top = sorted(position.items(), key=lambda item: -item[1].logprob)
+        top = [item for item in top if item[0] in given] if given else top[:num_top]
         top_entries = [entry(other, logprob.logprob) for other, logprob in top]
         content.append(entry(token_id, position[token_id].logprob) | {"top_logprobs": top_entries})
     return {"content": content, "refusal": None}

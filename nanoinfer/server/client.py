@@ -58,6 +58,11 @@ class Client:
             raise NanoinferError(f"{self.url}/models lists no model; name one with --model")
         return str(listed[0].get("id"))
 
+    def metrics(self) -> str:
+        """Return the text of /metrics, which is not below the URL's /v1."""
+        with self._send("/metrics", self._request("GET", "/metrics", base=self._base.removesuffix("/v1"))) as response:
+            return response.read().decode(errors="replace")
+
     def stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         """Post a body, and yield the chunks of the answer. Closing the generator closes the connection."""
         with self._send(path, self.stream_request(path, body)) as response:
@@ -87,11 +92,14 @@ class Client:
         way_out = "start one with `nanoinfer serve`, or correct the URL"
         return NanoinferError(f"no server answers at {self.url} ({str(error) or type(error).__name__}); {way_out}")
 
-    def _request(self, method: str, path: str, body: str | None = None) -> bytes:
-        """Return the bytes of a request, after whose answer the server closes the connection."""
+    def _request(self, method: str, path: str, body: str | None = None, *, base: str | None = None) -> bytes:
+        """Return the bytes of a request, after whose answer the server closes the connection.
+
+        base: what precedes the path. None: the URL's.
+        """
         connection, sent = self._new_connection(), bytearray()
         connection.sock = SimpleNamespace(sendall=sent.extend)
-        connection.request(method, self._base + path, body, self._headers | {"Connection": "close"})
+        connection.request(method, (self._base if base is None else base) + path, body, self._headers | {"Connection": "close"})
         return bytes(sent)
 
     @contextmanager

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from nanoinfer.errors import (
     EngineDeadError,
@@ -40,6 +41,7 @@ _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "priority", "dimensions", "truncate_prompt_tokens", "instruction",
 }  # fmt: skip
 _SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens\..* prompt has (?:at least )?(\d+) tokens")
 _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
 
 
@@ -64,7 +66,7 @@ class MessagesErrorBody(ErrorBody):
     type: Literal["error"]
 
 
-_OF_BODIES = (400, 413, 415, 429, 504)
+_OF_BODIES = (400, 408, 413, 415, 429, 504)
 # For /openapi.json
 ERRORS: dict[int | str, dict[str, object]] = {
     status: {"model": ErrorBody, "description": description}
@@ -73,6 +75,7 @@ ERRORS: dict[int | str, dict[str, object]] = {
         401: "no valid API key",
         403: "not a name of this server",
         404: "no such path, or no such model",
+        408: "the body did not arrive in time",
         413: "the body is too large",
         415: "the body is not JSON",
         429: "too many requests are waiting",
@@ -100,7 +103,10 @@ def describe_errors(schema: dict[str, Any]) -> None:
     """
     for operations in schema["paths"].values():
         for method, operation in operations.items():
-            for status in (422, *(_OF_BODIES if method != "post" else ())):
+            undescribed = {422, *(_OF_BODIES if method != "post" else ())}
+            if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
+                undescribed -= {400}
+            for status in undescribed:
                 operation["responses"].pop(str(status), None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
@@ -154,11 +160,17 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
         message = str(error.detail)
-        param = _prompt_of(request) if code == "context_length_exceeded" else param
+        if code == "context_length_exceeded":
+            param = _prompt_of(request)
+            if request.url.path.startswith(_MESSAGES) and (sizes := _TOO_LONG.search(message)):
+                # Anthropic's words, by which its clients recognise the error
+                message = f"prompt is too long: {sizes[2]} tokens > {sizes[1]} maximum. {message}"
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's own 404
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
         elif error.status_code == 405:
-            message = f"{request.url.path[:100]} does not take {request.method}; use {(error.headers or {}).get('Allow')}"
+            methods = ", ".join(_methods_of(request))
+            message = f"{request.url.path[:100]} does not take {request.method}; use {methods}"
+            error.headers = {"Allow": methods}
         response = error_response(error.status_code, message, param=param, code=code, path=request.url.path)
         response.headers.update(error.headers or {})
         return response
@@ -184,6 +196,12 @@ def add_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         # Starlette raises it again, and uvicorn logs the traceback.
         return error_response(500, "internal error", path=request.url.path)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods that the path of a request takes. Starlette names only those of the first route."""
+    routes: list[BaseRoute] = request.app.routes
+    return sorted(m for route in routes if route.matches(request.scope)[0] != Match.NONE for m in getattr(route, "methods", ()))
 
 
 def _prompt_of(request: Request) -> str:

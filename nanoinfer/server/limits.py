@@ -50,16 +50,21 @@ class RequestLimits:
             return message
 
         headers = Headers(scope=scope)
+        if scope["method"] == "HEAD":  # answered like GET, and the HTTP server leaves the body out
+            scope["method"] = "GET"
+        if len(scope["path"]) > 1:  # a redirect would name this server, which a proxy's clients may not reach
+            scope["path"] = scope["path"].rstrip("/") or "/"
         if media_type(headers) == FILE:  # only /update_weights reads a file
             max_bytes = scope["app"].state.max_file_bytes
         try:
-            self._check(scope["path"], scope["method"], headers)
+            scope.setdefault("state", {})["key"] = self._check(scope["path"], scope["method"], headers)
         except RequestError as error:
             await error_response(error.status_code, error.detail, code=error.code, path=scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive_limited, send)
 
-    def _check(self, path: str, method: str, headers: Headers) -> None:
+    def _check(self, path: str, method: str, headers: Headers) -> str:
+        """Return the digest of the request's key, or "" if none is needed. Raises: RequestError for a refused request."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
         host = headers.get("host", "")  # HTTP/1.0 may lack it. Browsers, whose pages may attack, always send it
@@ -74,6 +79,8 @@ class RequestLimits:
             is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all keys, for a constant time
             if not any(is_known):
                 raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+            return given.hex()
+        return ""
 
 
 def media_type(headers: Headers) -> str:
@@ -91,6 +98,11 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         parse = partial(_parse_json, await self.body())
         return await self.app.state.threads.run(parse, is_large=True) if self.is_large else parse()
+
+    @property
+    def key(self) -> str:
+        """The digest of the client's API key, or "" without keys."""
+        return str(self.state.key)
 
     @property
     def is_large(self) -> bool:

@@ -76,7 +76,7 @@ class ToolChoice(protocol.Body):
 
 class Thinking(protocol.Body):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # a target, which chat templates cannot express
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -115,8 +115,11 @@ class MessagesRequest(_Conversation, protocol.SamplingRequest):
     stop_sequences: Annotated[list[StopSequence], Field(max_length=protocol.MAX_STOPS, fail_fast=True)] | None = None
 
 
-def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompletionRequest:
-    """Return the chat request with the meaning of a body. Raises: RequestError, 400."""
+def to_chat(body: CountTokensRequest | MessagesRequest, *, ends_thoughts: bool = False) -> protocol.ChatCompletionRequest:
+    """Return the chat request with the meaning of a body. Raises: RequestError, 400.
+
+    ends_thoughts: whether the model can be held to a thinking_token_budget. If not, budget_tokens has no effect.
+    """
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
     system: list[protocol.JsonObject] = (
         [] if body.system is None else [{"role": "system", "content": protocol.joined(body.system)}]
@@ -133,8 +136,14 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompleti
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    thinks = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
-    fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
+    variables = body.chat_template_kwargs or {}
+    if body.thinking is not None:
+        thinks = body.thinking.type != "disabled"
+        variables = {"enable_thinking": thinks} | variables
+        budget = body.thinking.budget_tokens if thinks else 0
+        if ends_thoughts and budget is not None:
+            fields["thinking_token_budget"] = budget
+    fields["chat_template_kwargs"] = variables
     config = body.output_config or OutputConfig()
     fields["reasoning_effort"] = config.effort
     if config.format is not None:
@@ -221,6 +230,8 @@ class MessagesReply(BlockReply):
         if answer.finish_reason == "length":
             is_full = self.answers.usage()["completion_tokens"] < (self.chat.max_tokens or 0)
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif answer.finish_reason == "repetition":
+            reason = "max_tokens"  # of the API's reasons, the one of a cut answer
         elif isinstance(answer.stop_reason, str):
             reason, sequence = "stop_sequence", answer.stop_reason
         elif self.blocks.parser.has_tool_calls:

@@ -27,6 +27,7 @@ from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
 MAX_LISTED = 1024  # ids or words in a list that is examined at every token
+MAX_LOGPROB_IDS = 128  # of logprob_token_ids, as in vLLM
 MAX_ALLOWED = 2**18  # the size of the largest vocabulary, all of which allowed_token_ids may contain
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 2**13, 2**10, 2**10
 MAX_IDS = 2**20  # ids of a prompt
@@ -38,6 +39,7 @@ JsonObject = dict[str, object]  # part of a body that is passed on unchanged
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
+PatternLimit = Literal["max_pattern_size", "min_pattern_size", "min_count"]
 
 
 def few_items(value: object) -> object:
@@ -171,6 +173,7 @@ class SamplingRequest(_DeclaredBody):  # type: ignore[misc]  # a class that was 
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(few_items)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    repetition_detection: dict[PatternLimit, Annotated[int, Field(ge=0, le=MAX_LISTED)]] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
@@ -184,6 +187,7 @@ class GenerationRequest(SamplingRequest):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     stop: Stops | None = None
     response_format: JsonObject | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_sampling_mask: bool | None = None
     echo: bool | None = None
@@ -209,6 +213,12 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> Self:
+        if self.logprob_token_ids and self.logprobs is None:
+            raise ValueError("logprob_token_ids needs logprobs=0")
+        return self
 
     @property
     def prompts(self) -> list[dict[str, object]]:
@@ -269,8 +279,9 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
 
     @model_validator(mode="after")
     def check_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise ValueError(f"{name} needs logprobs=true")
         return self
 
     @property

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server import protocol
-from nanoinfer.server.blocks import Block, BlockReply, Change, render
+from nanoinfer.server.blocks import CUT, Block, BlockReply, Change, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -206,11 +206,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses, up to max_responses and MAX_STORED_BYTES."""
+    """The latest responses, up to max_responses and MAX_STORED_BYTES. Each belongs to the API key that made it."""
 
     def __init__(self, max_responses: int) -> None:
         self.max_responses = max_responses
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()  # (key, id) -> response
 
     def keeps(self, store: bool | None) -> bool:
         """Whether to keep the response to a request with this "store". Raises: RequestError, 400, if it cannot be kept."""
@@ -218,29 +218,29 @@ class ResponseStore:
             raise RequestError(400, "store=true needs a server with --max-stored-responses", param="store", code="unsupported")
         return self.max_responses > 0 and store is not False
 
-    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a stored response. Raises: RequestError, 404, if it was not stored or is forgotten."""
-        if response_id in self._kept:
-            return self._kept[response_id]
+    def get(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a stored response of an API key. Raises: RequestError, 404, if it was not stored or is forgotten."""
+        if (key, response_id) in self._kept:
+            return self._kept[key, response_id]
         reason = f"was not stored, or is forgotten: the server keeps the latest {self.max_responses} responses in memory"
         if not self.max_responses:
             reason = "is not stored: this server keeps no responses without --max-stored-responses"
         message = f"the response {response_id[:100]!r} {reason}; send the whole conversation as input"
         raise RequestError(404, message, param=param, code="response_not_found")
 
-    def add(self, messages: list[protocol.JsonObject], num_bytes: int, response: protocol.JsonObject) -> None:
-        """Keep a response after these messages, which have num_bytes, and forget the oldest responses beyond the limits."""
+    def add(self, key: str, messages: list[protocol.JsonObject], num_bytes: int, response: protocol.JsonObject) -> None:
+        """Keep a response of a key after these messages, of num_bytes, and forget the oldest responses beyond the limits."""
         messages = [*messages]
         for item in _ITEMS.validate_python(response["output"]):
             _add(messages, item)
         num_bytes += len(to_json(response["output"]))
-        self._kept[str(response["id"])] = StoredResponse(response, messages, num_bytes)
+        self._kept[key, str(response["id"])] = StoredResponse(response, messages, num_bytes)
         while len(self._kept) > self.max_responses or sum(kept.num_bytes for kept in self._kept.values()) > MAX_STORED_BYTES:
             self._kept.popitem(last=False)
 
-    def delete(self, response_id: str) -> None:
-        self.get(response_id)
-        del self._kept[response_id]
+    def delete(self, key: str, response_id: str) -> None:
+        self.get(key, response_id)
+        del self._kept[key, response_id]
 
 
 # ---- the reply
@@ -266,7 +266,7 @@ class ResponsesReply(BlockReply):
 
     def message(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason = answer.finish_reason
-        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        status = "in_progress" if reason is None else "incomplete" if reason in CUT else "completed"
         response = self._response(status) | {
             "output": [self._item(block) for block in self.blocks.all],
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -22,6 +22,8 @@ class ServerSettings:
         "Name that requests give as model (default: the model's). Answers contain the first.")] = ()
     api_key: Annotated[Sequence[str], Doc(
         "Key that clients need for every POST, /v1 and /trace (default: those in NANOINFER_API_KEY).")] = ()
+    cache_salt_by_key: Annotated[bool, Doc(
+        "Share cached prefixes only between requests with the same API key.")] = False
     allowed_hosts: Annotated[Sequence[str] | None, Doc(
         "Further name of this server that requests may address, or *, besides localhost, this machine's name, --host and "
         "addresses. None is any name.")] = None
@@ -38,6 +40,8 @@ class ServerSettings:
     tool_call_parser: Annotated[str | None, Allowed("'hermes', 'openai' or 'none'; without it, the template decides"),
         Doc('"hermes" (<tool_call>), "openai" (channels) or "none" (default: by the chat template).')] = None
     cors_origin: Annotated[Sequence[str], Doc("Origin whose web pages may call the server, or *.")] = ()
+    metrics_prefix: Annotated[str, Doc(
+        "Prefix of the names in /metrics. vllm: fits the boards that are made for vLLM.")] = "nanoinfer:"
     trace: Annotated[bool, Doc(
         "Record the newest steps, without the sampler's stages, and replay answers at /trace/ID, which show the prompts and "
         "answers of all requests that ran in these steps.")] = False

@@ -27,6 +27,8 @@ from nanoinfer.server.protocol import Body
 from nanoinfer.training import rollouts
 from nanoinfer.training.update import max_file_bytes
 
+STALLED_AFTER = 60.0  # seconds without a part of a file
+
 
 class UpdateRequest(Body):
     """The body of /update_weights as JSON. path: a checkpoint of the same model, or a .safetensors file."""
@@ -40,7 +42,7 @@ _TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": co
 
 def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
-    llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
+    llm = async_llm.llm
     origin = rollouts.origin_of(llm.engine)
     app.state.max_file_bytes = max_file_bytes(origin)
 
@@ -68,15 +70,17 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
             body.check_unknown_fields()
             await update(body.path)
             return json_response(status())
-        async with one_file_at_a_time:
-            with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
-                try:
-                    async for chunk in http.stream():
-                        await asyncio.to_thread(file.write, chunk)
-                except ClientDisconnect:
-                    return Response(status_code=CLIENT_CLOSED_REQUEST)
-                file.flush()
-                await update(file.name)
+        with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
+            chunks = http.stream()
+            try:
+                while (chunk := await asyncio.wait_for(anext(chunks, None), STALLED_AFTER)) is not None:
+                    await asyncio.to_thread(file.write, chunk)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            except TimeoutError:
+                raise RequestError(408, f"no part of the body arrived for {STALLED_AFTER:g} s; send it again") from None
+            file.flush()
+            await update(file.name)
         return json_response(status())
 
     async def update(path: str) -> None:

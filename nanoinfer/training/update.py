@@ -5,6 +5,7 @@ other values. Names, shapes, transposed matrices, tied heads and parts of ranks 
 `check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
 """
 
+import os.path
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,14 +96,14 @@ def max_file_bytes(origin: Origin) -> int:
 
 
 def is_file(path: str) -> bool:
-    return Path(path).is_file() and path.endswith(".safetensors")
+    return os.path.isfile(path) and path.endswith(".safetensors")  # False for a name that is too long
 
 
 def open_path(origin: Origin, path: str) -> Weights:
     """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for anything else."""
     if is_file(path):
         return divided(WeightFiles([Path(path)]), origin.rules)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise WeightsError(
             f"{shown(path)} is neither a folder nor a .safetensors file of this machine; download the checkpoint, and give "
             "its folder"

@@ -161,15 +161,16 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none(capsys, monkeypatc
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):
-    from nanoinfer.lab.bench.offline import Measurement
-    from nanoinfer.lab.bench.timing import Figures, Percentiles
+    from nanoinfer.lab.bench.timing import Figures, Measurement, Percentiles, Run
+    from nanoinfer.lab.bench.workloads import Workload
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Measurement(name, figures) for name in ("A", "B16", "yours")]
+    runs = [Run(figures, {}, [])]
+    results = [Measurement.of(Workload(name=name, input_lens=(), output_lens=()), runs) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)
-    bench._show_latency(results)
+    bench._show_percentiles(results)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     words = ("requests", "workload", "TTFT", "12346", "1632.1", "1234.56", "yours")

@@ -23,6 +23,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.distributed.worker import run as run_worker
+from nanoinfer.engine.speculative.ngram import NGramProposer
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
@@ -193,13 +194,18 @@ def test_an_error_in_a_users_function_leaves_the_ranks_together(pair):
 
 
 def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ranks):
-    """On GPT-2, whose vocabulary is odd, with a draft model on rank 0."""
+    """On GPT-2, whose vocabulary is odd, with a draft model on rank 0, or a class that other ranks cannot import."""
+
+    class Mine(NGramProposer):
+        pass
+
     path = tiny_models.save("gpt2", tmp_path, vocab_size=97)
-    draft = {"method": "draft_model", "model": str(path), "adaptive": False, "num_speculative_tokens": 3}
+    drafts = {"method": "draft_model", "model": str(path), "adaptive": False, "num_speculative_tokens": 3}
     settings = {**SETTINGS, "kv_cache_memory": 2**22}
     expected = answers(LLM(path, **settings), PROMPTS, asked(temperature=0, max_tokens=20))
-    speculating = LLM(path, tensor_parallel_size=2, speculative_config=draft, **settings)
-    assert answers(speculating, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
+    for speculation in (drafts, {"method": Mine, "adaptive": False, "prompt_lookup_min": 1}):
+        speculating = LLM(path, tensor_parallel_size=2, speculative_config=speculation, **settings)
+        assert answers(speculating, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
     recorder = Recorder(stages=True)
     staged = LLM(
         path, tensor_parallel_size=2, tracer=recorder, stages=[*STAGES, lambda logits, batch: logits], **settings

@@ -40,6 +40,7 @@ ALLOWED = {
     "training": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
     "embedding": {"words", "scheduling", "loading", "execution", "engine"},
     "llm": {"words", "tracing", "sampling", "chat", "engine", "training", "embedding"},
+    "testing": {"words", "scheduling", "engine", "llm"},
     "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
     "compat": {"words", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},

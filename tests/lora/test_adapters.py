@@ -390,6 +390,8 @@ def test_wrong_arguments_are_refused_by_name(qwen3):
             LLM(base, **settings)
     for arguments, sentence in (
         (("", 1, "a"), "lora_name is empty"),
+        (("a\n", 1, "a"), "lora_name must have at most 256 printable characters"),
+        (("a" * 257, 1, "a"), "lora_name must have at most 256 printable characters"),
         (("a", 0, "a"), "lora_int_id must be >= 1"),
         (("a", 1, 5), "lora_path must be"),
     ):

@@ -57,7 +57,7 @@ def test_prompt_rows_are_wanted_by_the_first_answer_and_once():
     ],
 )
 def test_the_next_token_waits_for_this_one_only_if_sampling_reads_the_output(params, reads):
-    assert sequence(**params).sampling_reads_output == reads
+    assert (sequence(**params).num_free_tokens == 0) == reads
 
 
 def test_stop_ids_are_the_models_and_the_requests():

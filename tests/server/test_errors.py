@@ -198,6 +198,13 @@ def test_a_long_list_of_errors_is_cut():
     assert param == "x" * 500
 
 
+def test_the_methods_of_a_path_are_named(server):
+    for path, methods in (("/v1/responses/resp_1", "DELETE, GET"), ("/v1/models", "GET"), (COMPLETIONS, "POST")):
+        refused = httpx2.put(server.url + path, timeout=60)
+        assert_refused(refused, 405, f"does not take PUT; use {methods}")
+        assert refused.headers["allow"] == methods
+
+
 def test_paths_are_left_out_of_messages():
     assert without_paths("OSError: /home/me/model.bin, see C:\\models\\a.txt") == "OSError: <path>, see <path>"
     assert without_paths("top_p is 1/2 and a/b") == "top_p is 1/2 and a/b"
@@ -205,7 +212,11 @@ def test_paths_are_left_out_of_messages():
 
 
 def test_plain_endpoints(server):
-    assert server.get("/health").status_code == 200
+    for path in ("/health", "/ping"):
+        assert server.get(path).status_code == 200
+        assert httpx2.head(server.url + path).status_code == 200
+    assert httpx2.head(server.url + "/nowhere").status_code == 404
+    assert server.get("/load").json() == {"server_load": 0}
     assert server.get("/version").json().keys() == {"version"}
     tokens = server.post("/tokenize", {"prompt": "Once upon", "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"])
@@ -215,6 +226,8 @@ def test_plain_endpoints(server):
     used = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
     assert chat["count"] == used
     assert server.get("/v1/models/").json() == server.get("/v1/models").json()
+    assert [card["root"] for card in server.get("/v1/models").json()["data"]] == ["tiny-qwen3", "alias"]
+    assert server.post(COMPLETIONS + "/", {"prompt": "x", "max_tokens": 1}).status_code == 200, "not a redirect"
     assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
 
 

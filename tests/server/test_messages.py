@@ -199,6 +199,8 @@ def test_an_answer_follows_a_schema(server):
          "a tool_use block cannot be in a message of the role user", "messages"),
         ({"messages": [{"role": "assistant", "content": [USE]}]}, "add its tool_result", "messages"),
         ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "maximum context length is 512 tokens", "messages"),
+        ({"messages": [{"role": "user", "content": "a " * 600}]}, "tokens > 512 maximum. This model's", "messages"),
+        ({"thread": {"type": "other"}}, "send the conversation as messages", "thread"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'", "tools"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema: Field required", "tools"),
         ({"tools": [{"name": "a", "input_schema": {}, "stict": True}]}, "did you mean strict?", "stict"),

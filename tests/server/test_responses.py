@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Literal
 
+import httpx2
 import openai
 import pydantic
 import pytest
@@ -262,6 +263,31 @@ def test_old_responses_are_forgotten_and_the_error_says_so(storing):
         client.responses.retrieve(ids[1])
     assert post(storing, BODY | {"previous_response_id": ids[2]})["status"] == "incomplete"
     client.close()
+    replayed = storing.get(f"{PATH}/{ids[2]}?stream=true")
+    assert (replayed.status_code, replayed.json()["error"]["param"]) == (400, "stream")
+
+
+def test_a_stored_response_belongs_to_the_key_that_made_it():
+    mine, other = {"Authorization": "Bearer mine"}, {"X-Api-Key": "other"}
+    with http_server.serving(max_stored_responses=8, api_key=("mine", "other"), cache_salt_by_key=True) as guarded:
+        text = "A prompt that two clients send to this server. " * 8
+        first = guarded.post(PATH, BODY | {"input": text}, headers=mine).json()
+        path = f"{PATH}/{first['id']}"
+        assert guarded.get(path, headers=other).status_code == 404
+        assert httpx2.delete(guarded.url + path, headers=other).status_code == 404
+        continued = BODY | {"previous_response_id": first["id"]}
+        for endpoint in (PATH, f"{PATH}/input_tokens"):
+            assert guarded.post(endpoint, continued, headers=other).status_code == 404
+        assert guarded.get(path, headers=mine).json() == first
+        second = guarded.post(PATH, continued, headers=mine).json()
+        counted = guarded.post(f"{PATH}/input_tokens", continued, headers=mine).json()
+        assert counted == {"object": "response.input_tokens", "input_tokens": second["usage"]["input_tokens"]}
+        cached = []
+        for headers in (other, other, mine):
+            usage = guarded.post(PATH, BODY | {"input": text}, headers=headers).json()["usage"]
+            cached.append(usage["input_tokens_details"]["cached_tokens"] > 0)
+        assert cached == [False, True, True], "no key learns from the times what another has asked"
+        assert httpx2.delete(guarded.url + path, headers=mine).json()["deleted"]
 
 
 def test_nothing_is_stored_by_default(server):
@@ -275,8 +301,8 @@ def test_the_store_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr("nanoinfer.server.responses.MAX_STORED_BYTES", 100)
     store = ResponseStore(10)
     for number, num_bytes in enumerate((60, 40, 30, 101)):
-        store.add([], num_bytes - len("[]"), {"id": str(number), "output": []})
-        kept = [name for name in "0123" if name in store._kept]
+        store.add("", [], num_bytes - len("[]"), {"id": str(number), "output": []})
+        kept = [name for name in "0123" if ("", name) in store._kept]
         assert kept == [["0"], ["0", "1"], ["1", "2"], []][number]
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import stat
 import threading
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save, save_file
 
 from nanoinfer import AsyncLLM
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.server import updates
 from nanoinfer.training import rollouts
 from tests.helpers import http_server
 
@@ -61,7 +63,8 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
     assert server.post("/resume", {}).json() == {"weights_version": 1, "is_paused": False}
     after = token_ids(server)
     assert after != before
-    assert server.post("/update_weights", {"path": folder + "/nowhere"}).status_code == 400
+    for path in (folder + "/nowhere", "x" * 10_000):
+        assert server.post("/update_weights", {"path": path}).status_code == 400
     assert token_ids(server) == after
     assert server.post("/pause?mode=keep", {}).status_code == 400
 
@@ -96,6 +99,23 @@ def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit
     after = token_ids(server)
     server.async_llm.llm.update_weights_from_path(folder)
     assert token_ids(server) == after != own
+
+
+def test_a_stalled_upload_ends_and_delays_no_other(server, folder, monkeypatch):
+    monkeypatch.setattr(updates, "STALLED_AFTER", 1.0)
+    tensors, key = load_file(f"{folder}/model.safetensors"), "model.norm.weight"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stalled:
+        head = (
+            "POST /update_weights HTTP/1.1",
+            "Host: x",
+            "Content-Type: application/octet-stream",
+            "Content-Length: 9",
+            "",
+            "x",
+        )
+        stalled.sendall("\r\n".join(head).encode())
+        assert update_by_file(server, save({key: tensors[key]})).status_code == 200
+        assert stalled.recv(2000).startswith(b"HTTP/1.1 408"), "no part of the body arrived"
 
 
 def test_a_file_is_limited_by_the_size_of_the_model_and_is_private_and_gone_afterwards(server, monkeypatch):

@@ -37,14 +37,25 @@ FADING = 0.995  # decay per step that says nothing about the cost of a row, so t
 
 
 class Proposer(Protocol):
-    """A source of drafts, which may keep state for a sequence because the known tokens of a sequence never change."""
+    """A source of drafts. LLM(speculative_config={"method": Mine}) makes one of your own, and checks the form of its drafts.
+
+    It may keep state for a sequence, because the known tokens of a sequence never change: from call to call, token_ids only
+    grows. nanoinfer.testing.check_proposer checks a class in your own tests.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        """config: the settings of speculative_config. No limit exceeds config.num_speculative_tokens."""
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Guess the tokens that follow sequences[i].token_ids, at most limits[i] of them, perhaps none."""
+        """Guess the tokens that follow sequences[i].token_ids, at most limits[i] of them, perhaps none.
+
+        The sequences are those of this step that may draft, which must not be changed. Wrong guesses cost time, and change no
+        token. An error fails the step, like that of a sampling stage.
+        """
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended, if anything is."""
+        """Drop what is kept for a sequence that has ended, if anything is, perhaps again, or for one that never drafted."""
         ...
 
 
@@ -182,10 +193,10 @@ class Speculator:
         """Return how many drafts of a sequence are expected to pay."""
         seq = item.sequence
         is_decode = item.num_new_tokens == seq.num_new_tokens == 1 and not seq.forks
-        if not is_decode or seq.sampling_reads_output:
+        if not is_decode:
             return 0
-        limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1)
-        if not self._config.adaptive:
+        limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1, seq.num_free_tokens)
+        if not self._config.adaptive or limit == 0:
             return limit
         acceptance = self._acceptance.setdefault(seq, INITIAL_ACCEPTANCE)
         num = self._cost.num_that_pay(acceptance, limit)

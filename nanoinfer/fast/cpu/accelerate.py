@@ -140,8 +140,8 @@ def screened_head(model: nn.Module) -> nn.Linear | None:
         traced = trace(_Logits(model))
     except Exception:  # raised by the model's own code, which was given symbols
         return None
-    hidden, *computed, result = traced.graph.nodes
-    if len(computed) != 1 or computed[0].args != (hidden,) or result.args != (computed[0],):
+    _, *computed, result = traced.graph.nodes
+    if len(computed) != 1 or result.args != (computed[0],):
         return None
     head = traced.module(computed[0])
     if type(head) is not nn.Linear or head.bias is not None or has_hooks(head):

@@ -4,39 +4,40 @@ In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py me
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
+from nanoinfer.engine.metrics import Counter
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.lab.bench.roofline import CACHE_SHARE, cache_bytes
-from nanoinfer.lab.bench.timing import Figures, RequestTiming, figures
+from nanoinfer.lab.bench.timing import Figures, Measurement, RequestTiming, Run, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """A workload's figures, those of the run with the median tokens per second."""
+def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Sequence[object] = ()) -> list[RequestTiming]:
+    """Send each request at its time, and record when its tokens arrive.
 
-    workload: str
-    figures: Figures
-
-
-def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
-    """Send each request at its time, and record when its tokens arrive. run: selects the prompts."""
+    Args:
+        run: selects the prompts.
+        lora_requests: the LoRARequests that the requests take in turns. (): no request has an adapter.
+    """
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)
-    waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
+    adapters = islice(cycle(lora_requests or [None]), len(prompts))
+    waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), adapters, strict=True))
     waiting.reverse()  # the next request is the last item
     timings, running = [], []
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
         while waiting and start + waiting[-1][0] <= time.perf_counter():
-            arrival, prompt, params = waiting.pop()
-            request = engine.add_request(prompt, params)
+            arrival, prompt, params, adapter = waiting.pop()
+            request = engine.submit(engine.inputs.prepare(prompt, params, lora_request=adapter))
             timings.append(RequestTiming(start + arrival, num_prompt_tokens=len(prompt)))
             running.append((request, timings[-1]))
         if not engine.num_unfinished:
@@ -47,44 +48,58 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         for request, timing in running:
             timing.num_output_tokens = request.sequences[0].num_output_tokens
             timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several per step with drafts
+            if request.output is not None:
+                timing.finish_reason = request.output.outputs[0].finish_reason
         running = [(request, timing) for request, timing in running if request.output is None]
     return timings
 
 
-def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, **engine: Any) -> list[Measurement]:
-    """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments."""
-    llm = load(checkpoint, workloads, **engine)
+def measure(
+    model: str | None, workloads: list[Workload], *, repeats: int, lora_requests: Sequence[object] = (), **engine: Any
+) -> tuple[ExecutorInfo, list[Measurement[Figures]]]:
+    """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments.
+
+    Returns: what the LLM has chosen, such as its dtype, and a Measurement of each workload.
+    """
+    llm = load(model, workloads, **engine)
     for workload in workloads:
-        run_workload(llm, workload, 0)
-    measurements = []
-    for workload in workloads:
-        runs = [figures(run_workload(llm, workload, run)) for run in range(1, repeats + 1)]
-        runs.sort(key=lambda found: found.output_tokens_per_s)
-        measurements.append(Measurement(workload.name, runs[repeats // 2]))
-    return measurements
+        run_workload(llm, workload, 0, lora_requests)
+
+    def measured(workload: Workload, run: int) -> Run[Figures]:
+        before = _counters(llm)
+        timings = run_workload(llm, workload, run, lora_requests)
+        return Run.of(figures(timings), timings, before, _counters(llm))
+
+    runs = range(1, repeats + 1)
+    return llm.info, [Measurement.of(workload, [measured(workload, run) for run in runs]) for workload in workloads]
 
 
-def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LLM:
+def _counters(llm: LLM) -> dict[str, int]:
+    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+
+
+def load(model: str | None, workloads: list[Workload], **engine: Any) -> LLM:
     """Load a model whose KV cache has the size that the largest workload needs, unless kv_cache_memory is given.
 
     A larger cache would be touched for the first time in the measured runs. On a GPU without the memory for it, the cache gets
-    what is free, and requests wait.
+    what is free, and requests wait. With a model or a module that drafts, which needs a cache as well, LLM decides.
 
     Args:
-        engine: the arguments of LLM. dtype and device are required.
+        engine: the further arguments of LLM. dtype and device are required.
 
     Raises:
         InvalidValueError: a workload is too long for the model or the cache.
     """
-    opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
+    opened, device = Checkpoint.open(model, engine.get("revision")), loader.resolve_device(engine["device"])
     dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)
     is_cache_given = engine.get("kv_cache_memory") is not None
-    if not is_cache_given:
+    has_drafter = (engine.get("speculative_config") or {}).get("method", "ngram") != "ngram"
+    if not is_cache_given and not has_drafter:
         config = loader.on_meta(opened)[0].config
         largest = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
         if device.type == "cpu" or largest <= memory_for_cache(device, None, CACHE_SHARE):
             engine["kv_cache_memory"] = largest
-    llm = LLM(checkpoint, seed=0, **engine)
+    llm = LLM(model, seed=0, **engine)
     for workload in workloads:
         if (needed := max(workload.num_tokens)) > llm.engine.max_model_len:
             raise InvalidValueError(

@@ -1,13 +1,14 @@
 """Measure an OpenAI-compatible server from outside, as its clients see it.
 
-In: a Client and a Workload. Out: ServeFigures. An event loop sends all requests and keeps what arrives, some 250 bytes of
-memory per token, which is parsed when the last answer has ended. The client may share its cores with the server that it
+In: a Client and Workloads. Out: a Measurement of each. An event loop sends all requests and keeps what arrives, some 250 bytes
+of memory per token, which is parsed when the last answer has ended. The client may share its cores with the server that it
 measures, so receiving must cost little: a read is a system call and an append to a list.
 """
 
 import asyncio
 import io
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench import timing as of_any_run
-from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, percentiles
+from nanoinfer.lab.bench.timing import COUNTERS, Figures, Measurement, Percentiles, RequestTiming, Run, percentiles
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.server.client import CONNECT_SECONDS, Client
 
@@ -33,7 +34,6 @@ MAX_READ_BYTES = 2**18  # the most that asyncio reads at once
 class ServeFigures(Figures):
     """The figures of a run. The latencies are those of the requests that did not fail."""
 
-    workload: str
     num_failed: int
     failures: dict[str, int]  # message -> how often it occurred
     client_cpu_s: float  # the CPU time of this process, which may share the server's cores
@@ -66,7 +66,14 @@ class Target:
         return {"messages": [{"role": "user", "content": " ".join(WORDS[index] for index in ids)}]}
 
 
-def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeFigures:
+def measure(
+    target: Target, workloads: list[Workload], goodput: dict[str, float], *, repeats: int
+) -> list[Measurement[ServeFigures]]:
+    """Send each workload `repeats` times. goodput: as in run(). Raises: the error of run()."""
+    return [Measurement.of(workload, [run(target, workload, goodput) for _ in range(repeats)]) for workload in workloads]
+
+
+def run(target: Target, workload: Workload, goodput: dict[str, float]) -> Run[ServeFigures]:
     """Send a request to warm up, and then the workload.
 
     Args:
@@ -79,8 +86,22 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
     if warmup.error is not None:
         raise NanoinferError(warmup.error)
     bodies = target.bodies(workload, run=random.getrandbits(32))  # the server's cache has no prompt of an earlier run
+    before = _counters(target.client)
     timings, client_cpu_s = _measure(target, bodies, workload.arrivals)
-    return figures(workload.name, timings, goodput, client_cpu_s=client_cpu_s)
+    return Run.of(figures(timings, goodput, client_cpu_s=client_cpu_s), timings, before, _counters(target.client))
+
+
+def _counters(client: Client) -> dict[str, int]:
+    """Return those of COUNTERS that the server's /metrics has, summed over its engines. {}: it has no such page."""
+    try:
+        text = client.metrics()
+    except NanoinferError:
+        return {}
+    found: Counter[str] = Counter()
+    for name, value in re.findall(r"^(?:vllm|nanoinfer):(\w+)_total(?:\{.*\})? (\S+)", text, re.MULTILINE):
+        if name in COUNTERS:
+            found[name] += int(float(value))
+    return found
 
 
 def _measure(
@@ -172,8 +193,11 @@ def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> R
     usage: dict[str, Any] = {}
     try:
         for arrival, chunk in response.chunks(target.client, path):
-            if any(_has_text(choice) for choice in chunk.get("choices") or ()):
+            choices = chunk.get("choices") or ()
+            if any(_has_text(choice) for choice in choices):
                 timing.token_times.append(arrival)
+            for choice in choices:
+                timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
             usage = chunk.get("usage") or usage
         if "prompt_tokens" not in usage or "completion_tokens" not in usage:
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
@@ -190,13 +214,11 @@ def _has_text(choice: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
 
 
-def figures(
-    workload: str, timings: list[RequestTiming], goodput: dict[str, float], *, client_cpu_s: float = 0.0
-) -> ServeFigures:
+def figures(timings: list[RequestTiming], goodput: dict[str, float], *, client_cpu_s: float = 0.0) -> ServeFigures:
     """Compute the figures. goodput: as in run().
 
     >>> timing = RequestTiming(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
-    >>> found = figures("A", [timing, RequestTiming(0.0, error="refused")], {"ttft": 500.0})
+    >>> found = figures([timing, RequestTiming(0.0, error="refused")], {"ttft": 500.0})
     >>> found.tpot_ms.p50, found.output_tokens_per_s, found.tokens_per_chunk, found.goodput_requests_per_s, found.failures
     (100.0, 6.0, 2.0, 1.0, {'refused': 1})
     """
@@ -206,7 +228,6 @@ def figures(
     num_within = sum(all(getattr(timing, name) * 1e3 <= limit for name, limit in goodput.items()) for timing in good)
     return ServeFigures(
         **{field.name: getattr(common, field.name) for field in fields(common)},
-        workload=workload,
         num_failed=len(timings) - len(good),
         failures=dict(Counter(timing.error for timing in timings if timing.error is not None)),
         client_cpu_s=client_cpu_s,

@@ -1,9 +1,21 @@
 """Compute figures from the time of each token: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
+
+from nanoinfer.lab.bench.workloads import Workload
+
+F = TypeVar("F", bound="Figures")
+
+# The counters of a run: names of LLM.get_metrics() without "vllm:", and of a server's /metrics without "_total", too.
+COUNTERS = (
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
 
 
 @dataclass(slots=True)
@@ -14,6 +26,7 @@ class RequestTiming:
     token_times: list[float] = field(default_factory=list)  # of each token, or of each chunk of a stream
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # as counted by the engine or the server
+    finish_reason: str | None = None
     error: str | None = None  # why the request failed. None: it succeeded
 
     @property
@@ -28,6 +41,24 @@ class RequestTiming:
     def tpot(self) -> float:
         """The time per output token in seconds. 0 with a single token, as in vLLM."""
         return (self.token_times[-1] - self.token_times[0]) / max(self.num_output_tokens - 1, 1)
+
+    def row(self, start: float) -> dict[str, object]:
+        """Return what a report has of a request. start: the time of the run's first arrival.
+
+        >>> RequestTiming(3.0, [3.5, 3.75], 4, 2, "length").row(2.5)["itl_ms"]
+        [250.0]
+        """
+        has_times = self.error is None
+        return {
+            "arrival_s": round(self.arrival - start, 6),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "ttft_ms": round(self.ttft * 1e3, 3) if has_times else None,
+            "tpot_ms": round(self.tpot * 1e3, 3) if has_times and self.num_output_tokens > 1 else None,
+            "itl_ms": [round((after - before) * 1e3, 3) for before, after in pairwise(self.token_times)] if has_times else [],
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +85,42 @@ class Figures:
     ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
     itl_ms: Percentiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Generic[F]):
+    """A measured run.
+
+    Attributes:
+        figures: what was measured of all requests.
+        counts: how much each of COUNTERS grew, as far as the engine or the server has it.
+        requests: RequestTiming.row of each request.
+    """
+
+    figures: F
+    counts: dict[str, int]
+    requests: list[dict[str, object]]
+
+    @classmethod
+    def of(cls, figures: F, timings: list[RequestTiming], before: Mapping[str, int], after: Mapping[str, int]) -> "Run[F]":
+        """Make the rows and the counts. before, after: the counters before and after the run."""
+        start = min(timing.arrival for timing in timings)
+        counts = {name: after[name] - before.get(name, 0) for name in COUNTERS if name in after}
+        return cls(figures, counts, [timing.row(start) for timing in timings])
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement(Generic[F]):
+    """The runs of a workload, in their order. figures: those of the run with the median output tokens per second."""
+
+    workload: Workload
+    figures: F
+    runs: list[Run[F]]
+
+    @classmethod
+    def of(cls, workload: Workload, runs: list[Run[F]]) -> "Measurement[F]":
+        by_speed = sorted((run.figures for run in runs), key=lambda found: found.output_tokens_per_s)
+        return cls(workload, by_speed[len(runs) // 2], runs)
 
 
 def figures(timings: list[RequestTiming]) -> Figures:

@@ -84,8 +84,8 @@ function heldWords(token) {
 
 // ---- one token: stages and intervals
 const PARAMETERS = { // what a stage reads
-  keep_allowed: "allowed_token_ids", keep_grammatical: "structured_outputs", mask_bad_words: "bad_words",
-  mask_min_tokens: "min_tokens", add_logit_bias: "logit_bias",
+  keep_allowed: "allowed_token_ids", keep_grammatical: "structured_outputs",
+  end_thinking: "thinking_token_budget", mask_bad_words: "bad_words", mask_min_tokens: "min_tokens", add_logit_bias: "logit_bias",
   apply_repetition_penalty: "repetition_penalty", apply_frequency_penalty: "frequency_penalty",
   apply_presence_penalty: "presence_penalty", mask_repeated_ngrams: "no_repeat_ngram_size", apply_temperature: "temperature",
   keep_min_p: "min_p", keep_top_k: "top_k", keep_top_p: "top_p",

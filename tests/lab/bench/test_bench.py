@@ -18,12 +18,14 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench import ladder, offline, random_models, roofline, workloads
 from nanoinfer.lab.bench.offline import run_workload
-from nanoinfer.lab.bench.timing import RequestTiming, figures
+from nanoinfer.lab.bench.timing import RequestTiming, Run, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.tracing import Recorder, StepScheduled
 from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +141,15 @@ def test_all_sequences_of_a_workload_run_at_once_in_the_memory_that_bench_takes(
         assert [event.num_new_tokens for event in scheduled[-3:]] == [(1,) * 16] * 3
 
 
+def test_the_cache_of_a_draft_model_takes_nothing_from_the_workload():
+    workload, drafter = (
+        described(num_prompts=16, input_len="240", output_len="4"),
+        {"method": "draft_model", "model": "tiny-qwen3"},
+    )
+    with offline.load(None, [workload], dtype="auto", device="cpu", speculative_config=drafter) as llm:
+        assert llm.info.num_blocks * llm.info.block_size >= sum(workload.num_tokens)
+
+
 def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
     machine = roofline.Machine(bandwidth=100.0, gemm_rates={torch.float32: 1000.0})
     assert roofline.Part("reads", 200, 10).least_s(machine, torch.float32) == 2.0
@@ -186,11 +197,65 @@ OWN = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "4", "--outp
 def test_throughput_as_json():
     result = run("throughput", *OWN, "--json")
     assert result.exit_code == 0, result.stderr
-    (result,) = json.loads(result.stdout)
+    report = json.loads(result.stdout)
+    (result,) = report["results"]
     figures = result["figures"]
     assert figures["num_prompt_tokens"] == 8
     assert 4 <= figures["num_output_tokens"] <= 6
     assert figures["output_tokens_per_s"] == pytest.approx(figures["num_output_tokens"] / figures["duration_s"])
+
+
+def test_a_report_has_each_request_what_was_counted_and_where_it_was_measured():
+    drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
+    result = run("throughput", *OWN[:4], "--output-len", "60", "--repeats", "2", "--max-num-seqs", "1", *drafts, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["machine"].keys() == {"CPU", "cores", "memory", "system", "GPU"}
+    assert report["versions"]["torch"] == torch.__version__
+    settings = report["settings"]
+    assert (settings["max_num_seqs"], settings["threads"]) == (1, torch.get_num_threads())
+    assert (settings["dtype"], settings["device"]) == ("float32", "cpu")  # auto, before
+    [measured] = report["results"]
+    assert measured["workload"]["input_lens"] == [128, 128]
+    assert len(measured["runs"]) == 2
+    for one in measured["runs"]:
+        counts = one["counts"]
+        assert (counts["prefix_cache_queries"], counts["prefix_cache_hits"], counts["num_preemptions"]) == (256, 0, 0)
+        assert 0 < counts["spec_decode_num_accepted_tokens"] <= counts["spec_decode_num_draft_tokens"]
+        for row in one["requests"]:
+            assert (row["num_prompt_tokens"], row["num_output_tokens"], row["finish_reason"]) == (128, 60, "length")
+            assert sum(row["itl_ms"]) == pytest.approx(59 * row["tpot_ms"], abs=0.1)
+        assert one["requests"][1]["ttft_ms"] > sum(one["requests"][0]["itl_ms"])  # one sequence at a time
+    speeds = [one["figures"]["output_tokens_per_s"] for one in measured["runs"]]
+    assert measured["figures"]["output_tokens_per_s"] == max(speeds)  # the upper of two medians
+
+
+def test_a_run_has_what_the_counters_grew_by():
+    timings = [RequestTiming(5.0, [5.5], 3, 1, "length"), RequestTiming(4.5, error="refused")]
+    found = Run.of(
+        figures(timings), timings, {"num_preemptions": 3}, {"num_preemptions": 5, "prefix_cache_hits": 7, "other": 1}
+    )
+    assert found.counts == {"num_preemptions": 2, "prefix_cache_hits": 7}
+    good, failed = found.requests
+    assert (good["arrival_s"], good["ttft_ms"], good["tpot_ms"]) == (0.5, 500.0, None)
+    assert (failed["arrival_s"], failed["ttft_ms"], failed["error"]) == (0.0, None, "refused")
+
+
+def test_requests_take_adapters_in_turns(qwen3_path, tmp_path):
+    shapes = linear_shapes(qwen3_path)
+    for name in ("a", "b"):
+        write_adapter(tmp_path / name, shapes)
+    adapters = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("ab", start=1)]
+    with LLM(str(qwen3_path), enable_lora=True, max_loras=2, kv_cache_memory=2**22) as llm:
+        taken, prepare = [], llm.engine.inputs.prepare
+        llm.engine.inputs.prepare = lambda *args, **given: taken.append(given["lora_request"]) or prepare(*args, **given)
+        run_workload(llm, SMALL, 0, adapters)
+    assert taken == [adapters[0], adapters[1], adapters[0]]
+    arguments = ("--model", str(qwen3_path), *OWN[2:], "--lora-request", str(tmp_path / "a"))
+    assert run("throughput", *arguments, "--enable-lora").exit_code == 0
+    refused = run("throughput", *arguments)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "--lora-request needs --enable-lora; add it" in refused.stderr
 
 
 def test_throughput_is_a_table():
@@ -315,8 +380,8 @@ def test_a_recording_is_run_under_a_policy_of_the_users(recording):
     policy = ("--scheduler-cls", "examples.shortest_job_first.ShortestJobFirst", "--repeats", "1")
     result = run("latency", "--model", "tiny-gpt2", "--trace", str(recording), "--num-prompts", "3", *policy, "--json")
     assert result.exit_code == 0, result.stderr
-    [measured] = json.loads(result.stdout)
-    assert (measured["workload"], measured["figures"]["num_requests"]) == ("calls", 3)
+    [measured] = json.loads(result.stdout)["results"]
+    assert (measured["workload"]["name"], measured["figures"]["num_requests"]) == ("calls", 3)
 
 
 def test_a_recording_and_lengths_of_the_users_are_refused(recording):

@@ -28,7 +28,7 @@ def workload(num_prompts, **changes):
 
 def measure(server, num_prompts, goodput=(), *, max_concurrency=None, timeout=120.0, **changes):
     target = Target(client=Client(server.url, timeout=timeout), model="fake", is_chat=True, max_concurrency=max_concurrency)
-    return run(target, workload(num_prompts, **changes), dict(goodput))
+    return run(target, workload(num_prompts, **changes), dict(goodput)).figures
 
 
 GOOD = stream(*chat_events("a", "b", num_tokens=2))
@@ -45,7 +45,8 @@ def test_the_counts_of_our_server_are_exact(endpoint):
         options = "--num-prompts 6 --input-len 3-9 --output-len 4-20 --request-rate 100 --max-concurrency 4 --seed 1"
         result = bench(server, *options.split(), *endpoint, "--goodput", "ttft:60000 tpot:60000", "--json")
         assert result.exit_code == 0, result.output
-        [found] = json.loads(result.stdout)
+        [measured] = json.loads(result.stdout)["results"]
+        found = measured["figures"]
         described = workload(6, input_len="3-9", output_len="4-20", request_rate=100.0, seed=1)
         assert (found["num_requests"], found["num_failed"], found["failures"]) == (6, 0, {})
         assert found["num_output_tokens"] == sum(described.output_lens)
@@ -54,6 +55,11 @@ def test_the_counts_of_our_server_are_exact(endpoint):
         assert found["goodput_requests_per_s"] == pytest.approx(found["requests_per_s"])
         assert found["output_tokens_per_s"] == pytest.approx(found["num_output_tokens"] / found["duration_s"])
         assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
+        [of_run] = measured["runs"]
+        assert [row["num_output_tokens"] for row in of_run["requests"]] == list(described.output_lens)
+        assert {row["finish_reason"] for row in of_run["requests"]} == {"length"}
+        if not endpoint:
+            assert of_run["counts"]["prefix_cache_queries"] == sum(described.input_lens)
         table = bench(server, "--num-prompts", "2", "--output-len", "3", *endpoint).stdout
         # No ITL, because the three tokens of a text arrive in one event where the machine is busy.
         assert [name for name in ("TTFT", "TPOT", "E2EL", "mean ms", "p99 ms") if name not in table] == []
@@ -160,14 +166,14 @@ def test_figures_by_hand():
         RequestTiming(2.0, [2.4], num_prompt_tokens=7, num_output_tokens=1),
         RequestTiming(0.5, [0.9], error="cut"),
     ]
-    found = figures("w", timings, {"ttft": 200.0, "e2el": 5000.0})
+    found = figures(timings, {"ttft": 200.0, "e2el": 5000.0})
     assert found.duration_s == pytest.approx(1.9)  # from the first request to the last chunk
     assert (found.num_prompt_tokens, found.num_output_tokens, found.num_failed) == (12, 4, 1)
     assert found.requests_per_s == pytest.approx(2 / 1.9)
     assert found.goodput_requests_per_s == pytest.approx(1 / 1.9)
     assert (found.ttft_ms.mean, found.ttft_ms.p50) == (250.0, 250.0)
     assert (found.tpot_ms.mean, found.itl_ms.p50, found.e2el_ms.mean) == (150.0, 150.0, 400.0)
-    nothing = figures("w", timings[2:], {})
+    nothing = figures(timings[2:], {})
     assert (nothing.requests_per_s, nothing.ttft_ms, nothing.goodput_requests_per_s) == (0.0, None, None)
 
 
