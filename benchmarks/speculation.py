@@ -1,15 +1,15 @@
-"""Compare generation with and without n-gram drafts, in turns, on one engine.
+"""Compare generation with and without drafts, in turns, on one engine.
 
 Random weights do not copy text. How predictable an answer is comes from allowed_token_ids: with one id every draft is right,
-with two ids about half of the guessed tokens are, and among all ids nothing repeats. The first case is an upper bound of the
-gain on copied or lightly edited text, the last one the cost on all other text.
+with two ids about half of those guessed by n-grams are, and among all ids nothing repeats. The first case is an upper bound
+of the gain on copied or lightly edited text, the last one the cost on all other text.
 """
 
 import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -110,12 +110,13 @@ class _TimedProposer:
 def main(
     *,
     measured: ModelOptions,
+    method: Annotated[Literal["ngram", "quantized"], typer.Option(help="Earlier text, or the model in 4 bits.")] = "ngram",
     num_speculative_tokens: Annotated[int, typer.Option(min=1, max=64, help="Maximum number of tokens of a draft.")] = 8,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Compare generation with and without n-gram drafts, on repetitive and random text."""
-    config = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
+    """Compare generation with and without drafts, on repetitive and random text."""
+    config = {"method": method, "num_speculative_tokens": num_speculative_tokens}
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
         llm = LLM(checkpoint, dtype=measured.dtype, device=measured.device, speculative_config=config, seed=0)
         results = run(llm, repeats)

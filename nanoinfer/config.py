@@ -97,7 +97,7 @@ class SchedulerConfig:
         return min(self.chunk_size, self.max_num_batched_tokens) if self.enable_chunked_prefill else self.max_num_batched_tokens
 
 
-_METHODS = "'ngram', 'draft_model', 'mtp', or a class or its name, such as 'my_module:MyProposer'"
+_METHODS = "'ngram', 'draft_model', 'mtp', 'quantized', or a class or its name, such as 'my_module:MyProposer'"
 
 
 @declared({})
@@ -111,8 +111,9 @@ class SpeculativeConfig:
     # fmt: off
     method: Annotated["str | type[Proposer]", Doc(
         '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
-        "asks the layer for multi-token prediction of checkpoints of Qwen3.5. A class, or its name "
-        '"my_module:MyProposer", is a Proposer (nanoinfer.engine.speculative.speculator) of your own.')]
+        'asks the layer for multi-token prediction of checkpoints of Qwen3.5. "quantized" asks the model itself, with its '
+        'weights rounded, by C++ kernels on a CPU. A class, or its name "my_module:MyProposer", is a Proposer '
+        "(nanoinfer.engine.speculative.speculator) of your own.")]
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
         Doc("The most tokens that are guessed per sequence and step.")] = 8
     adaptive: Annotated[bool,
@@ -121,18 +122,21 @@ class SpeculativeConfig:
     prompt_lookup_max: Annotated[int, Doc('The most newest tokens that are looked up ("ngram").')] = 4
     model: Annotated[str | None,
         Doc('A folder, a hub name or a bundled model with the same vocabulary ("draft_model").')] = None
+    bits: Annotated[int, Doc('The bits of a rounded weight, 4 or 8 ("quantized").')] = 4
     # fmt: on
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or "." in self.method or ":" in self.method:
             object.__setattr__(self, "method", proposer_class(self.method))
-        elif self.method not in ("ngram", "draft_model", "mtp"):
+        elif self.method not in ("ngram", "draft_model", "mtp", "quantized"):
             raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
         if (self.method == "draft_model") != isinstance(self.model, str):
             way_out = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
             raise InvalidValueError(
                 f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {way_out}"
             )
+        if not is_one_of(self.bits, (4, 8)):
+            raise InvalidValueError(f"speculative_config's bits must be 4 or 8, got {shown(self.bits)}")
         read_fields(self)
         low = self.prompt_lookup_min
         check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
@@ -266,6 +270,17 @@ class EngineConfig:
         if self.speculative is not None and (self.stages is not None or self.logits_processors):
             of_user = "stages" if self.stages is not None else "logits_processors"
             raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
+        bits, bits_of_draft = (self.quantization or "").removeprefix("int"), self.bits_of_draft
+        if bits and bits_of_draft is not None and int(bits) <= bits_of_draft:
+            raise UnsupportedError(
+                f"speculative_config with method 'quantized' drafts in {bits_of_draft} bits, which saves no time with "
+                f"quantization={self.quantization!r}; leave one of the two out"
+            )
+
+    @property
+    def bits_of_draft(self) -> int | None:
+        """The bits of the weights with which the model drafts for itself. None: it does not."""
+        return self.speculative.bits if self.speculative is not None and self.speculative.method == "quantized" else None
 
     @property
     def max_num_rows(self) -> int:
@@ -427,9 +442,9 @@ class EngineArgs:
     speculative_config: Annotated[Mapping[str, object] | None, Doc(
         'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier text. '
         '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, {"method": "mtp"} '
-        """a layer of Qwen3.5's own checkpoint, and {"method": "my_module:MyProposer"} your own class. """
-        "More keys: nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding "
-        "(see `LLM.batch_independent`).")] = None
+        """a layer of Qwen3.5's own checkpoint, {"method": "quantized"} the model itself in 4 bits, and """
+        '{"method": "my_module:MyProposer"} your own class. More keys: nanoinfer.config.SpeculativeConfig. The tokens are '
+        "those of plain decoding (see `LLM.batch_independent`).")] = None
     seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
         "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "
         "the operating system and logs it at level INFO.")] = None

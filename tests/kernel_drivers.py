@@ -78,7 +78,10 @@ MORE_DRIVERS = {
     **{f"layers {dtype}": Driver("fast/cpu/layers.cpp", "layers", given) for dtype, given in _DTYPES.items()},
     **{f"sampling {dtype}": Driver("fast/sampling/kernels.cpp", "sampling", given) for dtype, given in _DTYPES.items()},
     "tile_linear": DRIVERS["tile_linear"],
-    "quantized_linear": DRIVERS["quantized_linear"],
+    **{
+        f"quantized_linear {dtype}": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *given))
+        for dtype, given in _DTYPES.items()
+    },
     "quantized_linear in tiles": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *PLAYED)),
     "paged_decode 16": _decode(16, 1),
     "paged_decode 33": _decode(33, 2, "BF16"),

@@ -416,7 +416,9 @@ def main(arguments=None):
     parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
     parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="of the part bits: with drafts, then without")
+    parser.add_argument(
+        "--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts, then without"
+    )
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"--seed {seed}")

@@ -23,7 +23,11 @@ from nanoinfer.scheduling.scheduler import Scheduler
         (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs must be >= 1, got 0"),
         (SchedulerConfig, {"scheduling_policy": "lifo"}, "must be 'fcfs', 'priority' or 'deadline', got 'lifo'"),
         (SchedulerConfig, {"scheduling_policy": "priority", "scheduler_cls": Scheduler}, "were given; leave one out"),
-        (SpeculativeConfig, {"method": "magic"}, "method must be 'ngram', 'draft_model', 'mtp', or a class .*, got 'magic'"),
+        (
+            SpeculativeConfig,
+            {"method": "magic"},
+            "method must be 'ngram', 'draft_model', 'mtp', 'quantized', or a class .*, got 'magic'",
+        ),
         (SpeculativeConfig, {"method": "ngram", "num_speculative_tokens": 65}, r"must be in 1 \.\. 64, got 65"),
         (SpeculativeConfig, {"method": "ngram", "prompt_lookup_max": 1}, r"must be >= prompt_lookup_min \(2\), got 1"),
         (SpeculativeConfig, {"method": "draft_model"}, "is None; pass a folder"),

@@ -46,16 +46,18 @@ def variants() -> Iterable[Variant]:
         yield cpu / "dense_linear.cpp", (streamed, "BF16")
         yield cpu / "screen.cpp", (streamed,)
         yield cpu / "screen.cpp", (streamed, "BF16")
+        yield cpu / "quantized_linear.cpp", (streamed,)
         yield cpu / "quantized_linear.cpp", (streamed, "BF16")
 
 
 def compile_library(folder: Path, level: native.Level, variant: Variant) -> None:
     """Compile a library for a level, by $CXX or g++, to its place in a folder that takes the place of native.LIBRARIES."""
     source, definitions = variant
-    out = folder / level.library(source, *definitions).relative_to(native.LIBRARIES)
+    out = folder / level.name / level.name_of(source, *definitions)
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [*shlex.split(os.environ.get("CXX") or "g++"), *native.OPTIONS, *level.options, "-s", "-shared"]
     subprocess.run([*command, *(f"-D{definition}" for definition in definitions), str(source), "-o", str(out)], check=True)
+    out.rename(out.with_name(native.file_name(out.name, out.read_bytes())))
 
 
 if __name__ == "__main__":

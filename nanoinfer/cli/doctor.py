@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from nanoinfer.cli.options import print_table
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
+from nanoinfer.execution import block_files
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
+from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
 from nanoinfer.lab.bench.environment import cpu_name
@@ -67,10 +70,12 @@ class Report:
         return self.bits is not None and set(self.bits.values()) != {SAME}
 
 
-def examine(model: str | None = None, *, with_model: bool = False, with_bits: bool = False) -> Report:
+def examine(
+    model: str | None = None, *, with_model: bool = False, with_bits: bool = False, prefix_cache_dir: str | None = None
+) -> Report:
     """Examine the machine, and run every backend that can run on it. With a model, compile it. With bits, compare them.
 
-    Raises: the errors of loading.
+    prefix_cache_dir: a folder of prefixes whose size is listed. Raises: the errors of loading.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = default_dtype(torch.bfloat16, device)
@@ -78,7 +83,41 @@ def examine(model: str | None = None, *, with_model: bool = False, with_bits: bo
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))
     compiled, compared = examine_model(model) if with_model else None, compare() if with_bits else None
-    return Report(_machine(device), _engine(device, dtype), checks, compiled, compared)
+    return Report(_machine(device) | sizes(kept_files(prefix_cache_dir)), _engine(device, dtype), checks, compiled, compared)
+
+
+def kept_files(prefix_cache_dir: str | None) -> dict[str, list[Path]]:
+    """Return the files that are kept for later processes, which can be deleted at any time.
+
+    prefix_cache_dir: the folder of prefixes. None: no prefixes are listed, because no folder is their default.
+    """
+    cache = cache_folder()
+    kept = {
+        "compiled kernels": [*cache.glob(native.PATTERN), *(cache / "kernels").glob(native.PATTERN)],
+        "packed weights": [*(cache / "packed").glob(packs.PATTERN)],
+    }
+    if prefix_cache_dir is not None:
+        kept[f"prefixes in {prefix_cache_dir}"] = [*Path(prefix_cache_dir).expanduser().glob(block_files.PATTERN)]
+    return kept
+
+
+def sizes(kept: dict[str, list[Path]]) -> dict[str, str]:
+    """Describe the sizes of files, as names and values to print."""
+    num_bytes = {name: sum(path.stat().st_size for path in paths) for name, paths in kept.items()}
+    return {name: f"{num_bytes[name] / 2**20:,.1f} MiB in {len(paths)} files" for name, paths in kept.items()}
+
+
+def remove_kept(prefix_cache_dir: str | None) -> dict[str, str]:
+    """Remove what kept_files returns. Returns its sizes, as names and values to print."""
+    kept = kept_files(prefix_cache_dir)
+    removed = sizes(kept)
+    for path in chain(*kept.values()):
+        path.unlink(missing_ok=True)
+    return removed
+
+
+def print_removed(removed: dict[str, str]) -> None:
+    print_table(("", ""), removed.items(), title="removed", title_justify="left")
 
 
 def print_report(report: Report, *, with_kernels: bool = False) -> None:
@@ -106,7 +145,6 @@ def _machine(device: torch.device) -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
     limit_threads()
-    packed = [path.stat().st_size for path in (cache_folder() / "packed").glob("*.weights")]
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
@@ -117,7 +155,6 @@ def _machine(device: torch.device) -> dict[str, str]:
         "memory": _memory(),
         "C++ compiler": _compiler(),
         "kernels are kept in": _folder(cache_folder()),
-        "packed weights next to them": f"{sum(packed) / 2**30:.1f} GiB in {len(packed)} files, which can be deleted",
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
         "GPU": gpu,
         "torch": torch.__version__,  # has the build (2.13.0+cpu), which the metadata lacks

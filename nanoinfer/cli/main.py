@@ -69,13 +69,22 @@ def doctor(
         bool,
         typer.Option("--bits", help="Compare tokens and log-probabilities in float32 with the published ones."),
     ] = False,
+    prefix_cache_dir: Annotated[str | None, EngineArgs] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Only remove the kernels, packed weights and prefixes that are kept on disk.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what a bug report needs: this machine, and what the engine will use on it. Check each attention backend."""
+    if clear:
+        from nanoinfer.cli.doctor import print_removed, remove_kept  # imports torch, which takes a second
+
+        return print_result(remove_kept(prefix_cache_dir), as_json, print_removed)
     with busy("Examining this machine"):
         from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
-        report = examine(model, with_model=kernels or model is not None, with_bits=bits)
+        with_model = kernels or model is not None
+        report = examine(model, with_model=with_model, with_bits=bits, prefix_cache_dir=prefix_cache_dir)
     print_result(report, as_json, partial(print_report, with_kernels=kernels))
     if any(check.failed for check in report.checks) or report.has_other_bits:
         raise typer.Exit(1)
@@ -129,7 +138,7 @@ nanoinfer explain --demo preemption""",
     batch: "nanoinfer batch requests.jsonl -o results.jsonl",
     models: "nanoinfer models",
     inspect: "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096",
-    doctor: "nanoinfer doctor --json > report.json",
+    doctor: "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
 }
 
 for command, examples in EXAMPLES.items():

@@ -50,7 +50,8 @@ def make_engine(
     runtime = make_runtime(model, config, shards, weights, adapters)
     runtime, draft = make_draft(runtime, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
-    executor = make_executor(runtime, config, draft=draft, tokenizer=tokenizer, tracer=tracer)
+    cache_of_draft = None if config.bits_of_draft else draft
+    executor = make_executor(runtime, config, draft=cache_of_draft, tokenizer=tokenizer, tracer=tracer)
     return LLMEngine(
         executor,
         config,
@@ -93,7 +94,14 @@ def make_runtime(
 
 
 def make_draft(runtime: "Runtime", config: EngineConfig, draft_model: "Model | None") -> "tuple[Runtime, Runtime | None]":
-    """Make the runtime of the drafter, which is a model or a module of the model itself. Returns the model's runtime first."""
+    """Make the runtime of the drafter: a model, a module of the model, or its rounded copy. Returns the model's own first."""
+    if config.bits_of_draft is not None:
+        if runtime.drafter is None:
+            raise UnsupportedError(
+                "speculative_config with method 'quantized' needs C++ kernels on a CPU, and neither enforce_eager nor "
+                "tensor_parallel_size; leave them out, or use method 'ngram' or 'draft_model'"
+            )
+        return runtime, replace(runtime, model=runtime.drafter)
     if config.speculative is None or draft_model is None:
         return runtime, None
     if config.speculative.method == "mtp":
@@ -117,8 +125,9 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
     """Make the proposer of drafts.
 
     Args:
-        draft: the runtime of a draft model, or of a module of the model. None: no model drafts.
-        target: the executor of the model. The drafter's cache is attached to its cache, and holds as many tokens.
+        draft: the runtime of a draft model, of a module of the model, or of its rounded copy. None: no model drafts.
+        target: the executor of the model. A rounded copy shares its cache. The cache of another drafter is attached to it, and
+            holds as many tokens.
     """
     if config.speculative is None:
         return None
@@ -130,6 +139,13 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
         from nanoinfer.engine.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
+    if config.bits_of_draft is not None:
+        from nanoinfer.engine.speculative.quantized import QuantizedProposer
+        from nanoinfer.execution.local_executor import LocalExecutor
+        from nanoinfer.execution.runtime import make_runner, make_sampler
+
+        runner, sampler = make_runner(draft, target.info, target.runner.cache), make_sampler(draft, target.info, config)
+        return QuantizedProposer(LocalExecutor(runner, sampler, target.info, in_step=draft.in_step))
     if draft.sizes.num_state_layers:
         raise UnsupportedError(
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "

@@ -17,6 +17,8 @@ from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 if TYPE_CHECKING:
     from nanoinfer.distributed.runner import LeadingShards
 
+_IMPORTED_BY = os.getpid()  # another process is a fork
+
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
@@ -33,9 +35,9 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
 def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     from nanoinfer.loading.loader import load, load_draft
-    from nanoinfer.system.process import limit_threads
+    from nanoinfer.system.process import prepare_threads
 
-    limit_threads()
+    prepare_threads(is_forked=os.getpid() != _IMPORTED_BY)
     scheduling_classes(config)  # raises for wrong classes before the model is loaded
     shards: LeadingShards | None = None
     if config.tensor_parallel_size > 1:

@@ -44,12 +44,13 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
-from nanoinfer.system.kept_files import KeptFiles, private_folder, stamp
+from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"nanokv2\n"
 HEADER_BYTES = len(MAGIC) + 65
+PATTERN = "[0-9a-f]" * 66 + ".kv"  # of the names
 WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written. Further blocks are not kept
 
 
@@ -71,7 +72,7 @@ class BlockFiles:
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
         self._folder = private_folder(folder, "prefix_cache_dir")
-        self._files = KeptFiles(self._folder, max_bytes, r"[0-9a-f]{66}\.kv")
+        self._files = KeptFiles(self._folder, max_bytes, PATTERN)
         self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
         self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
         self._copies: dict[Entry, Callable[[], Tensor]] = {}  # entries that wait or are being written
@@ -95,7 +96,8 @@ class BlockFiles:
         if (copy := self._copies.get(entry)) is not None:
             return copy()
         try:
-            data = np.fromfile(path, np.uint8, num_bytes + 1)
+            with opened(path) as file:
+                data = np.fromfile(file, np.uint8, num_bytes + 1)
             if len(data) != num_bytes:
                 raise ValueError(f"it has not {num_bytes} bytes")
             content = torch.from_numpy(data[HEADER_BYTES:])

@@ -52,6 +52,7 @@ class Runtime:
         wrappers: functions that wrap the runner, innermost first, for the other ranks, adapters or a drafter.
         kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
         in_step: makes a context that surrounds the computations of each step.
+        drafter: the model with rounded weights, which drafts for it. None: it has no such copy.
     """
 
     model: Model
@@ -69,6 +70,7 @@ class Runtime:
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
     in_step: Callable[[], AbstractContextManager[object]] = nullcontext
+    drafter: Model | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -123,10 +125,11 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
     return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights(), in_step=in_step)
 
 
-def make_runner(runtime: Runtime, info: ExecutorInfo) -> ModelRunner:
-    """Allocate the KV cache, and make the runner of the model with it."""
+def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = None) -> ModelRunner:
+    """Make the runner of the model. cache: the KV cache of another runner. None: a new one is allocated."""
     graphs = None if runtime.make_decode_graphs is None else runtime.make_decode_graphs(info)
-    cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
+    if cache is None:
+        cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
     runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.backend, graphs, runtime.weights)
     for wrap in runtime.wrappers:
         runner = wrap(runner)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
-from nanoinfer.fast.cpu.threads import one_torch_thread
+from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -45,8 +45,8 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
     results = []
-    for num_threads in range(1, torch.get_num_threads() + 1):
-        with one_torch_thread(num_threads):
+    for num in range(1, num_threads() + 1):
+        with one_torch_thread(num):
             results.append(run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)]))
             results.append(run(sequences, [lengths, *([num] * len(sequences) for num in decodes)]))
             if has_single_queries:

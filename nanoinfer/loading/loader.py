@@ -143,7 +143,6 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     paths = [path.resolve() for path in checkpoint.weight_files]
     states = [(state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in map(Path.stat, paths)]
     model, weights = on_meta(checkpoint)
-    stored_as = weights.stored_as
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
     if config.lora:
         from nanoinfer.loading.formats.lora import LoraWeights
@@ -162,7 +161,8 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     held = HeldWeights({} if config.quantization else places, origin)
     for_kernels = device.type == "cpu" and not config.enforce_eager
     if device.type == "cpu":
-        _compare_memory(model, config, stored_as, num_ranks=1 if shards is None else shards.size)
+        num_stored_bits = 8 * sum(size for _, size, *_ in states) / num_parameters
+        _compare_memory(model, config, num_stored_bits, num_ranks=1 if shards is None else shards.size)
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
@@ -175,26 +175,31 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     return model, held, num_parameters
 
 
-def _compare_memory(model: nn.Module, config: EngineConfig, stored_as: tuple[str, int] | None, num_ranks: int) -> None:
+def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: float, num_ranks: int) -> None:
     """Refuse weights that this machine cannot hold, because the system would kill the process while they are read.
 
-    Log what `quantization` would save for a quantised file. num_ranks: the processes that load at the same time.
+    Log what `quantization` would save for a quantised file. num_stored_bits: those of a weight in the files, on average.
+    num_ranks: the processes that load at the same time.
     """
     needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
-    runs_in, smaller = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch."), "int4"
-    if stored_as is not None or config.quantization:
-        from nanoinfer.loading.quantization import num_weight_bytes
+    runs_in = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch.")
+    if config.quantization or config.bits_of_draft or num_stored_bits < 12:
+        from nanoinfer.loading.quantization import num_linear_bytes, num_weight_bytes
     if config.quantization:
         needed = num_weight_bytes(model, config.quantization)
-    elif stored_as is not None:
-        smaller = "int4" if stored_as[1] <= 4 else "int8"
-        if needed - (num_bytes := num_weight_bytes(model, smaller)) >= 10**8:
-            text = "%s runs in %s and takes %.1f GB; quantization='%s' takes %.1f GB"
-            logger.warning(text, stored_as[0], runs_in, needed / 1e9, smaller, num_bytes / 1e9)
+    elif num_stored_bits < 12:
+        int8, int4 = (num_weight_bytes(model, name) for name in ("int8", "int4"))
+        if needed - int4 >= 10**8:
+            text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
+            logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
+    way_out = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    if config.bits_of_draft:
+        needed += num_linear_bytes(model, config.bits_of_draft)
+        way_out = f"leave out speculative_config, which rounds a copy of them, or {way_out}"
     if needed > available:
         raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; use "
-            + ("a smaller model" if runs_in == smaller else f"quantization={smaller!r} or a smaller model")
+            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; "
+            + way_out
         )
 
 

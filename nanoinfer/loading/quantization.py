@@ -40,19 +40,19 @@ class QuantizedLinear(nn.Module):
 
 def quantize_model(model: nn.Module, quantization: str) -> None:
     """Replace every nn.Linear by a QuantizedLinear, in place. Embeddings keep their tables."""
-    check_sizes(model, quantization)
+    check_sizes(model)
     for path, linear in [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization]))
 
 
-def check_sizes(model: nn.Module, quantization: str) -> None:
+def check_sizes(model: nn.Module) -> None:
     """Refuse a model with a layer whose number of inputs is not a multiple of MULTIPLE."""
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear and layer.in_features % MULTIPLE:
             raise UnsupportedError(
-                f"quantization={quantization!r} needs layers with inputs in multiples of {MULTIPLE}, and {name} has "
-                f"{layer.in_features}; leave quantization out"
+                f"weights in 8 or 4 bits need layers with inputs in multiples of {MULTIPLE}, and {name} has "
+                f"{layer.in_features}; leave out quantization, or speculative_config with method 'quantized'"
             )
 
 
@@ -62,19 +62,27 @@ def stored_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     return first if first is not None and first.bits <= bits else None
 
 
+def num_linear_bytes(model: nn.Module, bits: int) -> int:
+    """Return the bytes that a model's linear layers take in kernels with 8 or 4 bits."""
+    total = 0
+    for weight in _linear_weights(model):  # integers, and a scale in fp32 and a zero for each group
+        first = stored_integers(weight, bits)
+        group_size = _group_size(weight.shape[1], bits) if first is None else first.group_size
+        total += weight.numel() * bits // 8 + 5 * (weight.numel() // group_size)
+    return total
+
+
 def num_weight_bytes(model: nn.Module, quantization: str) -> int:
     """Return the bytes that a model's weights take in kernels with 8 or 4 bits. A tied head is in it once if it is exact."""
-    bits, total = BITS[quantization], 0
-    linears = {module.weight for module in model.modules() if type(module) is nn.Linear}
+    bits, linears = BITS[quantization], _linear_weights(model)
+    exact = {weight for weight in linears if stored_integers(weight, bits) is not None}
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for weight in model.parameters():
-        first = stored_integers(weight, bits) if weight in linears else None
-        if weight in linears:  # integers, and a scale in fp32 and a zero for each group
-            group_size = _group_size(weight.shape[1], bits) if first is None else first.group_size
-            total += weight.numel() * bits // 8 + 5 * (weight.numel() // group_size)
-        if weight not in linears or (weight in tables and first is None):
-            total += weight.numel() * torch.bfloat16.itemsize
-    return total
+    others = [weight for weight in model.parameters() if weight not in linears or weight in tables - exact]
+    return num_linear_bytes(model, bits) + sum(weight.numel() * torch.bfloat16.itemsize for weight in others)
+
+
+def _linear_weights(model: nn.Module) -> set[Tensor]:
+    return {module.weight for module in model.modules() if type(module) is nn.Linear}
 
 
 def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> Iterator[QuantizedWeight]:

@@ -81,7 +81,6 @@ class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
     has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
-    stored_as: tuple[str, int] | None = None  # the format of most matrices, and its bits. None: floats
     identity: Identity | None = None  # None: unknown
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:

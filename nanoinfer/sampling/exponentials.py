@@ -55,11 +55,12 @@ def log_softmax(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows voca
     """Compute the log-probabilities: logit - largest - log(total of exponentials)."""
     if logits.device.type != "cpu":
         return logits.log_softmax(dim=-1)
-    parts = logits.split(max(CACHED // logits.shape[-1], 1))
-    total = torch.cat([exponentials(part, 40).sum(dim=-1, keepdim=True) for part in parts]).double()
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    parts = below.split(max(CACHED // logits.shape[-1], 1))
+    total = torch.cat([on_cpu(part, table(40)).sum(dim=-1, keepdim=True) for part in parts]).double()
     mantissa, exponent = torch.frexp(total)
     s = (2 * mantissa - 1) / (2 * mantissa + 1)  # log(2 * mantissa) = 2 * atanh(s), a series, and s <= 1 / 3
     series = torch.zeros_like(s)
     for i in range(23, 0, -2):
         series = series * (s * s) + 1 / i
-    return (logits - logits.amax(dim=-1, keepdim=True)).sub_((2 * s * series + (exponent - 41) * LOG2).float())
+    return below.sub_((2 * s * series + (exponent - 41) * LOG2).float())

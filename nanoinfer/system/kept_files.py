@@ -7,15 +7,18 @@ killed. The file contains the number of bytes in the folder. A writer raises it 
 At the limit, the files that were used longest ago are removed. Readers need no lock, and must expect that any file is gone.
 """
 
+import errno
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from nanoinfer.errors import InvalidValueError, shown
+
+LOCK_SECONDS = 5.0
 
 
 class KeptFiles:
@@ -24,20 +27,33 @@ class KeptFiles:
     Args:
         folder: a folder that only the user can read and write. It must exist.
         max_bytes: the most bytes of all files.
-        pattern: matches the whole names of the files. Other files are left alone.
+        pattern: the names of the files, as in a shell. Other files are left alone.
     """
 
     def __init__(self, folder: Path, max_bytes: int, pattern: str) -> None:
-        self._folder, self._max_bytes, self._pattern = folder, max_bytes, re.compile(pattern)
+        self._folder, self._max_bytes, self._pattern = folder, max_bytes, pattern
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._patience = LOCK_SECONDS  # how long to wait for the lock
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Wait until no other process writes. None begins to write inside the context."""
+        """Wait until no other process writes. None begins to write inside the context.
+
+        Raises: TimeoutError after LOCK_SECONDS, because a process that is stopped keeps its lock. The next call does not wait.
+        """
         import fcntl
 
+        deadline, self._patience = time.monotonic() + self._patience, 0.0
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"another process has locked the folder for {LOCK_SECONDS:g} s") from error
+                    time.sleep(0.01)
+            self._patience = LOCK_SECONDS
             (self._folder / "writing").unlink(missing_ok=True)  # a half-written file of a process that was killed
             yield
         finally:
@@ -66,16 +82,15 @@ class KeptFiles:
         Call it inside `locked`. limit: None: max_bytes.
         """
         files = []
-        for entry in os.scandir(self._folder):
-            if self._pattern.fullmatch(entry.name):
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+        for path in self._folder.glob(self._pattern):
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                files.append((status.st_mtime_ns, status.st_size, path))
         num_bytes = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if num_bytes <= (self._max_bytes if limit is None else limit):
                 break
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             num_bytes -= size
         self._write_size(num_bytes)
         return num_bytes
@@ -89,6 +104,13 @@ class KeptFiles:
 
     def _write_size(self, num_bytes: int) -> None:
         os.pwrite(self._lock, f"{num_bytes:<31}\n".encode(), 0)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a kept file to read it. Raises: OSError, also for a FIFO, whose opening would wait for a writer."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return path.open("rb")
 
 
 def stamp(path: Path) -> None:
@@ -109,9 +131,10 @@ def private_folder(name: str | Path, setting: str) -> Path:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error  # without the path, which the message has
         raise InvalidValueError(f"{setting} must be a folder that can be made, got {shown(str(name))}: {reason}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):
         raise InvalidValueError(
-            f"{setting} must be a folder that only you can read and write, because its contents are private and are "
-            f"believed, got {shown(str(name))} with mode {status.st_mode & 0o777:o}; name a new folder, or use chmod 700"
+            f"{setting} must be a folder that only you can read and write, because its contents are private and are believed, "
+            f"got {shown(str(name))} of user {status.st_uid} with mode {status.st_mode & 0o777:o}; name a new folder, or use "
+            "chmod 700"
         )
     return folder

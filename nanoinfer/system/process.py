@@ -8,6 +8,7 @@ logger `nanoinfer`:
     number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
                            made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
                            OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has a single thread.
+                           If it sets more before it makes an engine, the kernels take them (`prepare_threads`, below).
     threads of kernels     the kernels' team keeps its threads, asleep, until the process ends. fast/cpu/program.cpp.
     current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
                            when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
@@ -106,12 +107,28 @@ def mapped_file_bytes() -> int:
         return 0
 
 
+num_kernel_threads = 0  # in a forked process, where torch has a single thread. 0: as many as torch
+
+
+def prepare_threads(*, is_forked: bool) -> None:
+    """Limit torch's threads before an engine is made. In a forked process let the kernels have them, and torch a single thread.
+
+    There torch's OpenMP would wait forever for threads that exist only in the process that made them. The kernels' threads are
+    made anew.
+    """
+    global num_kernel_threads
+    limit_threads()
+    if is_forked and torch.get_num_threads() > 1:
+        num_kernel_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        log_once(f"torch computes in one thread, because this process was forked, and the kernels in {num_kernel_threads}")
+
+
 @cache
 def limit_threads() -> None:
     """Limit torch, and with it our kernels, to as many threads as the container may use CPUs, and to one thread after a fork.
 
-    More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
-    forked process torch's OpenMP would wait forever for threads that exist only in the process that made them.
+    More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default.
     """
     if os.name == "posix":
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import chain
 
 import pytest
 import torch
@@ -33,12 +34,34 @@ def test_it_reports_what_the_machine_has_and_what_will_be_used(report):
     assert machine["nanoinfer"].startswith(nanoinfer.__version__)
     for name in ("system", "Python", "CPU", "CPU threads torch uses", "memory", "C++ compiler", "kernels are kept in"):
         assert machine[name]
-    assert machine["packed weights next to them"].endswith(" files, which can be deleted")
+    assert machine["compiled kernels"].endswith(" files")
+    assert machine["packed weights"].endswith(" files")
     assert engine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert engine["attention"]
     if not torch.cuda.is_available():
         assert engine["layers and attention computed by"].startswith(("C++ kernels", "torch, slowly: "))
         assert engine["threads of the kernels"] == f"{torch.get_num_threads()}; those that wait spin briefly, then sleep"
+
+
+def test_clear_removes_what_is_kept_and_nothing_else(tmp_path, monkeypatch):
+    cache, prefixes = tmp_path / "cache", tmp_path / "kv"
+    monkeypatch.setenv("NANOINFER_CACHE", str(cache))
+    kept = {
+        "compiled kernels": [cache / "kernels" / f"layers-{'0' * 16}-{'f' * 16}.so", cache / f"layers-{'0' * 16}.so"],
+        "packed weights": [cache / "packed" / f"{'a' * 32}.weights"],
+        f"prefixes in {prefixes}": [prefixes / f"{'b' * 66}.kv"],
+    }
+    others = [cache / "kernels" / "mine.so", cache / "packed" / "lock", prefixes / "notes.kv"]
+    for path in (*chain(*kept.values()), *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(2**20))
+    listed = {name: f"{len(paths)}.0 MiB in {len(paths)} files" for name, paths in kept.items()}
+    assert doctor.sizes(doctor.kept_files(str(prefixes))) == listed
+    assert f"prefixes in {prefixes}" not in doctor.kept_files(None)
+    result = CliRunner().invoke(app, ["doctor", "--clear", "--prefix-cache-dir", str(prefixes), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(others)
+    assert "packed weights    0.0 MiB in 0 files" in CliRunner().invoke(app, ["doctor", "--clear"]).stdout
 
 
 def test_every_backend_is_compared(report):

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -175,6 +176,37 @@ def test_two_stores_share_a_folder_and_its_limit(folder):
     other = new_files(folder, 5 * FILE_BYTES)
     assert other.find(entry(40)) is not None
     other.close()
+
+
+def test_a_fifo_under_a_blocks_name_is_not_found_and_is_replaced(folder):
+    [path] = keep(folder, 3)
+    path.unlink()
+    os.mkfifo(path)
+    files = new_files(folder)
+    assert files.find(entry(3)) is None
+    files.keep(entry(3), 3, wait=True)
+    files.close()
+    assert path.is_file()
+
+
+def test_a_process_that_keeps_the_lock_delays_close_once(folder, monkeypatch):
+    """It may be stopped, or be on another machine."""
+    monkeypatch.setattr(block_files, "WAITING_BYTES", 2 * FILE_BYTES)
+    monkeypatch.setattr(kept_files, "LOCK_SECONDS", 0.3)
+    keep(folder, 100)
+    files = new_files(folder)
+    with (folder / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def keep_all():
+            for key in range(50):
+                files.keep(entry(key), 0, wait=True)
+            files.close()
+
+        thread = threading.Thread(target=keep_all, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_what_a_killed_process_left_is_removed_and_foreign_files_are_left_alone(folder):

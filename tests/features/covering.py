@@ -26,7 +26,7 @@ FACTORS = {
     "model": ("full attention", "sliding windows", "attention sinks", "states", "experts"),
     "dtype": ("float32", "bfloat16", "float16"),
     "quantization": ("", "int8", "int4"),
-    "drafts": ("", "drafts: n-gram", "drafts: dense model", "drafts: model of this kind", "drafts: MTP"),
+    "drafts": ("", "drafts: n-gram", "drafts: dense model", "drafts: model of this kind", "drafts: MTP", "drafts: quantized"),
     "adapters": ("", "adapter per request"),
     "disk": ("", "prefix_cache_dir"),
     "async": ("", "async scheduling"),
@@ -65,6 +65,7 @@ NAMES = {
     "drafts: dense model": ("speculative_config",),
     "drafts: model of this kind": ("speculative_config", "the draft model"),
     "drafts: MTP": ("speculative_config", "'mtp'", "states", "Qwen3_5ForCausalLM"),  # only models with states have it
+    "drafts: quantized": ("speculative_config",),
     "adapter per request": ("enable_lora", "lora_request"),
     "prefix_cache_dir": ("prefix_cache_dir",),
     "async scheduling": ("async_scheduling",),

@@ -44,7 +44,7 @@ FAULTS = [
     Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),
     Fault("fast/cpu/tile_linear.cpp", "step < num_steps; step++) {", "step <= num_steps; step++) {", "tile_linear"),
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
-    Fault("fast/cpu/quantized_linear.cpp", "i < group_size; i++) largest", "i <= group_size; i++) largest", "quantized_linear"),
+    Fault("fast/cpu/quantized_linear.cpp", "i < group_size; i += LANES", "i <= group_size; i += LANES", "quantized_linear"),
     Fault("fast/cpu/linear.h", "load(call.bias + first, num)", "load(call.bias + first)", "dense_linear"),
     Fault("fast/cpu/lora.h", "i < change.rank", "i <= change.rank", "tile_linear"),
     Fault("fast/cpu/vectors.h", "memcpy(&vector, from, num *", "memcpy(&vector, from, (num + 1) *", "layers"),

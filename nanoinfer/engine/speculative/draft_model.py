@@ -16,7 +16,7 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 
 @dataclass(slots=True)
-class _Draft:
+class Draft:
     """The draft of one sequence while it grows."""
 
     twin: Sequence
@@ -40,7 +40,7 @@ class DraftModelProposer:
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return at most limits[i] draft ids for sequences[i], and no ids if the draft model's cache is full."""
-        drafts = [_Draft(self._twin(seq), limit) for seq, limit in zip(sequences, limits, strict=True)]
+        drafts = [Draft(self._twin(seq), limit) for seq, limit in zip(sequences, limits, strict=True)]
         while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
             if (plan := self._plan(running)) is None:
                 break
@@ -86,7 +86,7 @@ class DraftModelProposer:
     def _compute(self, plan: StepPlan) -> StepOutput:
         return self._executor.collect(self._executor.launch(plan, None))
 
-    def _plan(self, drafts: list[_Draft]) -> StepPlan | None:
+    def _plan(self, drafts: list[Draft]) -> StepPlan | None:
         """Plan a step for the twins that fit. A twin that does not fit stops drafting. Returns None if none fits."""
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens

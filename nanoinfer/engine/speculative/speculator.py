@@ -30,7 +30,7 @@ from nanoinfer.tracing import TokensDrafted, Tracer
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
-RECOVERY = 0.01  # how fast the estimate of a sequence that drafts nothing returns to INITIAL_ACCEPTANCE
+RECOVERY = 0.003  # how fast estimates return to INITIAL_ACCEPTANCE while a sequence drafts nothing
 COST_MEMORY = 0.95  # the weight of the old averages when a step is added to StepCost
 OUTLIER = 4  # a longer step counts as this many times the average, because something was compiled or others had the CPU
 FADING = 0.995  # decay per step that says nothing about the cost of a row, so that drafts are tried again
@@ -68,16 +68,18 @@ class StepCost:
     def __init__(self) -> None:
         self.seconds_per_row = 0.0  # the slope b
         self.seconds_per_draft_token = 0.0  # the time to propose a draft token
-        self._averages = np.zeros(5)  # the averages of rows, rows**2, seconds, rows * seconds, tokens
+        self._seconds_proposing = 0.0  # of the step that comes
+        self._averages = np.zeros(6)  # the averages of rows, rows**2, seconds, rows * seconds, tokens, seconds proposing
 
     def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Add a decode step that computed num_rows rows and gave num_tokens tokens in `seconds`."""
         is_first = not self._averages.any()
         if not is_first:
             seconds = min(seconds, OUTLIER * self._averages[2])
-        latest = np.array([num_rows, num_rows**2, seconds, num_rows * seconds, num_tokens])
+        latest = np.array([num_rows, num_rows**2, seconds, num_rows * seconds, num_tokens, self._seconds_proposing])
+        self._seconds_proposing = 0.0
         self._averages += (1.0 if is_first else 1 - COST_MEMORY) * (latest - self._averages)
-        rows, rows_squared, average_seconds, rows_times_seconds, _ = self._averages.tolist()
+        rows, rows_squared, average_seconds, rows_times_seconds, *_ = self._averages.tolist()
         variance = rows_squared - rows**2
         if variance > 0.1:
             self.seconds_per_row = max((rows_times_seconds - rows * average_seconds) / variance, 0.0)
@@ -89,7 +91,8 @@ class StepCost:
         """Return proposer.propose(sequences, limits), and measure the time that it takes."""
         start = time.perf_counter()
         drafts = proposer.propose(sequences, limits)
-        seconds = (time.perf_counter() - start) / max(sum(map(len, drafts)), 1)
+        self._seconds_proposing = time.perf_counter() - start
+        seconds = self._seconds_proposing / max(sum(map(len, drafts)), 1)
         old = COST_MEMORY if self.seconds_per_draft_token else 0.0
         self.seconds_per_draft_token += (1 - old) * (seconds - self.seconds_per_draft_token)
         return drafts
@@ -100,9 +103,9 @@ class StepCost:
         Draft i counts only if all before it are right, so it gives acceptance^i tokens on average. It pays if that is more than
         the average number of tokens that the engine generates in the time of one draft.
         """
-        _, _, average_seconds, _, tokens = self._averages.tolist()
+        _, _, average_seconds, _, tokens, proposing = self._averages.tolist()
         seconds = self.seconds_per_row + self.seconds_per_draft_token
-        tokens_in_that_time = tokens / average_seconds * seconds if average_seconds else 0.0
+        tokens_in_that_time = tokens / (average_seconds + proposing) * seconds if average_seconds else 0.0
         num, expected = 0, acceptance
         while num < limit and expected > tokens_in_that_time:
             num, expected = num + 1, expected * acceptance
@@ -139,24 +142,29 @@ class Speculator:
         self._tracer = tracer
         self._cost = StepCost()
         self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
+        self._initial_acceptance = INITIAL_ACCEPTANCE  # of a new sequence, as the latest drafts of all sequences were
 
     def add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
-        Drafts take only free blocks, the oldest sequence first. Blocks of wrong drafts stay with their sequence.
+        Drafts take only free blocks, the oldest sequence first. Blocks of wrong or missing drafts stay with their sequence.
         """
-        num_rows = len(plan.rows)
-        candidates, limits = [], []
-        for item in plan.scheduled:
-            limit = min(self._limit(item), self._max_num_rows - num_rows)
-            if limit > 0:
-                candidates.append(item.sequence)
-                limits.append(limit)
-                num_rows += limit
-        if not candidates:
+        if plan.block_copies:  # are made when the step begins, and a proposer may read the blocks before
             return plan
-        drafts = dict(zip(candidates, self._cost.time_proposal(self.proposer, candidates, limits), strict=True))
-        scheduled = [self._with_draft(item, drafts.get(item.sequence, [])) for item in plan.scheduled]
+        num_rows = len(plan.rows)
+        limits: dict[Sequence, int] = {}
+        for item in plan.scheduled:
+            if limit := self._allocate(item.sequence, min(self._limit(item), self._max_num_rows - num_rows)):
+                limits[item.sequence] = limit
+                num_rows += limit
+        if not limits:
+            return plan
+        proposed = self._cost.time_proposal(self.proposer, [*limits], [*limits.values()])
+        drafts = dict(zip(limits, proposed, strict=True))
+        for seq, draft in drafts.items():
+            if len(draft) < limits[seq]:
+                self._block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
+        scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
         drafting = [item for item in scheduled if item.draft_token_ids]
         if not drafting:
             return plan
@@ -179,9 +187,10 @@ class Speculator:
             self.metrics.num_accepted_tokens += num_accepted
             for position in range(num_accepted):
                 self.metrics.num_accepted_tokens_per_pos[position] += 1
-            acceptance = self._acceptance.get(item.sequence, INITIAL_ACCEPTANCE)
+            acceptance = self._acceptance.get(item.sequence, self._initial_acceptance)
             for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafted):
                 acceptance = MEMORY * acceptance + (1 - MEMORY) * is_right
+                self._initial_acceptance = MEMORY * self._initial_acceptance + (1 - MEMORY) * is_right
             self._acceptance[item.sequence] = acceptance
 
     def forget(self, seq: Sequence) -> None:
@@ -198,19 +207,19 @@ class Speculator:
         limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1, seq.num_free_tokens)
         if not self._config.adaptive or limit == 0:
             return limit
-        acceptance = self._acceptance.setdefault(seq, INITIAL_ACCEPTANCE)
+        acceptance = self._acceptance.setdefault(seq, self._initial_acceptance)
         num = self._cost.num_that_pay(acceptance, limit)
         if num == 0:
             self._acceptance[seq] += RECOVERY * (INITIAL_ACCEPTANCE - acceptance)
+            self._initial_acceptance += RECOVERY * (INITIAL_ACCEPTANCE - self._initial_acceptance)
         return num
 
-    def _with_draft(self, item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
-        """Allocate blocks for a draft, shortened to the free slots if too few blocks are free, and return the item with it."""
-        seq = item.sequence
-        while draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
-            draft = draft[:-1]
-        if not draft:
-            return item
-        copies = self._block_manager.allocate(seq, 1 + len(draft))
+    def _allocate(self, seq: Sequence, limit: int) -> int:
+        """Allocate blocks for at most `limit` drafts, fewer if too few blocks are free, and return for how many."""
+        while limit > 0 and not self._block_manager.can_allocate(seq, 1 + limit):
+            limit -= 1
+        if limit <= 0:
+            return 0
+        copies = self._block_manager.allocate(seq, 1 + limit)
         assert not copies, "the scheduler has copied the shared block that the newest token is written to"
-        return replace(item, draft_token_ids=tuple(draft))
+        return limit

@@ -26,6 +26,7 @@ from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.packs import Packed, Packs
+from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
@@ -74,7 +75,7 @@ def compile_model(
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
     weights = HeldWeights() if weights is None else weights
     if quantization:
-        check_sizes(model, quantization)
+        check_sizes(model)
     pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
     laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=Packs() if packs is None else packs)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
@@ -86,8 +87,7 @@ def compile_model(
             result = laid_out(fused)
             num_uses.subtract(fused.linears)
             for linear, start in fused.starts():
-                if isinstance(result, PackedLinear):
-                    weights.add_kernel_weight(linear, result, start)
+                weights.add_kernel_weight(linear, result, start)
                 if num_uses[linear] <= 0 and not keeps_plain:
                     linear.register_parameter("weight", None)
                     linear.register_parameter("bias", None)
@@ -213,6 +213,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
     try:
+        has_tiles()  # loads program.cpp, without which no kernel runs
         use_exponentials()
         runtime = replace(runtime, routes=(FewLogits(),))
         kernels = KernelBackend(
@@ -237,11 +238,28 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
-    compiled = compile_with(model, weights=runtime.weights)
+    drafts = config.bits_of_draft is not None and runtime.weights.shards is None
+    compiled = compile_with(model, weights=runtime.weights, keeps_plain=drafts)
     packs.keep()
-    if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
-        runtime = replace(runtime, routes=(FewLogits(packed),))
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
+    if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
+        runtime = replace(runtime, routes=(FewLogits(packed, runtime.model.compute_logits),))
+    if drafts:
+        drafter = _compile_drafter(model, compiled.model, f"int{config.bits_of_draft}", runtime.weights, adapters)
+        runtime = replace(runtime, drafter=cast(Model, drafter))
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch
     return replace(runtime, is_batch_independent=is_independent, in_step=one_torch_thread)
+
+
+def _compile_drafter(
+    model: nn.Module, compiled: nn.Module, quantization: str, weights: HeldWeights, adapters: "AdaptedLayers"
+) -> nn.Module:
+    """Compile a model again, with rounded weights, as the drafter of its compiled form. The plain weights are freed."""
+    packs, drafter = Packs(model, quantization), copied(model)
+    for path, module in compiled.named_modules():
+        if isinstance(module, KernelEmbedding):
+            _replace(drafter, path, module)  # of the model's own head, whose table is exact
+    drafter = compile_model(drafter, quantization, weights=weights, adapters=adapters, packs=packs).model
+    packs.keep()
+    return drafter

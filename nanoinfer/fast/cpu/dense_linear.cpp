@@ -40,11 +40,10 @@ template <int NUM, int WIDTH>
 void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t row,
              const StoredTerms* ahead, int num_ahead) {
     const int64_t num_terms = call.num_in / PER_TERM;
+    for (int i = 0; i < NUM; i++) fetch_outputs(call, batch, row + i, tile * TILE + first * LANES, WIDTH * LANES);
     Floats sums[NUM][WIDTH] = {};
     multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile) + first, VECTORS, num_terms, ahead, num_ahead);
-    for (int i = 0; i < NUM; i++) {
-        for (int j = 0; j < WIDTH; j++) write_outputs(call, batch, row + i, tile * TILE + (first + j) * LANES, sums[i][j]);
-    }
+    for (int i = 0; i < NUM; i++) write_outputs(call, batch, row + i, tile * TILE + first * LANES, sums[i]);
 }
 
 template <int WIDTH>

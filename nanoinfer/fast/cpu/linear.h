@@ -16,16 +16,30 @@ inline Floats activated(Floats x, int64_t activation) {
     return x;
 }
 
-// Write a vector of a row's outputs, from `first` on. They are fewer where the layer ends.
+// Fetch the memory of a row's outputs, from `first` on, while their sums are computed. At many rows it is in no near cache, and
+// the writes would hold up the next sums: for 4% of the time of 64 rows and 6 to 13% of 1,023 (AMD EPYC, AVX512-BF16).
 template <class Call>
-void write_outputs(const Call& call, const Batch& batch, int64_t row, int64_t first, Floats sums) {
-    const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
-    if (call.bias) sums += load(call.bias + first, num);
-    if (has_adapters(call.adapted, batch)) add_products_with_b(*call.adapted, row, first, sums);
-    sums = activated(sums, call.activation);
-    if (const Number* factor = call.factor.template row<Number>(batch, row)) sums *= load(factor + first, num);
-    if (const Number* residual = call.residual.template row<Number>(batch, row)) sums += load(residual + first, num);
-    store(call.out.template row<Number>(batch, row) + first, sums, num);
+void fetch_outputs(const Call& call, const Batch& batch, int64_t row, int64_t first, int num) {
+    const Number* out = call.out.template row<Number>(batch, row) + first;
+    for (int i = 0; i < num; i += 64 / sizeof(Number)) __builtin_prefetch(out + i, 1);
+}
+
+// Write outputs of a row, from `first` on. They are fewer than the sums where the layer ends.
+template <class Call, int VECTORS>
+void write_outputs(const Call& call, const Batch& batch, int64_t row, int64_t first, const Floats (&sums)[VECTORS]) {
+    const Number* factor = call.factor.template row<Number>(batch, row);
+    const Number* residual = call.residual.template row<Number>(batch, row);
+    Number* out = call.out.template row<Number>(batch, row);
+    for (Floats x : sums) {
+        const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
+        if (call.bias) x += load(call.bias + first, num);
+        if (has_adapters(call.adapted, batch)) add_products_with_b(*call.adapted, row, first, x);
+        x = activated(x, call.activation);
+        if (factor) x *= load(factor + first, num);
+        if (residual) x += load(residual + first, num);
+        store(out + first, x, num);
+        first += LANES;
+    }
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 """Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
 
 In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
-this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in
-$NANOINFER_CACHE, or in the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If the folder cannot be
-written, every process compiles. Without a compiler, the libraries of the package are loaded, if `make wheel` has built it and
-they have these sizes, and otherwise the engine runs the plain definitions.
+this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in the
+folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If
+it cannot be written, or others can write there too, every process compiles. Without a compiler, the libraries of the package
+are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the plain definitions.
 
-Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the complete library to its
-place, so that no process loads half a file.
+A library that is cut ends the process that loads it, so the file's name has a digest of its content, which is checked before.
+Several processes may compile the same kernel at once. Each moves its complete library to its place.
 """
 
 import ctypes
@@ -28,12 +28,14 @@ from typing import NamedTuple
 
 import torch
 
-from nanoinfer.errors import UnsupportedError, first_line
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.system.kept_files import opened, private_folder
 
 logger = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-I", str(HEADERS))
+PATTERN = "*-" + "[0-9a-f]" * 16 + ".so"  # of the names of libraries that are kept
 LIBRARIES = HEADERS / "libraries"  # of a wheel (tools/libraries.py): a folder for each of LEVELS
 TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts. Some know neither name
 
@@ -75,48 +77,76 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
     target = find_target()
     if isinstance(target, Level):
-        try:
-            return ctypes.CDLL(str(target.library(source, *definitions)))
-        except OSError as error:
-            sizes = " ".join(definitions) or "no definitions"
-            raise UnsupportedError(
-                f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
-                "install g++ or clang++"
-            ) from error
+        if (found := _intact(LIBRARIES / target.name, target.name_of(source, *definitions))) is not None:
+            return found
+        sizes = " ".join(definitions) or "no definitions"
+        raise UnsupportedError(
+            f"there is no C++ compiler, and the package has no {source.name} with {sizes} for {target.name}; "
+            "install g++ or clang++"
+        )
     command = [*target.command, *(f"-D{definition}" for definition in definitions)]
-    name, folder = _name(source, *command, target.macros, processor()), cache_folder()
-    with suppress(OSError):  # not compiled yet, or damaged
-        return ctypes.CDLL(str(folder / name))
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
-    _announce(str(folder), is_writable)
-    with tempfile.TemporaryDirectory(dir=folder if is_writable else None) as temporary:
-        library = Path(temporary, name)
-        _run([*command, "-shared", str(source), "-o", str(library)])
-        try:
-            loaded = ctypes.CDLL(str(library))
-        except OSError as error:
-            raise UnsupportedError(f"{source.name} was compiled and cannot be loaded: {first_line(error)}") from error
-        with suppress(OSError):
-            os.replace(library, folder / name)
-    return loaded
+    name = _name(source, *command, target.macros, processor())
+    if (found := _kept(name)) is not None:
+        return found
+    _log(logging.INFO, "compiling kernels for this processor, once (some seconds)")
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            library = Path(temporary, name)
+            _run([*command, "-shared", str(source), "-o", str(library)])
+            _keep(library)
+            return _kept(name) or ctypes.CDLL(str(library))
+    except OSError as error:
+        raise UnsupportedError(f"{source.name} cannot be compiled and loaded: {first_line(error)}") from error
+
+
+def _folder() -> Path:
+    return private_folder(cache_folder() / "kernels", "NANOINFER_CACHE/kernels")
+
+
+def _kept(name: str) -> ctypes.CDLL | None:
+    with suppress(InvalidValueError):
+        return _intact(_folder(), name)
+    return None
+
+
+def _intact(folder: Path, name: str) -> ctypes.CDLL | None:
+    """Load the library of a name, or return None if there is none, or if it is damaged."""
+    for path in folder.glob(f"{name}-*.so"):
+        with suppress(OSError), opened(path) as file:
+            if path.name == file_name(name, file.read()):
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def file_name(name: str, content: bytes) -> str:
+    """Return the name of a library's file, which has a digest of its content."""
+    return f"{name}-{_digest(content)}.so"
+
+
+def _keep(library: Path) -> None:
+    """Copy a library into the folder. If that fails, it is logged."""
+    try:
+        folder = _folder()
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            os.replace(shutil.copy(library, temporary), folder / file_name(library.name, library.read_bytes()))
+    except (OSError, InvalidValueError) as error:
+        _log(logging.WARNING, f"every process compiles its kernels, because they cannot be kept: {first_line(error)}")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _name(source: Path, *made_with: str) -> str:
-    """Return a library's file name, which has a digest of its sources and of what they are compiled with."""
+    """Return a library's name, which has a digest of its sources and of what they are compiled with."""
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
-    return f"{source.stem}-{hashlib.sha256(chr(0).join([*made_with, *texts]).encode()).hexdigest()[:16]}.so"
+    return f"{source.stem}-{_digest(chr(0).join([*made_with, *texts]).encode())}"
 
 
 @cache
-def _announce(folder: str, is_writable: bool) -> None:
-    """Log once that compiling takes seconds."""
-    if is_writable:
-        logger.info("compiling kernels for this processor, once (some seconds)")
-        return
-    way_out = "set NANOINFER_CACHE to a folder that can be written"
-    logger.warning("compiling kernels, as every process will, because %s cannot be written; %s", folder, way_out)
+def _log(level: int, text: str) -> None:
+    """Log a line once, although a model has several kernels."""
+    logger.log(level, "%s", text)
 
 
 def cache_folder() -> Path:
@@ -176,10 +206,10 @@ class Level(NamedTuple):
     def origin(self) -> str:
         return f"of the package, for {self.name}"
 
-    def library(self, source: Path, *definitions: str) -> Path:
-        """Return the place of a library. Other sources, options or definitions have another place."""
+    def name_of(self, source: Path, *definitions: str) -> str:
+        """Return the name of a library. Those of other sources, options or definitions have another name."""
         made_with = *OPTIONS[:-1], *self.options, *sorted(definitions)  # without the folder of the headers
-        return LIBRARIES / self.name / _name(source, *made_with)
+        return _name(source, *made_with)
 
 
 _V3 = "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"
@@ -215,7 +245,12 @@ def find_compiler() -> Compiler:
     Raises:
         UnsupportedError: there is none. The message lists what was tried.
     """
-    given, tried = shlex.split(os.environ.get("CXX", "")), []
+    try:
+        given, tried = shlex.split(os.environ.get("CXX", "")), []
+    except ValueError as error:
+        raise UnsupportedError(
+            f"CXX must be a compiler and its options, as in a shell, got {os.environ['CXX']!r}: {error}"
+        ) from error
     for name, *options in [given] if given else [["g++"], ["clang++"], ["c++"]]:
         path = shutil.which(name)
         if path is None:
@@ -242,7 +277,10 @@ def _examine(*command: str) -> Compiler:
 
 def _run(command: Sequence[str]) -> str:
     """Run the compiler and return what it prints. Raises: UnsupportedError with its first error."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise UnsupportedError(first_line(error)) from error
     if done.returncode:
         lines = done.stderr.splitlines() or [f"{command[0]} fails with exit status {done.returncode} and no message"]
         raise UnsupportedError(next((line for line in lines if "error" in line or "cannot find" in line), lines[0]))

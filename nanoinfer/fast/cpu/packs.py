@@ -38,10 +38,11 @@ from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.loading.weights import StoredParameter
-from nanoinfer.system.kept_files import KeptFiles, private_folder, stamp
+from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
 
+PATTERN = "[0-9a-f]" * 32 + ".weights"  # of the names
 MAX_BYTES = 2**34  # of all files
 MIN_BYTES = 2**26  # of a model's arrays. Fewer are packed in less than 0.3 s
 ALIGNMENT = 64  # of a weight, as the kernels expect it
@@ -142,12 +143,12 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
         parts: list[bytes | memoryview] = [head]
         for array in chain(*arrays.values()):
             parts += [array.numpy().data, bytes(-array.nbytes % ALIGNMENT)]
-        with closing(KeptFiles(path.parent, MAX_BYTES, r"[0-9a-f]{32}\.weights")) as files, files.locked():
-            for other in path.parent.glob("*.weights"):
+        with closing(KeptFiles(path.parent, MAX_BYTES, PATTERN)) as files, files.locked():
+            for other in path.parent.glob(PATTERN):
                 with suppress(OSError, ValueError):
                     if not all(map(os.path.exists, _read_index(other)[0]["checkpoint"])):
                         other.unlink()  # the model was removed
-            with suppress(OSError), path.open("rb") as file:
+            with suppress(OSError), opened(path) as file:
                 if file.read(len(head)) == head:
                     return  # another process was faster
             files.write(path, parts)
@@ -155,7 +156,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
 
 def _read_index(path: Path) -> tuple[dict[str, Any], int]:
     """Return a file's index, and where its arrays begin. Raises: ValueError if it is damaged."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         digest, text = file.readline(65), file.readline()
         if digest != _digest(text) + b"\n":
             raise ValueError("its index is damaged")

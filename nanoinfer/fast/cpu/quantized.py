@@ -24,7 +24,7 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of, write_outputs
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import quantized, stored_integers
+from nanoinfer.loading.quantization import quantize, quantized, stored_integers
 from nanoinfer.loading.weights import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class QuantizedLinearCall(ctypes.Structure):
 
 
 class PackedQuantizedLinear:
-    """A linear layer in the layout of quantized_linear.cpp: see PackedLinear. The rows are in bfloat16.
+    """A linear layer in the layout of quantized_linear.cpp: see PackedLinear. The rows have the dtype of the plain weights.
 
     Raises:
-        UnsupportedError: the kernel cannot be compiled.
+        UnsupportedError: the kernel does not support the dtype, or cannot be compiled.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class PackedQuantizedLinear:
         kept: Sequence[UInt8[Tensor, " bytes"]] = (),
     ) -> None:
         source = Path(__file__).with_name("quantized_linear.cpp")
-        definitions = native.streamed(), "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
+        self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, fused.linears[0].weight.dtype
+        tiles = tile_definitions(torch.bfloat16, self.num_in)  # the products are those of integers, in any dtype
+        definitions = native.streamed(), *native.definitions_of(self.dtype), *tiles
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weights, bias = [linear.weight for linear in fused.linears], fused.merged_bias()
-        self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
         self.is_exact = all(stored_integers(weight, bits) for weight in weights)
         start, num_tiles = 0, -(-self.num_out // TILE)  # the last tile is padded with zeros
         self._arrays: tuple[Tensor, ...] = ()
@@ -71,16 +72,28 @@ class PackedQuantizedLinear:
             dtypes = torch.int32, torch.float32, torch.uint8
             self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=True))
         for piece in () if kept else quantized(weights, bits):
-            columns = _words(piece), piece.scales, piece.zeros
+            columns = _columns(piece)
             self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
-            for tiles, values in zip(self._arrays, columns, strict=True):
-                write_outputs(tiles, values, start)
+            self._write(columns, start)
             start += len(piece.scales)
         num_groups = self._arrays[1].shape[1]
         self.scratch_bytes = self.num_in + 8 * num_groups  # integers, and a scale and a sum per group
-        self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
+        self._bias = None if bias is None else bias.detach()
         self._sizes = self.num_out, self.num_in, self.num_in // num_groups, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype, adapters)
+
+    def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
+        """Replace the weight, which is rounded, or the bias of the outputs from `start` on: see PackedLinear.write."""
+        if name == "bias":
+            assert self._bias is not None
+            self._bias[start : start + len(values)] = values
+        else:
+            _, _, group_size, bits, _ = self._sizes
+            self._write(_columns(quantize(values, bits, group_size)), start)
+
+    def _write(self, columns: Sequence[Tensor], start: int) -> None:
+        for tiles, values in zip(self._arrays, columns, strict=True):
+            write_outputs(tiles, values, start)
 
     def rows(self, outputs: Int[Tensor, " n"]) -> Float[Tensor, "n in"]:
         """Return the weights of some outputs."""
@@ -106,10 +119,12 @@ class PackedQuantizedLinear:
         )
 
 
-def _words(weight: QuantizedWeight) -> Int32[Tensor, "out words"]:
-    """Return the integers of four inputs in a word. In 4 bits, the upper halves of the bytes are the next four."""
+def _columns(weight: QuantizedWeight) -> tuple[Int32[Tensor, "out words"], Tensor, Tensor]:
+    """Return the integers, four inputs in a word, the scales and the zeros.
+
+    In 4 bits, the upper halves of a word's bytes are the next four inputs.
+    """
     words = weight.integers.unflatten(1, (-1, 4))
     if weight.bits == 4:
         words = words[:, ::2] | words[:, 1::2] << 4
-    laid_out: Tensor = words.flatten(1).contiguous().view(torch.int32)
-    return laid_out
+    return words.flatten(1).contiguous().view(torch.int32), weight.scales, weight.zeros

@@ -26,13 +26,7 @@ constexpr int TILE = 2 * LANES;    // outputs that are computed together, and li
 constexpr int FETCH_AHEAD = 4096;  // bytes of weights
 constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
-
-float widened(Number number) {  // one by one, which the compiler turns into vectors
-    const uint32_t bits = uint32_t(number) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
+constexpr int LARGEST_GROUP = 128;
 
 // The rounded rows.
 struct RoundedRows {
@@ -42,13 +36,18 @@ struct RoundedRows {
 };
 
 void quantize(const Number* x, int group_size, int8_t* integers, float* scale, int32_t* sum) {
-    uint32_t largest = 0;  // as bits, so that NaN is larger than any number
-    for (int i = 0; i < group_size; i++) largest = std::max(largest, uint32_t(x[i] & 0x7fff));
-    const float limit = widened(Number(largest)), factor = limit > 0 ? 127 / limit : 0;
+    alignas(64) float values[LARGEST_GROUP];
+    for (int i = 0; i < group_size; i += LANES) put(values + i, load(x + i));
+    uint32_t bits[LARGEST_GROUP], largest = 0;  // as bits, so that NaN is larger than any number
+    std::memcpy(bits, values, sizeof bits);
+    for (int i = 0; i < group_size; i++) largest = std::max(largest, bits[i] & 0x7fffffff);
+    float limit;
+    std::memcpy(&limit, &largest, sizeof limit);
+    const float factor = limit > 0 ? 127 / limit : 0;
     *scale = limit / 127;
     int32_t total = 0;
-    for (int i = 0; i < group_size; i++) {
-        integers[i] = int8_t(nearest(widened(x[i]) * factor));
+    for (int i = 0; i < group_size; i++) {  // number by number, which the compiler turns into vectors
+        integers[i] = int8_t(nearest(values[i] * factor));
         total += integers[i];
     }
     *sum = total;
@@ -80,6 +79,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
     const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
     const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
     const int8_t* x = rows.integers + first * num_in;
+    for (int row = 0; row < NUM; row++) fetch_outputs(layer, batch, first + row, tile * TILE, TILE);
     Floats total[NUM][2] = {};
     for (int64_t g = 0; g < num_groups; g++) {
         const int64_t index = tile * num_groups + g, place = first * num_groups + g;
@@ -134,11 +134,7 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
             }
         }
     }
-    for (int row = 0; row < NUM; row++) {
-        for (int half = 0; half < 2; half++) {
-            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
-        }
-    }
+    for (int row = 0; row < NUM; row++) write_outputs(layer, batch, first + row, tile * TILE, total[row]);
 }
 
 #ifdef TILES
@@ -193,11 +189,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
             }
         }
     }
-    for (int row = 0; row < num_rows; row++) {
-        for (int half = 0; half < 2; half++) {
-            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
-        }
-    }
+    for (int row = 0; row < num_rows; row++) write_outputs(layer, batch, first + row, tile * TILE, total[row]);
 }
 #endif
 

@@ -2,7 +2,8 @@
 
 In: the hidden rows of a few sequences. Out: logits with the bits of the plain head, and -infinity in place of logits that are
 smaller than the k largest. It is for greedy rows and for top_k, also with min_p, top_p and a temperature, and for the rows of
-drafts. All logits are computed for other rows, for log-probabilities, and where a stage before the temperature changes logits.
+drafts. All logits are computed for other rows, by drafters that share the head, for log-probabilities, and where a stage before
+the temperature changes logits.
 
 A token of one stream takes the time of reading all weights, and the copy has half of the head's bytes in bfloat16.
 """

@@ -12,6 +12,8 @@ from functools import cache
 
 import torch
 
+from nanoinfer.system import process
+
 
 class _Step(threading.local):
     num_threads = 0  # of the kernels, while this thread computes a step
@@ -21,24 +23,23 @@ _step = _Step()
 
 
 def num_threads() -> int:
-    """Return the number of threads of a kernel: torch.get_num_threads(), as it was when the step began."""
-    return _step.num_threads or torch.get_num_threads()
+    """Return the number of threads of a kernel: torch's when the step began, unless the process was forked."""
+    return _step.num_threads or process.num_kernel_threads or torch.get_num_threads()
 
 
 @contextmanager
 def one_torch_thread(num_kernel_threads: int | None = None) -> Iterator[None]:
     """Run torch's operators on the calling thread alone, also those of a user's functions that a step calls.
 
-    num_kernel_threads: the number of threads of a kernel. None: torch's number before.
+    num_kernel_threads: the number of threads of a kernel. None: num_threads() before.
     """
-    num = torch.get_num_threads()
-    if num == 1:  # also if a step has begun
+    if _step.num_threads:  # a step has begun
         yield
         return
+    num, _step.num_threads = torch.get_num_threads(), num_kernel_threads or num_threads()
     set_openmp, set_mkl = _setters()
     set_openmp(1)
     mkl_num = set_mkl(1)
-    _step.num_threads = num_kernel_threads or num
     try:
         yield
     finally:

@@ -91,11 +91,10 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
             if (num_multiplied != num_set) set_shapes(num_set = num_multiplied, TILE_BYTES, TILE_ROWS);
             multiply_block(sums, block, num_multiplied, weight, num_steps, (is_laid_out ? block.x : weight) + FETCH_AHEAD);
             for (int row = 0; row < num_rows; row++) {
-                for (int half = 0; half < 2; half++) {
-                    const int64_t first = tile * TILE + half * LANES;
-                    const float* from = sums[row / TILE_ROWS][half][row % TILE_ROWS];
-                    if (first < call->num_out) write_outputs(*call, batch, i * BLOCK + row, first, vector_at<Floats>(from));
-                }
+                const auto& tiles = sums[row / TILE_ROWS];
+                const int place = row % TILE_ROWS;
+                const Floats of_row[] = {vector_at<Floats>(tiles[0][place]), vector_at<Floats>(tiles[1][place])};
+                write_outputs(*call, batch, i * BLOCK + row, tile * TILE, of_row);
             }
         }
     }

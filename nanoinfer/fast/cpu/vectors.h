@@ -87,24 +87,27 @@ inline Numbers narrow(Floats x) {
 }
 #endif
 
-// The first `num` elements in memory as a vector, and back. A call of memcpy for a size that is not known takes longer than the rest.
+// The first `num` elements in memory as a vector, and back. A call of memcpy for a size that is not known takes longer than the rest,
+// and needs a variable of its own: it has an address, so it is not in a register.
 template <class Vector, class Element>
 inline Vector vector_at(const Element* from, int num = LANES) {
-    Vector vector = {};
-    if (num == LANES) {
-        std::memcpy(&vector, from, sizeof vector);
-    } else {
-        std::memcpy(&vector, from, num * sizeof(Element));
+    if (num < LANES) {
+        Vector part = {};
+        std::memcpy(&part, from, num * sizeof(Element));
+        return part;
     }
-    return vector;
+    Vector whole;
+    std::memcpy(&whole, from, sizeof whole);
+    return whole;
 }
 
 template <class Vector, class Element>
 inline void put(Element* to, Vector vector, int num = LANES) {
-    if (num == LANES) {
-        std::memcpy(to, &vector, sizeof vector);
+    if (num < LANES) {
+        const Vector part = vector;
+        std::memcpy(to, &part, num * sizeof(Element));
     } else {
-        std::memcpy(to, &vector, num * sizeof(Element));
+        std::memcpy(to, &vector, sizeof vector);
     }
 }
 

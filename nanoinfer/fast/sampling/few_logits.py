@@ -56,16 +56,18 @@ class FewLogits(Route):
 
     Attributes:
         head: computes the largest logits of a few rows in less time than all logits. None: the model has no such head.
+        all_logits: the function that computes all logits of this head. Rows of a drafter have another one.
     """
 
     head: "ScreenedLinear | None" = None
+    all_logits: Callable[[Tensor], Tensor] | None = None
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
         k = max(batch.columns.max_top_k, 1)
         needs_all = batch.row_groups.top_p_rows or batch.row_groups.other_rows
         if not rows.is_raw:
             logits = rows.logits
-        elif self.head is not None and self.head.pays(len(rows.hidden), k) and not needs_all:
+        elif self.head is not None and rows.head == self.all_logits and self.head.pays(len(rows.hidden), k) and not needs_all:
             logits = self.head.largest_logits(rows.hidden, k)
         else:
             logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time

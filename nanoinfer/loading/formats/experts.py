@@ -49,7 +49,7 @@ class ExpertWeights(DerivedWeights):
     def __init__(self, base: Weights, layout: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
         self.base, self._layout = base, layout
-        self.has_empty_biases, self.stored_as = base.has_empty_biases, base.stored_as
+        self.has_empty_biases = base.has_empty_biases
         self._sources: dict[str, tuple[str, int, slice]] = {}  # name -> a tensor of `base`, the expert, its outputs
         for name, info in base.items():
             match = _TENSOR.fullmatch(name)
@@ -60,7 +60,6 @@ class ExpertWeights(DerivedWeights):
                 if scales is None or (scales.shape, scales.dtype) != (info.shape[:-1], "U8") or info.shape[3] != 16:
                     continue
                 del self[_scales_of(name)]
-                self.stored_as = "MXFP4", 4
             del self[name]
             self._divide(name, info, match)
 

@@ -9,7 +9,6 @@ Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_*
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -53,12 +52,6 @@ class GGUFWeights(Weights):
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
         super().__init__((name, self._info(name)) for name in self._tensors)
-        num_bytes: Counter[str] = Counter()
-        for tensor in file.tensors.values():
-            num_bytes[tensor.block_type.name] += tensor.num_bytes
-        [(name, _)] = num_bytes.most_common(1)
-        if name not in _FLOATS:
-            self.stored_as = name, int(next(filter(str.isdigit, name)))  # Q4_K has 4 bits, and a little more for its scales
 
     def _info(self, name: str) -> TensorInfo:
         tensor = self._tensors[name]

@@ -29,7 +29,6 @@ class PackedWeights(DerivedWeights):
         self._settings = settings
         self._config_path = config_path
         self.read_settings()
-        self.stored_as = str(settings.get("quant_method")), self.bits
         layers = [name.removesuffix(self.suffixes[0]) for name in files if name.endswith(f".{self.suffixes[0]}")]
         self._shapes = {layer: self.shape_of(layer) for layer in layers}  # "model.layers.0.mlp.up_proj." -> [out, in]
         hidden = {layer + suffix for layer in layers for suffix in self.suffixes}

@@ -1,5 +1,8 @@
 """How many drafts pay, by the seconds that steps took."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 from nanoinfer.engine.speculative.speculator import StepCost
@@ -28,6 +31,17 @@ def test_the_last_draft_must_give_more_than_its_time_gives_otherwise(acceptance,
 
 def test_where_a_step_costs_in_proportion_to_its_rows_uncertain_drafts_do_not_pay():
     assert cost_of(lambda rows: 0.01 * rows).num_that_pay(0.2, 8) == 0
+
+
+def test_the_time_of_proposing_counts_where_drafts_are_not_cheap(monkeypatch):
+    """20 ms for a step and 10 ms for its drafts give three tokens, so 0.6 tokens come in the 6 ms of a draft and its row."""
+    clock = itertools.count(step=0.01)
+    monkeypatch.setattr("nanoinfer.engine.speculative.speculator.time.perf_counter", lambda: next(clock))
+    cost, proposer = StepCost(), SimpleNamespace(propose=lambda sequences, limits: [[5, 6]])
+    for rows in (1, 9) * 40:
+        cost.time_proposal(proposer, [], [])
+        cost.observe(rows, 3, 0.015 + 0.001 * rows)
+    assert cost.num_that_pay(0.8, 8) == 2
 
 
 def test_before_anything_was_measured_everything_is_tried():

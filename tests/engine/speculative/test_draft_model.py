@@ -147,7 +147,7 @@ def test_a_draft_model_with_different_ids_is_refused(qwen3_path, tmp_path):
     [
         ("ngram", InvalidTypeError, "must be a dict such as"),
         ({}, InvalidValueError, "needs a method"),
-        ({"method": "eagle"}, InvalidValueError, "must be 'ngram', 'draft_model', 'mtp', or a class .*, got 'eagle'"),
+        ({"method": "eagle"}, InvalidValueError, "must be 'ngram', 'draft_model', 'mtp', 'quantized', or .*, got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, InvalidValueError, "num_speculative_tokens must be in 1 .. 64"),
         (
             {"method": "ngram", "prompt_lookup_min": 5},

@@ -1,5 +1,7 @@
 """Drafts in the engine, with an executor that counts upwards: a right draft is the next number."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanoinfer import SamplingParams
@@ -139,6 +141,20 @@ def test_where_blocks_are_short_a_draft_is_cut_to_the_block_that_the_sequence_ha
     engine.step()
     assert drafts_of(engine) == [[(), ()], [(4, 5, 6, 7, 8), (54,)]]
     assert finish(engine, older, younger) == [list(range(3, 11)), list(range(53, 59))]
+
+
+def test_a_new_sequence_drafts_nothing_where_the_drafts_of_others_were_wrong():
+    engine = engine_with(CountingProposer(wrong_from=0), num_drafts=3, adaptive=True)
+    collect = engine.executor.collect
+    engine.executor.collect = lambda step: replace(collect(step), seconds={"forward": 0.02 + 0.01 * len(step.plan.rows)})
+    first = engine.add_request([1], params(max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    finish(engine, first, engine.add_request([101], params(max_tokens=30)))
+    num_before = len(engine.executor.launched)
+    assert any(draft for drafts in drafts_of(engine)[:num_before] for draft in drafts)
+    finish(engine, engine.add_request([201], params()))
+    assert not any(draft for drafts in drafts_of(engine)[num_before:] for draft in drafts)
 
 
 def test_a_step_has_no_more_rows_than_were_planned_for():

@@ -42,8 +42,11 @@ def test_without_a_compiler_the_library_of_the_package_is_loaded(package):
     assert native.load(package, "OTHER", "NUMBER=2").add(1) == 3
 
 
-@pytest.mark.parametrize("changed", ["source", "size", "option"])
-def test_no_library_of_other_sources_sizes_or_options_is_loaded(changed, package, monkeypatch):
+@pytest.mark.parametrize("changed", ["source", "size", "option", "damage"])
+def test_no_library_of_other_sources_sizes_or_options_and_no_damaged_library_is_loaded(changed, package, monkeypatch):
+    if changed == "damage":
+        (path,) = native.LIBRARIES.glob("*/*.so")
+        path.write_bytes(path.read_bytes()[:-1])
     if changed == "source":
         package.write_text(package.read_text().replace("+", "*"))
     if changed == "option":

@@ -1,7 +1,9 @@
 """A kernel is compiled once per machine, whatever happens to its file, and a failure has the compiler's own message."""
 
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -14,7 +16,7 @@ def source(tmp_path, monkeypatch):
     """A kernel in a folder of its own, and an empty cache."""
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "my cache"))
     native.load.cache_clear()
-    native._announce.cache_clear()
+    native._log.cache_clear()
     path = tmp_path / "my files" / "add.cpp"
     path.parent.mkdir()
     path.write_text('extern "C" int add(int x) { return x + NUMBER; }')
@@ -22,7 +24,7 @@ def source(tmp_path, monkeypatch):
 
 
 def kept(tmp_path):
-    return sorted((tmp_path / "my cache").iterdir())
+    return sorted((tmp_path / "my cache" / "kernels").iterdir())
 
 
 def test_a_kernel_is_compiled_once_for_each_source_and_each_definition(source, tmp_path, monkeypatch):
@@ -39,22 +41,84 @@ def test_a_kernel_is_compiled_once_for_each_source_and_each_definition(source, t
     assert native.load(source, "NUMBER=2").add(5) == 10
 
 
-def test_a_damaged_library_is_compiled_again(source, tmp_path):
+@pytest.mark.parametrize("share", [0, 0.07, 0.5, 0.8, 0.999])
+@pytest.mark.parametrize("rest", [b"", b"\0"])
+def test_a_damaged_library_is_compiled_again(source, tmp_path, share, rest):
+    """One that was cut would end the process with SIGBUS or SIGSEGV."""
+    native.load(source, "NUMBER=2")
+    (path,) = kept(tmp_path)
+    content = path.read_bytes()
+    start = content[: int(len(content) * share)]
+    path.unlink()  # this process has mapped it
+    path.write_bytes(start + rest * (len(content) - len(start)))
+    native.load.cache_clear()
+    assert native.load(source, "NUMBER=2").add(1) == 3
+    assert path.read_bytes() == content
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_in_a_librarys_place_is_replaced(source, tmp_path):
     native.load(source, "NUMBER=2")
     (path,) = kept(tmp_path)
     path.unlink()
-    path.write_bytes(b"\x7fELF")
+    os.mkfifo(path)
     native.load.cache_clear()
     assert native.load(source, "NUMBER=2").add(1) == 3
-    assert len(path.read_bytes()) > 1000
+    assert path.is_file()
 
 
-def test_without_a_writable_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(source, tmp_path, caplog):
-    (tmp_path / "my cache").write_text("a file")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the owners and modes of POSIX")
+@pytest.mark.parametrize("fault", ["mode", "owner"])
+def test_no_library_is_loaded_from_a_folder_that_others_can_write(source, tmp_path, caplog, monkeypatch, fault):
+    other = source.with_name("other.cpp")
+    other.write_text('extern "C" int add(int x) { return 666; }')
+    native.load(source, "NUMBER=2")
+    native.load(other)
+    mine, planted = kept(tmp_path)
+    assert (mine.name[:3], planted.name[:3]) == ("add", "oth")
+    name = mine.name.rpartition("-")[0] + planted.name[planted.name.rindex("-") :]
+    planted.rename(planted.with_name(name))
+    mine.unlink()
+    native.load.cache_clear()
+    assert native.load(source, "NUMBER=2").add(1) == 666  # the trap works
+    native.load.cache_clear()
+    if fault == "mode":
+        planted.parent.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert native.load(source, "NUMBER=2").add(1) == 3
+    [warning] = caplog.messages
+    assert "because they cannot be kept: NANOINFER_CACHE/kernels must be a folder that only you can read and write" in warning
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "no inode"])
+def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(
+    source, tmp_path, caplog, monkeypatch, obstacle
+):
+    if obstacle == "a file":
+        (tmp_path / "my cache").write_text("")
+    else:
+        mkdtemp = tempfile.mkdtemp
+
+        def full(suffix=None, prefix=None, dir=None):
+            if dir is not None:
+                raise OSError(28, "No space left on device", dir)
+            return mkdtemp(suffix, prefix)
+
+        monkeypatch.setattr(tempfile, "mkdtemp", full)
     assert native.load(source, "NUMBER=2").add(1) == 3
     assert native.load(source, "NUMBER=3").add(1) == 4
     [warning] = caplog.messages
-    assert "my cache cannot be written; set NANOINFER_CACHE to a folder that can be written" in warning
+    assert warning.startswith("every process compiles its kernels, because they cannot be kept: ")
+
+
+def test_without_a_temporary_folder_a_kernel_cannot_be_compiled(source, monkeypatch):
+    def no_folder(*given, **more):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_folder)
+    with pytest.raises(UnsupportedError, match=r"add\.cpp cannot be compiled and loaded: .*No usable temporary directory"):
+        native.load(source, "NUMBER=2")
 
 
 def test_it_says_once_that_kernels_are_compiled_and_nothing_when_they_are_kept(source, caplog):
@@ -62,7 +126,7 @@ def test_it_says_once_that_kernels_are_compiled_and_nothing_when_they_are_kept(s
     native.load(source, "NUMBER=2")
     native.load(source, "NUMBER=3")
     assert caplog.messages == ["compiling kernels for this processor, once (some seconds)"]
-    native._announce.cache_clear()
+    native._log.cache_clear()
     native.load.cache_clear()
     native.load(source, "NUMBER=2")
     assert len(caplog.messages) == 1
@@ -80,8 +144,9 @@ def test_processes_that_compile_the_same_kernel_at_once_all_get_it(source, tmp_p
 def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"error: .*NUMBER"):
         native.load(source)
+    assert kept(tmp_path) == []
     source.write_text('extern "C" int missing(); extern "C" int add() { return missing(); }')
-    with pytest.raises(UnsupportedError, match=r"add\.cpp was compiled and cannot be loaded: .*undefined symbol: missing"):
+    with pytest.raises(UnsupportedError, match=r"add\.cpp cannot be compiled and loaded: .*undefined symbol: missing"):
         native.load(source)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(UnsupportedError, match=r"works \(false: .*/false fails with exit status 1 and no message\); install"):
@@ -91,4 +156,12 @@ def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path
         UnsupportedError, match=r"works \(there is no nothing-like-this\); install g\+\+ or clang\+\+, or name one in CXX"
     ):
         native.load(source)
-    assert kept(tmp_path) == []
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(UnsupportedError, match=r"CXX must be a compiler .* got 'g\+\+ \"': No closing quotation"):
+        native.load(source)
+    program = tmp_path / "not-a-program"
+    program.write_bytes(b"\0")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.raises(UnsupportedError, match=r"works \(.*not-a-program: .*Exec format error.*\); install"):
+        native.load(source)

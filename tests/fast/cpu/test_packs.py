@@ -33,9 +33,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, detokenize=Fals
 def folder(tmp_path, monkeypatch):
     """The folder of packed weights, in a cache that has the libraries of this process's cache."""
     cache = tmp_path / "cache"
-    cache.mkdir()
-    for library in native.cache_folder().glob("*.so"):
-        (cache / library.name).symlink_to(library)
+    (cache / "kernels").mkdir(mode=0o700, parents=True)
+    for library in native.cache_folder().glob("kernels/*.so"):
+        (cache / "kernels" / library.name).symlink_to(library)
     monkeypatch.setenv("NANOINFER_CACHE", str(cache))
     monkeypatch.setattr(packs, "MIN_BYTES", 0)
     return cache / "packed"

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from nanoinfer.fast.cpu import native
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import native, program
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.slow]
 
@@ -174,3 +176,15 @@ def test_any_number_of_threads_and_two_engines_at_once_give_the_same_bits(found)
 
 def test_an_idle_team_sleeps(found):
     assert found["idle"] < 0.1
+
+
+def test_without_the_team_of_threads_the_model_runs_as_it_is(monkeypatch, caplog):
+    def missing():
+        raise UnsupportedError("there is no program.cpp")
+
+    monkeypatch.setattr(program, "_library", missing)
+    program.has_tiles.cache_clear()
+    llm = LLM("tiny-qwen3", kv_cache_memory=2**22)
+    assert not llm.batch_independent
+    assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
+    assert "runs without its C++ kernels, which are faster: there is no program.cpp" in caplog.text

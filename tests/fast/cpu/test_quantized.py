@@ -80,9 +80,20 @@ def test_a_layer_computes_its_definition_and_a_row_has_the_same_bits_alone_and_i
 
 @torch.inference_mode()
 @BITS
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2**-20), (torch.float16, 2**-10)])
+def test_rows_may_be_float32_or_float16(dtype, tolerance, bits):
+    layer, x, residual = example(SIZES[-1])
+    x, residual = x.to(dtype) + 2**-10, residual.to(dtype)  # numbers that bfloat16 does not have
+    out = kernel_of(layer.to(dtype), bits, "residual")(x, residual=residual)
+    assert out.dtype == dtype
+    assert error(out, by_definition(layer, x, residual, "residual", bits)) < tolerance
+
+
+@torch.inference_mode()
+@BITS
 def test_the_comparison_would_notice_a_lost_bias_a_wrong_scale_and_a_wrong_zero(bits):
     layer, x, residual = example((256, 50))
-    expected = by_definition(layer, x, residual, "plain", bits)
+    expected = by_definition(layer.bfloat16(), x, residual, "plain", bits)
     quantized = kernel_of(layer, bits)
     assert error(quantized(x), expected) < 2**-7
     for index in range(3):  # weight, scales, zeros
@@ -127,14 +138,14 @@ def test_no_weight_moves_by_more_than_a_step_and_most_by_less_than_half_of_one(b
 @BITS
 def test_a_row_that_is_not_finite_stays_so_and_changes_no_other_row(bits):
     layer, x, _ = example((96, 40))
-    quantized = kernel_of(layer, bits)
+    quantized = kernel_of(layer.bfloat16(), bits)
     expected = quantized(x[:3])
     x[0, 5], x[2, 90] = float("nan"), float("inf")
     out = quantized(x[:3])
     assert not out[0].isfinite().any()
     assert not out[2].isfinite().any()
     assert torch.equal(out[1], expected[1])
-    assert quantized(torch.zeros(1, 96, dtype=torch.bfloat16)).equal(layer.bias.bfloat16().unsqueeze(0))
+    assert quantized(torch.zeros(1, 96, dtype=torch.bfloat16)).equal(layer.bias.unsqueeze(0))
 
 
 @torch.inference_mode()
@@ -167,7 +178,7 @@ def test_without_a_compiler_a_quantised_model_runs_in_its_plain_layers_and_one_w
 
 
 def test_what_few_bits_cannot_do_is_refused():
-    needs = "quantization='int4' needs layers with inputs in multiples of 32, and 0 has 50; leave quantization out"
+    needs = "weights in 8 or 4 bits need layers with inputs in multiples of 32, and 0 has 50; leave out quantization"
     for quantize_layers in (compile_model, quantize_model):
         with pytest.raises(UnsupportedError, match=needs):
             quantize_layers(nn.Sequential(nn.Linear(50, 8)), "int4")
@@ -177,7 +188,7 @@ def test_what_few_bits_cannot_do_is_refused():
         with pytest.raises(InvalidValueError, match=f"'{name}' computes in bfloat16, got dtype='float32'; leave dtype out"):
             LLM(quantization=name, dtype="float32")
     with pytest.raises(UnsupportedError, match=r"rows of 32 numbers in torch\.bfloat16, got \(1, 32\) in torch\.float32"):
-        kernel_of(nn.Linear(32, 8), 8)(torch.zeros(1, 32))
+        kernel_of(nn.Linear(32, 8).bfloat16(), 8)(torch.zeros(1, 32))
 
 
 @pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3"])

@@ -1,0 +1,41 @@
+"""A folder of kept files: whose it must be, and how long its lock is waited for."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.system import kept_files
+from nanoinfer.system.kept_files import KeptFiles, private_folder
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs the modes and locks of POSIX")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    folder = private_folder(tmp_path / "mine", "the folder")
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(InvalidValueError, match=f"the folder must be .* of user {owner} with mode 700; name a new folder"):
+        private_folder(folder, "the folder")
+
+
+def test_a_lock_that_is_not_given_back_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "LOCK_SECONDS", 0.2)
+    stuck, waiting = (KeptFiles(tmp_path, 100, "*") for _ in range(2))
+
+    def seconds_until_refused():
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"has locked the folder for 0\.2 s"), waiting.locked():
+            pass
+        return time.monotonic() - start
+
+    for _ in range(2):
+        with stuck.locked():
+            assert seconds_until_refused() >= 0.2
+            assert seconds_until_refused() < 0.2
+        with waiting.locked():
+            pass
+    stuck.close()
+    waiting.close()
