@@ -226,6 +226,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"  # a key of DTYPES
     quantization: str | None = None
+    screened_head: bool = True
     lora: tuple[tuple[str, float], ...] = ()  # adapters, each with its strength
     enable_lora: bool = False
     max_loras: int = 1
@@ -369,6 +370,9 @@ class EngineArgs:
         '"float32"/"float", "bfloat16", "float16"/"half", or a dtype of torch.')] = "auto"
     quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
         Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
+    screened_head: Annotated[bool, Doc(
+        "On a CPU, keep a copy of a large LM head in 8 bits. Steps of few rows compute only the logits that may be the largest "
+        "by it. The tokens stay the same (docs/usage.md).")] = EngineConfig.screened_head
     lora: Annotated[str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None, Doc(
         "LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a "
         'dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.')] = None

@@ -59,6 +59,7 @@ DRIVERS = {
     "dense_linear": Driver("fast/cpu/dense_linear.cpp", "linear", counted_rows=(1, 16)),
     "tile_linear": Driver("fast/cpu/tile_linear.cpp", "linear", PLAYED),
     "quantized_linear": Driver("fast/cpu/quantized_linear.cpp", "linear", ("BF16", "QUANTIZED"), (1, 16)),
+    "screen": Driver("fast/cpu/screen.cpp", "screen", counted_rows=(1,)),
     "layers": Driver("fast/cpu/layers.cpp", "layers", counted_rows=(1,)),
     "paged_decode": _decode(40, 3, "BF16"),
     "paged_prefill": _prefill(40, "BF16"),
@@ -73,6 +74,7 @@ _DTYPES = {"float32": (), "bfloat16": ("BF16",), "float16": ("FP16",)}
 # What takes minutes together.
 MORE_DRIVERS = {
     **{f"dense_linear {dtype}": Driver("fast/cpu/dense_linear.cpp", "linear", given) for dtype, given in _DTYPES.items()},
+    **{f"screen {dtype}": Driver("fast/cpu/screen.cpp", "screen", given) for dtype, given in _DTYPES.items()},
     **{f"layers {dtype}": Driver("fast/cpu/layers.cpp", "layers", given) for dtype, given in _DTYPES.items()},
     **{f"sampling {dtype}": Driver("fast/sampling/kernels.cpp", "sampling", given) for dtype, given in _DTYPES.items()},
     "tile_linear": DRIVERS["tile_linear"],

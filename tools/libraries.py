@@ -44,6 +44,8 @@ def variants() -> Iterable[Variant]:
     for streamed in ("STREAMED=0", "STREAMED=3"):
         yield cpu / "dense_linear.cpp", (streamed,)
         yield cpu / "dense_linear.cpp", (streamed, "BF16")
+        yield cpu / "screen.cpp", (streamed,)
+        yield cpu / "screen.cpp", (streamed, "BF16")
         yield cpu / "quantized_linear.cpp", (streamed,)
         yield cpu / "quantized_linear.cpp", (streamed, "BF16")
 

@@ -85,6 +85,7 @@ class EngineOptions:
     tokenizer: Annotated[str | None, EngineArgs] = None
     dtype: Annotated[str, EngineArgs] = "auto"
     quantization: Annotated[str | None, EngineArgs] = None
+    screened_head: Annotated[bool, EngineArgs] = True
     lora: Annotated[
         list[str] | None,
         typer.Option(

@@ -87,7 +87,8 @@ struct Layer {
 
     LinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
                     const Adapted* adapted) const {
-        return {x, factor, residual, out, 4, weight.data(), bias, given.num_out, given.num_in, given.activation, adapted};
+        return {x, factor, residual, out, 4, weight.data(), bias, given.num_out, given.num_in, given.activation, adapted,
+                -1};
     }
 
     int64_t scratch_bytes(const Case& given) const { return given.rows * given.num_in * scratch_bytes_per_input; }

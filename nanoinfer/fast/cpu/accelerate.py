@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.config import EngineConfig
@@ -28,16 +28,18 @@ from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinea
 from nanoinfer.fast.cpu.packs import Packed, Packs
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
-from nanoinfer.fast.trace import Trace, copied
+from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
+from nanoinfer.system.process import available_cpu_memory
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -109,6 +111,8 @@ def compile_model(
 def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> Packed:
     """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
     key = fused.linears, fused.activation
+    if fused.linears == (packs.screened,):
+        pack = ScreenedLinear
     try:
         packs[key] = packs.get(key) or pack(fused, kept=packs.kept(fused.linears))
     except UnsupportedError:
@@ -116,6 +120,36 @@ def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> P
             fill(linear, linear.weight.device)
         raise
     return packs[key]
+
+
+class _Logits(nn.Module):
+    """Computes a model's logits, to be traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = cast(Model, self.model).compute_logits(hidden)
+        return logits
+
+
+def screened_head(model: nn.Module) -> nn.Linear | None:
+    """Return the LM head, if its logits are the model's and a copy in 8 bits pays and fits into memory. None: otherwise."""
+    try:
+        traced = trace(_Logits(model))
+    except Exception:  # raised by the model's own code, which was given symbols
+        return None
+    _, *computed, result = traced.graph.nodes
+    if len(computed) != 1 or result.args != (computed[0],):
+        return None
+    head = traced.module(computed[0])
+    if type(head) is not nn.Linear or head.bias is not None or has_hooks(head):
+        return None
+    if head.in_features % GROUP_SIZES[-1] or head.weight.nbytes < LEAST_BYTES:
+        return None
+    num_bytes = head.weight.numel() + sum(weight.nbytes for weight in model.parameters())
+    return head if num_bytes <= available_cpu_memory() else None
 
 
 def _read_owned(trace: Trace) -> None:
@@ -198,7 +232,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if type(runtime.backend) is CPUBackend:
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
-    packs = Packs(model, config.quantization)
+    head = screened_head(model) if config.screened_head and not config.quantization else None
+    packs = Packs(model, config.quantization, head)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
@@ -207,6 +242,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     compiled = compile_with(model, weights=runtime.weights, keeps_plain=drafts)
     packs.keep()
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
+    if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
+        runtime = replace(runtime, routes=(FewLogits(packed, runtime.model.compute_logits),))
     if drafts:
         drafter = _compile_drafter(model, compiled.model, f"int{config.bits_of_draft}", runtime.weights, adapters)
         runtime = replace(runtime, drafter=cast(Model, drafter))

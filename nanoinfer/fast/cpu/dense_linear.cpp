@@ -34,16 +34,22 @@ const StoredTerms* weights(const LinearCall& call, int64_t tile) {
     return static_cast<const StoredTerms*>(call.weight) + tile * (call.num_in / PER_TERM) * VECTORS;
 }
 
-// Outputs of a tile for NUM rows from `row` on. For each term, num_ahead vectors from `ahead` on are fetched meanwhile.
-template <int NUM>
-void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t row, const StoredTerms* ahead,
-             int num_ahead) {
+// WIDTH vectors of a tile's outputs, from vector `first` on, for NUM rows from `row` on. For each term, num_ahead vectors from
+// `ahead` on are fetched meanwhile.
+template <int NUM, int WIDTH>
+void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t row,
+             const StoredTerms* ahead, int num_ahead) {
     const int64_t num_terms = call.num_in / PER_TERM;
-    for (int i = 0; i < NUM; i++) fetch_outputs(call, batch, row + i, tile * TILE, TILE);
-    Floats sums[NUM][VECTORS] = {};
-    multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile), VECTORS, num_terms, ahead, num_ahead);
-    for (int i = 0; i < NUM; i++) write_outputs(call, batch, row + i, tile * TILE, sums[i]);
+    for (int i = 0; i < NUM; i++) fetch_outputs(call, batch, row + i, tile * TILE + first * LANES, WIDTH * LANES);
+    Floats sums[NUM][WIDTH] = {};
+    multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile) + first, VECTORS, num_terms, ahead, num_ahead);
+    for (int i = 0; i < NUM; i++) write_outputs(call, batch, row + i, tile * TILE + first * LANES, sums[i]);
 }
+
+template <int WIDTH>
+constexpr decltype(&compute<1, WIDTH>) VARIANTS[] = {compute<1, WIDTH>, compute<2, WIDTH>, compute<3, WIDTH>, compute<4, WIDTH>,
+                                                     compute<5, WIDTH>, compute<6, WIDTH>, compute<7, WIDTH>, compute<8, WIDTH>};
+static_assert(ROWS <= 8);
 
 // A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
 // vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
@@ -51,20 +57,31 @@ void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64
 // the rows fetches the next tile, because the same tile is used again after every other part.
 void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
                   bool is_last_part) {
-    static_assert(ROWS <= 8);
-    constexpr decltype(&compute<1>) VARIANTS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
-                                               compute<5>, compute<6>, compute<7>, compute<8>};
     const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
     const StoredTerms* weight = weights(call, tile);
     if (last - first == 1) {
-        compute<1>(call, batch, x, tile, first, weight + FETCH_AHEAD, VECTORS);
+        compute<1, VECTORS>(call, batch, x, tile, 0, first, weight + FETCH_AHEAD, VECTORS);
         return;
     }
     const StoredTerms* next = weight + num_terms * VECTORS;
     const int num_ahead = is_last_part ? (VECTORS + num_passes - 1) / num_passes : 0;
     for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
         const int64_t num = std::min<int64_t>(ROWS, last - row);
-        VARIANTS[num - 1](call, batch, x, tile, row, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
+        const StoredTerms* ahead = next + fetched * num_terms;
+        VARIANTS<VECTORS>[num - 1](call, batch, x, tile, 0, row, ahead, fetched < VECTORS ? num_ahead : 0);
+    }
+}
+
+// The needed outputs of a tile for the rows first .. last - 1. Their weights are fetched first, because processors do not foresee
+// that they are apart.
+void compute_needed(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last) {
+    for (int64_t vector = 0; vector < VECTORS; vector++) {
+        if (!call.needs(batch, tile * TILE + vector * LANES, LANES)) continue;
+        const StoredTerms* weight = weights(call, tile) + vector;
+        for (int64_t term = 0; term < call.num_in / PER_TERM; term++) __builtin_prefetch(weight + term * VECTORS);
+        for (int64_t row = first; row < last; row += ROWS) {
+            VARIANTS<1>[std::min<int64_t>(ROWS, last - row) - 1](call, batch, x, tile, vector, row, nullptr, 0);
+        }
     }
 }
 
@@ -98,6 +115,10 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
-        compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
+        if (call->needed < 0) {
+            compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
+        } else {
+            compute_needed(*call, batch, x, task / num_parts, part * task_rows, last);
+        }
     }
 }

@@ -4,6 +4,8 @@
 
 #include "lora.h"
 
+constexpr int UNIT = 16;  // outputs of which a caller may need none
+
 namespace {
 
 enum Activation { NONE, SILU, GELU_TANH };
@@ -50,6 +52,17 @@ struct LinearCall {
     const Number* bias;              // [num_out] or null
     int64_t num_out, num_in, activation;  // num_in is a multiple of num_per_term
     const Adapted* adapted;               // or null
+    int64_t needed;  // an array of the batch: a byte for each UNIT outputs, 0 where a kernel need not write them. -1: all are needed
+
+    // Whether some of `num` outputs from `first` on are needed.
+    bool needs(const Batch& batch, int64_t first, int64_t num) const {
+        if (needed < 0) return true;
+        const uint8_t* units = static_cast<uint8_t*>(batch.arrays[needed]);
+        for (int64_t i = first / UNIT; i * UNIT < std::min(first + num, num_out); i++) {
+            if (units[i]) return true;
+        }
+        return false;
+    }
 };
 
 extern "C" const int64_t sizeof_LinearCall = sizeof(LinearCall);

@@ -39,6 +39,7 @@ class LinearCall(ctypes.Structure):
         (c_void_p, "weight bias"),
         (c_int64, "num_out num_in activation"),
         (c_void_p, "adapted"),
+        (c_int64, "needed"),
     )
 
 
@@ -108,14 +109,18 @@ class PackedLinear:
         """Return the tensors that hold the weights."""
         return [self._weight]
 
-    def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
+    def call(
+        self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING, needed: int = -1
+    ) -> KernelCall:
         """Compute out = residual + factor * activation(x @ weight.T + bias). out may be the slice of factor or of residual.
 
-        scratch: the index of the batch's array that has scratch_bytes for each row.
+        Args:
+            scratch: the index of the batch's array that has scratch_bytes for each row.
+            needed: the index of the batch's array that says which outputs are needed (linear.h). -1: all.
         """
         arguments = LinearCall(
             x, factor, residual, out, scratch, self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
-            self.num_out, self.num_in, self._activation, self._adapters and self._adapters.address,
+            self.num_out, self.num_in, self._activation, self._adapters and self._adapters.address, needed,
         )  # fmt: skip
         return KernelCall(self._kernel, arguments)
 

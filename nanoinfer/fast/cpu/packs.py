@@ -3,7 +3,7 @@
 In: a model whose weights are in the checkpoint, and the layers that accelerate.py lays out. Out: the arrays of these layers,
 mapped from the file that an earlier start has written, or such a file.
 
-There is a file for each checkpoint, dtype, quantisation and rank, in the folder "packed" next to the kernels' libraries. It can
+There is a file for each checkpoint, dtype, layout and rank, in the folder "packed" next to the kernels' libraries. It can
 be deleted at any time. system/kept_files.py writes it, and limits the bytes of all files:
 
     SHA-256 of the index | the index, a line of JSON padded with spaces | arrays, each at a multiple of ALIGNMENT bytes
@@ -57,9 +57,13 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
     Args:
         model: the model whose layers are packed. None: nothing is kept.
         quantization: how all weights are rounded. None: they stay as they are.
+        screened: the layer that becomes a ScreenedLinear. None: no layer.
     """
 
-    def __init__(self, model: nn.Module | None = None, quantization: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, quantization: str | None = None, screened: nn.Linear | None = None
+    ) -> None:
+        self.screened = screened
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         self._kept: Arrays = {}
         self._file: Path | None = None
@@ -69,7 +73,8 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
             return
         self._checkpoint, part, version = stored[0].files.identity
         self._made_from = _made_from(version)
-        name = hashlib.sha256(repr((self._checkpoint, part, stored[0].dtype, quantization)).encode()).hexdigest()[:32]
+        layout = self._checkpoint, part, stored[0].dtype, quantization, screened is not None
+        name = hashlib.sha256(repr(layout).encode()).hexdigest()[:32]
         self._file = native.cache_folder() / "packed" / f"{name}.weights"
         with suppress(OSError, InvalidValueError):  # there is no file, or it cannot be believed
             private_folder(self._file.parent, "the folder of packed weights")

@@ -3,6 +3,7 @@
 
 constexpr int LANES = 16;
 
+#include "integers.h"
 #include "linear.h"
 #include "tiles.h"
 
@@ -22,33 +23,10 @@ struct QuantizedLinearCall {
 namespace {
 
 constexpr int TILE = 2 * LANES;    // outputs that are computed together, and lie together in memory
-constexpr int WORD = 4;            // inputs whose products an instruction adds
 constexpr int FETCH_AHEAD = 4096;  // bytes of weights
 constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
 constexpr int LARGEST_GROUP = 128;
-
-// sum[i] + the four unsigned bytes of weights[i] times the four signed bytes of x
-inline Ints add_products(Ints sum, Ints weights, int32_t x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-    const __m256i bytes = _mm256_set1_epi32(x), low = _mm256_set1_epi32(0x00ff00ff);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
-    __m256i halves[2], of[2];
-    std::memcpy(halves, &sum, sizeof sum);
-    std::memcpy(of, &weights, sizeof weights);
-    for (int i = 0; i < 2; i++) {
-        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(of[i], low), even));
-        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(of[i], 8), low), odd));
-    }
-    std::memcpy(&sum, halves, sizeof sum);
-    return sum;
-#else
-    for (int byte = 0; byte < WORD; byte++) sum += ((weights >> (8 * byte)) & 0xff) * int32_t(int8_t(x >> (8 * byte)));
-    return sum;
-#endif
-}
 
 // The rounded rows.
 struct RoundedRows {
@@ -56,13 +34,6 @@ struct RoundedRows {
     float* scales;     // [num_rows, num_in / group_size]
     int32_t* sums;     // [num_rows, num_in / group_size], of the integers
 };
-
-int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
-    const float shifted = value + 12582912.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    return bits - 0x4b400000;
-}
 
 void quantize(const Number* x, int group_size, int8_t* integers, float* scale, int32_t* sum) {
     alignas(64) float values[LARGEST_GROUP];

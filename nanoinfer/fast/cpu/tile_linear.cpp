@@ -81,6 +81,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     int num_set = 0;
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t tile = task % num_tiles, part = task / num_tiles;
+        if (!call->needs(batch, tile * TILE, TILE)) continue;
         const char* weight = static_cast<const char*>(call->weight) + tile * num_steps * WEIGHT_BYTES;
         for (int64_t i = part * TASK_BLOCKS; i < std::min(num_blocks, (part + 1) * TASK_BLOCKS); i++) {
             const int num_rows = std::min<int64_t>(BLOCK, batch.num_rows - i * BLOCK);

@@ -18,6 +18,8 @@ On a GPU, reading a value is expensive, and reading all logits is cheap: kernels
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +33,9 @@ from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
 from nanoinfer.system.transfer import on_device
 
+if TYPE_CHECKING:
+    from nanoinfer.fast.cpu.screen import ScreenedLinear
+
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
 
@@ -41,11 +46,27 @@ CandidateIds = Int[Tensor, "batch sections columns"]
 Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not finite if no token can be drawn
 
 
+@dataclass(frozen=True, slots=True)
 class FewLogits(Route):
-    """The route that uses these functions. It supports every step."""
+    """The route that uses these functions. It supports every step.
+
+    Attributes:
+        head: computes the largest logits of a few rows in less time than all logits. None: the model has no such head.
+        all_logits: the function that computes all logits of this head. Rows of a drafter have another one.
+    """
+
+    head: "ScreenedLinear | None" = None
+    all_logits: Callable[[Tensor], Tensor] | None = None
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
-        logits = rows.head(rows.hidden) if rows.is_raw else rows.logits  # a kernel reads bf16 in half the time
+        k = max(batch.columns.max_top_k, 1)
+        needs_all = batch.row_groups.top_p_rows or batch.row_groups.other_rows
+        if not rows.is_raw:
+            logits = rows.logits
+        elif self.head is not None and rows.head == self.all_logits and self.head.pays(len(rows.hidden), k) and not needs_all:
+            logits = self.head.largest_logits(rows.hidden, k)
+        else:
+            logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time
         if logits.device.type != "cpu":
             return sample_on_gpu(logits, batch.columns, None if batch.row_groups.all_greedy else batch.u)
         if not has_kernels("cpu", logits.dtype) or logits.dtype == torch.float64:  # the stages' argmax is of rounded logits

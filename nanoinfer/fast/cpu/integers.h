@@ -1,0 +1,41 @@
+// Products of integers of 8 bits, for kernels that compute with weights in 8 or 4 bits. A vector has 16 numbers.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+static_assert(LANES == 16);
+constexpr int WORD = 4;  // inputs whose products an instruction adds
+
+// sum[i] + the four unsigned bytes of weights[i] times the four signed bytes of x
+inline Ints add_products(Ints sum, Ints weights, int32_t x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    const __m256i bytes = _mm256_set1_epi32(x), low = _mm256_set1_epi32(0x00ff00ff);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    __m256i halves[2], of[2];
+    std::memcpy(halves, &sum, sizeof sum);
+    std::memcpy(of, &weights, sizeof weights);
+    for (int i = 0; i < 2; i++) {
+        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(of[i], low), even));
+        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(of[i], 8), low), odd));
+    }
+    std::memcpy(&sum, halves, sizeof sum);
+    return sum;
+#else
+    for (int byte = 0; byte < WORD; byte++) sum += ((weights >> (8 * byte)) & 0xff) * int32_t(int8_t(x >> (8 * byte)));
+    return sum;
+#endif
+}
+
+inline int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
+    const float shifted = value + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    return bits - 0x4b400000;
+}
+
+}  // namespace
