@@ -11,7 +11,7 @@ from nanoinfer.fast.sampling import few_logits
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.logprobs import _token_and_likeliest
+from nanoinfer.sampling.logprobs import _listed_and_likeliest
 from nanoinfer.sampling.sampler import STAGES, SampledTokens
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.sampling_rows import sampling_by
@@ -124,7 +124,7 @@ def test_what_is_recorded_of_the_draw_asks_the_host_for_nothing(params):
 def test_log_probabilities_are_found_without_waiting(num_top):
     logprobs, tokens = torch.empty(8, VOCAB_SIZE, device=META), torch.empty(8, 1, dtype=torch.int64, device=META)
     with OnlyPinnedCopies():
-        ids, values, ranks = _token_and_likeliest(logprobs, tokens, num_top)
+        ids, values, ranks = _listed_and_likeliest(logprobs, tokens, num_top)
     assert ids.shape == values.shape == ranks.shape == (8, num_top + 1)
 
 
