@@ -30,7 +30,7 @@ SAYS = {
     "least_frequently_hit": ["BlockManager: 0 tokens", "LeastFrequentlyHit: 16 tokens"],
     "grpo": ["round 0: reward 0.", "round 1: reward 0."],
     "trl_grpo": ["'rewards/rule/mean': '0."],
-    "custom_stage": ["14 stages", "15 stages", "!"],
+    "custom_stage": ["15 stages", "16 stages", "!"],
     "custom_model": ["log-probability -14.9", "log-probability -71.3"],
     "tracing_to_html": ["found its beginning in blocks (0,)", "u = "],
     "tensor_parallel": ["the text of one process: True", "one process: 262,144", "each of two: 131,072"],

@@ -46,7 +46,7 @@ CandidateIds = Int[Tensor, "batch sections columns"]
 Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not finite if no token can be drawn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class FewLogits(Route):
     """The route that uses these functions. It supports every step.
 

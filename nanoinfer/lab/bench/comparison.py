@@ -103,8 +103,9 @@ def _value(figures: dict[str, Any], name: str, percentile: str | None) -> float:
 def geometric_mean(values: Sequence[float], divisor: Sequence[float] = ()) -> Estimate:
     """Return the geometric mean of values above 0, by that of the divisor if there is one.
 
-    >>> geometric_mean([1.0, math.e, math.e**2])
-    Estimate(mean=2.718281828459045, low=0.22680..., high=32.57894...)
+    >>> estimate = geometric_mean([1.0, math.e, math.e**2])
+    >>> round(estimate.mean, 3), round(estimate.low, 3), round(estimate.high, 3)
+    (2.718, 0.227, 32.601)
     """
     samples = [np.log(sample) for sample in (values, divisor) if len(sample)]
     mean = samples[0].mean() - sum(sample.mean() for sample in samples[1:])

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen3_5": WIDTHS,
     "qwen3_moe": WIDTHS,
 }
+BY_DEFAULT = {("qwen3", "float32"), ("gemma3_window", "bfloat16"), ("qwen3_5", "float32")}
 SETTINGS = {"kv_cache_memory": 2**20, "block_size": 8, "seed": 0}
 PREFIX = [i * i % 90 for i in range(40)]
 PROMPTS = [[*PREFIX, 3, 1], [*PREFIX, 4], [7, 7, 7], [5], [*PREFIX[:30], 9]]
@@ -61,8 +62,14 @@ def path_of(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=[pytest.mark.long] * ((family, dtype) not in BY_DEFAULT))
+        for family in FAMILIES
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_the_tokens_are_those_of_plain_decoding_and_most_drafts_are_right(family, dtype, path_of, monkeypatch):
     """A wrong rule of acceptance is found."""
     expected = answers(LLM(path_of(family), dtype=dtype, **SETTINGS))

@@ -301,7 +301,7 @@ def test_the_roofline_reports_shares_of_the_limit(small_roofline):
         ),
         (
             ("--model", "tiny-gpt2", "--workload", "C"),
-            "workload C needs 1024 tokens at a time, but max_model_len is 512; pick a",
+            "workload C needs 1024 tokens at a time, but --max-model-len is 512; pick a",
         ),
         (("--input-len", "4"), "describe a workload of your own; give --num-prompts, too"),
         (("--random-model", "gpt2", "--dtype", "int3"), "dtype must be one of auto, float32"),
