@@ -7,6 +7,7 @@ BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
 TRL := .venv-trl/$(PROGRAMS)
 PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 # With PYTHON=..., an environment of another version of Python is made anew.
@@ -25,8 +26,10 @@ demo: .venv/installed
 		"  nanoinfer generate -m Qwen/Qwen3-0.6B \"What is a KV cache?\" --chat   # downloads 1.5 GB once" \
 		"README.md lists the notebooks, and the extras: pip install -e \".[server]\""
 
-test: lint
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# The lint runs beside the tests, and says at the end what it found.
+test: .venv/installed-test
+	@($(LINT)) > .lint.log 2>&1 & lint=$$!; $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
+		wait $$lint; linted=$$?; cat .lint.log; exit $$((tests || linted))
 
 # The tests with the oldest dependencies that pyproject.toml allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
 test-lowest: .venv-lowest/installed-test
@@ -61,9 +64,7 @@ sanitize: .venv/installed-test
 		CXX="g++ $(SANITIZERS)" $(BIN)/python -m pytest $(SANITIZED_TESTS)
 
 lint: .venv/installed-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # Run every notebook and solution anew and keep their output. The figures in it are then this machine's.
 notebooks: .venv/installed-test

@@ -165,6 +165,7 @@ def test_a_seed_gives_the_published_tokens_and_log_probabilities():
     assert set(compare().values()) == {"the published bits"}
 
 
+@pytest.mark.long
 @needs_kernels
 def test_torch_without_vectors_gives_the_published_bits_too():
     assert bits(ATEN_CPU_CAPABILITY="default") == (0, {"tiny-gpt2": "the published bits", "tiny-qwen3": "the published bits"})

@@ -124,7 +124,13 @@ def logits_with_adapters(model, requests, shards=None, *, optimized=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.long] * (i % 2))
+        for i, family in enumerate(family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES)
+    ],
+)
 def test_ranks_give_the_logits_of_one_with_two_adapters_in_a_batch(family, tmp_path):
     heads = {"n_head": 4} if family == "gpt2_n_inner" else {}
     path = tiny_models.save(family, tmp_path / "base", vocab_size=ODD_VOCAB_SIZE, **heads)

@@ -232,7 +232,14 @@ def solutions_imports(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("path", [path for path in SOLUTIONS if path.stem != PLAYED], ids=lambda path: path.stem)
+# By default half of the solutions.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (i % 2))
+        for i, path in enumerate(path for path in SOLUTIONS if path.stem != PLAYED)
+    ],
+)
 def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path))

@@ -137,8 +137,14 @@ def run_random_requests(family, path, num_requests):
         tiny_models.assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("num_requests", [10, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "num_requests"),
+    [
+        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family in ("llama", "qwen2", "qwen3")))
+        for family in FAMILIES
+        for num in (10, 100)
+    ],
+)
 def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
     in_own_process(run_random_requests, family, save(family, tmp_path), num_requests)
 

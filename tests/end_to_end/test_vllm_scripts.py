@@ -100,7 +100,7 @@ def test_every_row_has_a_script_and_every_script_a_row():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(SCRIPTS)])
 def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(name, tmp_path, capsys):
     script, source = tmp_path / "script.py", changed(SCRIPTS[name].read_text(encoding="utf-8"))
     if ROWS[name] != "runs":

@@ -59,7 +59,7 @@ def generating(sampling, **options):
     return run
 
 
-@pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "family", [*list(FAMILIES)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAMILIES)[3:])]
 )

@@ -35,7 +35,7 @@ def logprobs_of(llm, prompts, max_tokens=6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_at_the_width_of_real_models_a_prompt_gets_the_same_log_probabilities_alone_and_beside_others(wide, dtype):
     llm = LLM(wide, dtype=dtype, kv_cache_memory=2**26, enable_prefix_caching=False)
     rng = random.Random(0)

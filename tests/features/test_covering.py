@@ -54,7 +54,10 @@ def tokens_of(answers):
     return [[answer.token_ids for answer in several] for several in answers]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=names_of)
+# By default every third run, because all of them take minutes.
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=names_of(run), marks=[pytest.mark.long] * (i % 3 > 0)) for i, run in enumerate(RUNS)]
+)
 def test_features_together_give_the_answers_of_each_alone(checkpoints, oracle, run):
     questions, expected = oracle.questions(run)
     try:

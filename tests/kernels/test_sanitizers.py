@@ -86,7 +86,8 @@ def check(driver, size, *options):
     assert not {case: found for case, found in digests.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+# By default half of the kernels.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(DRIVERS)])
 def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_threads(name):
     check(DRIVERS[name], "short", *SANITIZED)
 

@@ -181,7 +181,7 @@ def test_a_folder_updates_all_weights_and_outputs_say_which_version_answered(che
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.long), "qwen3_tied", "qwen3_moe"])
 def test_both_ranks_get_their_parts(checkpoints, family):
     settings = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
     first, second = checkpoints(family)
