@@ -319,10 +319,9 @@ class AsyncLLM:
         self._deliver(list(self._streams.values()))
 
     def _deliver(self, streams: list["RequestStream"]) -> None:
-        news = [deltas for stream in streams if (deltas := stream.deliver())]
-        for deltas in news:
-            if deltas[-1].output is not None:
-                del self._streams[deltas[-1].request_id]
+        for stream in streams:
+            if (deltas := stream.deliver()) and deltas[-1].output is not None:
+                del self._streams[stream.request_id]
 
 
 class RequestStream:

@@ -226,59 +226,6 @@ def _show_ladder(report: dict[str, Any]) -> None:
     print(report["machine"])
 
 
-@app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
-@options.expand_options
-def throughput(
-    *,
-    picked: WorkloadOptions,
-    run: RunOptions,
-    engine: options.EngineOptions,
-    batching: options.BatchingOptions,
-    as_json: options.AsJson = False,
-) -> None:
-    _measure(picked, run, engine, batching, as_json, _show_throughput)
-
-
-@app.command(
-    cls=Command, help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
-)
-@options.expand_options
-def latency(
-    *,
-    picked: WorkloadOptions,
-    run: RunOptions,
-    engine: options.EngineOptions,
-    batching: options.BatchingOptions,
-    as_json: options.AsJson = False,
-) -> None:
-    _measure(picked, run, engine, batching, as_json, _show_percentiles)
-
-
-def _measure(
-    picked: WorkloadOptions,
-    run: RunOptions,
-    engine: options.EngineOptions,
-    batching: options.BatchingOptions,
-    as_json: bool,
-    show: "Callable[[list[Measurement[Figures]]], None]",
-) -> None:
-    import torch
-
-    from nanoinfer.lab.bench import offline
-    from nanoinfer.lab.bench.random_models import checkpoint_of
-    from nanoinfer.lora.request import LoRARequest
-
-    workloads, paths = pick_workloads(picked), run.lora_request or []
-    if paths and not batching.enable_lora:
-        raise InvalidValueError("--lora-request needs --enable-lora; add it, or leave --lora-request out")
-    adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
-    with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
-        arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
-        chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, lora_requests=adapters, **arguments)
-    settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
-    _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
-
-
 def _print_report(
     settings: dict[str, object],
     results: "list[Measurement[F]]",
@@ -321,6 +268,40 @@ def _show_percentiles(results: "list[Measurement[F]]") -> None:
         if name.endswith("_ms") and percentiles is not None
     ]
     options.print_table(("workload", "figure", "mean ms", "p50 ms", "p95 ms", "p99 ms"), rows)
+
+
+def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[Figures]]], None]") -> None:
+    """Add a command that runs workloads on an LLM. show: prints the figures."""
+
+    @app.command(name, cls=Command, help=f"{purpose}\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+    @options.expand_options
+    def measure(
+        *,
+        picked: WorkloadOptions,
+        run: RunOptions,
+        engine: options.EngineOptions,
+        batching: options.BatchingOptions,
+        as_json: options.AsJson = False,
+    ) -> None:
+        import torch
+
+        from nanoinfer.lab.bench import offline
+        from nanoinfer.lab.bench.random_models import checkpoint_of
+        from nanoinfer.lora.request import LoRARequest
+
+        workloads, paths = pick_workloads(picked), run.lora_request or []
+        if paths and not batching.enable_lora:
+            raise InvalidValueError("--lora-request needs --enable-lora; add it, or leave --lora-request out")
+        adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
+        with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
+            arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
+            chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, lora_requests=adapters, **arguments)
+        settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
+        _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
+
+
+_add_measurement("throughput", "Measure tokens per second.", _show_throughput)
+_add_measurement("latency", "Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.", _show_percentiles)
 
 
 @app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
