@@ -144,7 +144,7 @@ class Explored(NamedTuple):
     Attributes:
         num_states: the number of different states.
         num_transitions: the number of events, each in each state in which it can happen.
-        num_events: the number of events of the longest run, if repetitions of a state are left out.
+        num_events: the most events of a shortest run to a state.
         seconds: the time it took.
     """
 
@@ -163,7 +163,7 @@ def explore(
     """Check everything that the two classes can do in a world.
 
     Args:
-        progress: called when all runs of a length are explored, with what was seen so far.
+        progress: called with what was seen so far, when all states that a number of events can reach are known.
 
     Raises:
         BrokenPromiseError: after a shortest run that breaks a promise.
@@ -171,17 +171,15 @@ def explore(
     start = time.perf_counter()
     graph = _Graph(scheduler_cls, block_manager_cls, world)
     most_events = 2 * world.num_requests * (world.max_prompt_len + world.max_tokens) ** 2  # as Sequences make progress
-    length, newest = 0, [(0, graph.first)]
-    while True:
-        seen = Explored(len(graph.origins), graph.num_transitions, length, time.perf_counter() - start)
-        if not newest:
-            graph.check_that_runs_end()
-            return seen
+    num_events, newest = 0, [(0, graph.first)]
+    while following := [found for number, saved in newest for found in graph.expand(number, saved)]:
+        num_events, newest = num_events + 1, following
+        if num_events > most_events:
+            raise graph.broken(BrokenPromiseError("every answer ends"), graph.run_to(newest[0][0]))
         if progress is not None:
-            progress(seen)
-        require(length <= most_events, "every answer ends")
-        newest = [found for number, saved in newest for found in graph.expand(number, saved)]
-        length += 1
+            progress(Explored(len(graph.origins), graph.num_transitions, num_events, time.perf_counter() - start))
+    graph.check_that_runs_end()
+    return Explored(len(graph.origins), graph.num_transitions, num_events, time.perf_counter() - start)
 
 
 def replay(
@@ -516,7 +514,7 @@ class _Graph:
                 state.apply(event)
                 yield event, state
         except Exception as error:
-            raise self._broken(error, [*self.run_to(number), event]) from error
+            raise self.broken(error, [*self.run_to(number), event]) from error
 
     def run_to(self, number: int) -> list[Event]:
         """Return a shortest run to a state."""
@@ -539,11 +537,11 @@ class _Graph:
                     del path[number]
                 elif following in path:
                     error = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
-                    raise self._broken(error, self.run_to(following))
+                    raise self.broken(error, self.run_to(following))
                 elif following not in done:
                     path[following] = iter(self._by_steps.get(following, ()))
 
-    def _broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
+    def broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
         promise = str(error) if isinstance(error, BrokenPromiseError) else f"the class raised {type(error).__name__}: {error}"
         broken = BrokenPromiseError("\n".join([promise, "A shortest run:", *(f"{n}. {e}" for n, e in enumerate(events, 1))]))
         broken.world, broken.events = self.world, events
