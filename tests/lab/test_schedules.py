@@ -1,4 +1,4 @@
-"""explore() walks every schedule of a world: the engine's classes keep all promises, and a shortest run shows who breaks one."""
+"""explore() walks every schedule of a world: the engine's classes keep the promises, and a shortest run shows who does not."""
 
 import pickle
 import subprocess
@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from nanoinfer.lab import schedules
-from nanoinfer.lab.schedules import Abort, Arrive, BrokenPromiseError, State, RunStep, World, explore, replay
+from nanoinfer.lab.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -19,7 +19,7 @@ SMALL = World(num_requests=2, num_blocks=3, max_tokens=2)
 
 
 def test_the_states_of_a_world_that_is_counted_by_hand():
-    """A request and an answer of one token: before the arrival, waiting, finished. With an abort it also ends without a token."""
+    """A request and an answer of one token: not there, waiting, finished. With an abort it also ends without a token."""
     world = World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0, num_aborts=0)
     assert explore(world=world)[:3] == (3, 2, 2)
     assert explore(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
