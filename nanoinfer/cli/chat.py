@@ -61,8 +61,7 @@ def chat(
             raise InvalidValueError("--api-key is for a server; give its --url, too")
         from nanoinfer.loading.checkpoint import DEFAULT_MODEL
 
-        options.check_chat_template(engine)
-        llm = options.load_llm(engine)
+        llm = options.load_llm(engine, needs_chat_template=True)
         model = LocalModel(llm, engine.model or DEFAULT_MODEL, options.resolve_chat_template_kwargs(llm, template))
         if sampling["max_tokens"] is None:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS

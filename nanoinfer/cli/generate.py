@@ -49,9 +49,7 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
-    if chat:
-        options.check_chat_template(engine)
-    llm = options.load_llm(engine)
+    llm = options.load_llm(engine, needs_chat_template=chat)
     params = options.resolve_sampling_params(
         llm,
         sampling,

@@ -79,7 +79,7 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Import a module of your own, installed or in the current folder, which registers models or backends. May be given "
+        help="Import a module of your own, installed or in the current folder, that registers models or backends. May be given "
         "several times.",
     ),
 ]
@@ -320,8 +320,10 @@ def check_chat_template(engine: EngineOptions) -> None:
     raise UnsupportedError(f"{name} has no chat template; {way_out}")
 
 
-def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
+def load_llm(engine: EngineOptions, *, needs_chat_template: bool = False, **more: Any) -> "LLM":
     """Make the LLM of llm_arguments, and warn if its context is shorter than the model's."""
+    if needs_chat_template:
+        check_chat_template(engine)
     with busy("Starting"):
         from nanoinfer.llm import LLM  # imports torch
 

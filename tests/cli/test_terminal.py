@@ -247,13 +247,13 @@ def test_a_load_of_more_than_two_seconds_leaves_at_most_three_lines(start):
     shown = start(f"exec({LOAD!r})")
     screen = shown.wait_for("loaded")
     assert "Loading a model" in screen
-    assert "packing weights:  97%" in screen
+    assert re.search(r"packing weights: +\d+%", screen)
     assert screen.count("\n") <= 3
 
 
 def test_tables_of_a_dumb_terminal_wrap_at_words(start):
-    table = "from nanoinfer.cli.options import print_table; print_table(['name', 'about'], [['a', 'many words ' * 9]]); print('end')"
-    terminal = start(table, columns=50, TERM="dumb")
+    table = "from nanoinfer.cli.options import print_table; print_table(['name', 'about'], [['a', 'many words ' * 9]])"
+    terminal = start(f"{table}; print('end')", columns=50, TERM="dumb")
     lines = terminal.wait_for("end").splitlines()
     assert 40 < max(map(len, lines)) <= 50
     assert {word for line in lines[2:] for word in line.split()} == {"a", "many", "words"}
