@@ -1,6 +1,5 @@
 """GGUF files give the logits of transformers with the unpacked weights, and the tokens of the checkpoint they are made of."""
 
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from nanoinfer.loading.weights import StoredParameter
 from nanoinfer.models.registry import WeightRules
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import gguf_files, tiny_models
-from tests.helpers.gguf_files import floats, random_blocks
+from tests.helpers.gguf_files import bundled_metadata, floats, random_blocks
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}  # rows of whole K blocks
@@ -384,23 +383,6 @@ def test_a_folder_with_one_gguf_file_is_that_file_and_one_with_several_names_the
 
 
 # ---- the tokenizer
-
-
-def bundled_metadata(**changes):
-    """tiny-qwen3's tokenizer as llama.cpp's converter writes it."""
-    content = json.loads((BUNDLED / "tiny-qwen3" / "tokenizer.json").read_text())
-    tokens = list(content["model"]["vocab"])
-    special = {token["content"] for token in content["added_tokens"]}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
-        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-        "tokenizer.chat_template": (BUNDLED / "tiny-qwen3" / "chat_template.jinja").read_text(),
-    }
-    return metadata | changes
 
 
 TEXTS = ["Once upon a time, Lily was 12.", "<|im_start|>user\nHi<|im_end|>", "  two  spaces\n\n1234 über 😀 don't", ""]
