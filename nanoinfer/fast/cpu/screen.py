@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear, scratch_for, write_outputs
@@ -30,6 +30,12 @@ LEAST_SCALE = 2.0**-80
 # rows, 1.3 for a row with top_k=100, 1.0 for 4 rows with 40, 0.9 for a row with 256.
 LEAST_BYTES = 2**24  # of the head
 MOST_ROWS, IDS_PER_CANDIDATE = 4, 400
+
+
+def num_copy_bytes(head: nn.Linear) -> int:
+    """Return the bytes of a head's copy in 8 bits, with a scale in fp32 for each group."""
+    group_size = next(size for size in GROUP_SIZES if head.in_features % size == 0)
+    return head.weight.numel() + 4 * head.weight.numel() // group_size
 
 
 class ScreenCall(ctypes.Structure):

@@ -1,5 +1,6 @@
 """The screened LM head: its bounds hold for weights that are made to break them, and no token changes."""
 
+import random
 from fractions import Fraction
 
 import numpy as np
@@ -13,6 +14,7 @@ from nanoinfer.fast.cpu import accelerate
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.screen import UNIT, ScreenedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from tests import random_run
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,27 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
         assert set(sizes_of_steps) >= expected if screened_head else not sizes_of_steps
         sizes_of_steps.clear()
     assert answers[0] == answers[1]
+
+
+def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
+    """The copy keeps three of its eight bits, so that it is farther from the weights than the bound says."""
+    model = str(tiny_models.save("gpt2", tmp_path, vocab_size=2048, n_embd=96))
+    drafts = {"none": None, "own": random_run.DRAFTS["own"]}
+    for dtype in ("float32", "bfloat16"):
+        counts = random_run.compare_paths(model, 6, random.Random(1), dtype, drafts)
+        assert counts["tokens"] > 200
+        assert counts["logits left out"] > 50 * counts["logits computed"] > 0
+        assert not any(count for what, count in counts.items() if what.startswith("different"))
+    write = ScreenedLinear.write
+
+    def write_too_few_bits(head, *given):
+        write(head, *given)
+        head._words.view(torch.uint8).bitwise_and_(0xE0)
+
+    monkeypatch.setattr(ScreenedLinear, "write", write_too_few_bits)
+    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    assert counts["different logits"] > 100
+    assert counts["different tokens"] > 100
 
 
 class Doubled(nn.Module):
