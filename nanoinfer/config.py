@@ -342,7 +342,7 @@ NEUTRAL: Neutral = {
     ),
     "reasoning_parser": (
         (None, ""),
-        "parse_chat_answer(text) separates the thought, and a thinking_token_budget lets chat() think before a structured output",
+        "parse_chat_answer(text) separates the thought; with a thinking_token_budget a structured output of chat() follows it",
     ),
     "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
     "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),

@@ -13,8 +13,8 @@ bits    Requests together and then each alone: tokens and log-probabilities must
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
         With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
-fast    Greedy and top_k requests with the screened head and with the drafts of each method, and then without: the same tokens, and
-        the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
+fast    Greedy and top_k requests with the screened head and with the drafts of each method, and then without: the same tokens,
+        and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
         On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
 doors   Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
         every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.

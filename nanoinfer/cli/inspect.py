@@ -49,14 +49,14 @@ class Inspection:
     has_chat_template: bool | None = None  # None: the tokenizer cannot be loaded
     num_weight_bytes: int | None = None  # the bytes of the weights in memory, in `dtype`
     num_head_copy_bytes: int | None = None  # the bytes of the copy in 8 bits that screens the LM head. None: there is no copy
-    num_peak_bytes: int | None = None  # the most bytes while the weights are loaded
+    num_peak_bytes: int | None = None  # the most bytes while these two are loaded, in pieces from the files, and afterwards
     num_quantized_bytes: dict[str, int] = field(default_factory=dict)  # of the weights, by LLM's `quantization`. CPU only
     num_tied_bytes: dict[str, int] = field(default_factory=dict)  # part of these: an embedding's table whose copy is the head
     num_draft_bytes: dict[int, int] = field(default_factory=dict)  # by bits, of the copy that drafts for "quantized". CPU only
     num_cache_bytes_per_token: int | None = None
     num_users: int  # the number of sequences at a time
     num_tokens: int | None  # the tokens of each sequence
-    num_bytes: int | None = None  # of the weights, the head's copy and the KV cache for these users. A step takes some more
+    num_bytes: int | None = None  # these bytes, and those of the KV cache for these users. A step takes some more
 
 
 def examine(
@@ -106,7 +106,9 @@ def examine(
     found.sizes = {name: size for name in _SIZES if (size := getattr(config, name, checkpoint.config.get(name))) is not None}
     if run_dtype is not None:
         found.dtype = str(run_dtype).removeprefix("torch.")
-        found.num_weight_bytes = found.num_parameters and found.num_parameters * run_dtype.itemsize
+        if found.num_parameters is not None:
+            found.num_weight_bytes = found.num_parameters * run_dtype.itemsize
+            found.num_peak_bytes = found.num_weight_bytes + (found.num_head_copy_bytes or 0)
     if config is not None:
         found.is_tied, limit = config.tie_word_embeddings, config.max_position_embeddings
         found.num_tokens = num_tokens = num_tokens or limit
@@ -115,10 +117,9 @@ def examine(
         if run_dtype is not None:
             sizes = CacheSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
-            if found.num_weight_bytes is not None:
+            if found.num_peak_bytes is not None:
                 num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state
-                num_held_bytes = found.num_weight_bytes + (found.num_head_copy_bytes or 0)
-                found.num_bytes = num_held_bytes + num_users * num_bytes_per_user
+                found.num_bytes = found.num_peak_bytes + num_users * num_bytes_per_user
     return found
 
 

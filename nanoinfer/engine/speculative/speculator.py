@@ -30,8 +30,8 @@ from nanoinfer.tracing import TokensDrafted, Tracer
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
-# Added to an estimate at each step for which no draft pays, up to INITIAL_ACCEPTANCE. A wrong try lowers an estimate a by 0.1 a, so
-# the next try comes after 100 a steps. Then it costs about a tokens, so tries take about 1% of the time.
+# Added to an estimate at each step for which no draft pays, up to INITIAL_ACCEPTANCE. A wrong try lowers an estimate a by
+# a / 10, so the next one comes after 100 a steps. It takes the time of about a tokens, so tries take about 1% of the time.
 RECOVERY = 0.001
 COST_MEMORY = 0.95  # the weight of the old averages when a step is added to StepCost
 OUTLIER = 4  # a longer step counts as this many times the average, because something was compiled or others had the CPU

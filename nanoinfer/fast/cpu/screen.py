@@ -77,11 +77,13 @@ class ScreenedLinear(PackedLinear):
     def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
         """See PackedLinear.write."""
         super().write(name, values, start)
-        groups = values.unflatten(1, (self._scales.shape[1], -1)).float()
-        scales = (groups.abs().amax(2) / 127).clamp(min=LEAST_SCALE)
-        integers = ((groups / scales.unsqueeze(2)).round() + 128).to(torch.uint8).flatten(1)
-        write_outputs(self._words, integers.view(torch.int32), start)
-        write_outputs(self._scales, scales, start)
+        for some in values.split(max(2**20 // self.num_in, 1)):  # so many that intermediate results take little memory
+            groups = some.unflatten(1, (self._scales.shape[1], -1)).float()
+            scales = (groups.abs().amax(2) / 127).clamp(min=LEAST_SCALE)
+            integers = ((groups / scales.unsqueeze(2)).round() + 128).to(torch.uint8).flatten(1)
+            write_outputs(self._words, integers.view(torch.int32), start)
+            write_outputs(self._scales, scales, start)
+            start += len(some)
 
     def arrays(self) -> list[Tensor]:
         """Return the tensors that hold the weights and their copy."""

@@ -175,13 +175,11 @@ def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
         return replace(collect(step), seconds={"forward": seconds})
 
     engine.speculator.proposer.propose, engine.executor.collect = timed_propose, timed_collect
-    import os
-    N=int(os.environ.get("NTOK","700"))
-    for first in (1,2,3):
-        finish(engine, engine.add_request([first], params(max_tokens=N,ignore_eos=True)))
-        assert engine.speculator.metrics.num_accepted_tokens == 0
-        print(engine.speculator.metrics, clock[0] / (N * 1.02)/first)
-    assert clock[0] <= 500 * 1.02 / 0.95
+    num_tokens = 300
+    for first in (1, 2):
+        finish(engine, engine.add_request([first], params(max_tokens=num_tokens, ignore_eos=True)))
+    assert engine.speculator.metrics.num_accepted_tokens == 0
+    assert 1.005 < clock[0] / (2 * num_tokens * 1.02) < 1 / 0.95  # some are tried
 
 
 def test_a_step_has_no_more_rows_than_were_planned_for():
