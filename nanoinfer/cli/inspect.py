@@ -85,7 +85,7 @@ def examine(
         _, config = loader.read_config(checkpoint)
         if checkpoint.weight_files or checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")):
             run_dtype = loader.resolve_dtype(dtype, checkpoint, device)
-        if checkpoint.weight_files:
+        if checkpoint.weight_files and run_dtype is not None:
             built, weights = loader.on_meta(checkpoint)
             config, parameters = built.config, dict(built.named_parameters())
             found.num_parameters = sum(weight.numel() for weight in parameters.values())

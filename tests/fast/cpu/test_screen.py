@@ -143,6 +143,7 @@ REQUESTS = [
 ]
 
 
+SIZES = {"vocab_size": 2048, "n_embd": 96, "n_head": 8}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
@@ -155,8 +156,7 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
         return compute(head, x, k)
 
     monkeypatch.setattr(ScreenedLinear, "largest_logits", counted)
-    sizes = {"vocab_size": 2048, "n_embd": 96, "n_head": 8}
-    folder, other = tiny_models.save("gpt2", tmp_path, **sizes), tiny_models.build("gpt2", seed=1, **sizes)
+    folder, other = tiny_models.save("gpt2", tmp_path, **SIZES), tiny_models.build("gpt2", seed=1, **SIZES)
     params = [SamplingParams(max_tokens=12, seed=1, detokenize=False, **request) for request in REQUESTS]
     prompts = [{"prompt_token_ids": [3, 4, 5, 3, 4]}] * len(params)
     answers = []
@@ -175,13 +175,12 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
 
 def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
     """The copy keeps three of its eight bits, so that it is farther from the weights than the bound says."""
-    model = str(tiny_models.save("gpt2", tmp_path, vocab_size=2048, n_embd=96))
+    model = str(tiny_models.save("gpt2", tmp_path, **SIZES))
     drafts = {"none": None, "own": random_run.DRAFTS["own"]}
-    for dtype in ("float32", "bfloat16"):
-        counts = random_run.compare_paths(model, 6, random.Random(1), dtype, drafts)
-        assert counts["tokens"] > 200
-        assert counts["logits left out"] > 50 * counts["logits computed"] > 0
-        assert not any(count for what, count in counts.items() if what.startswith("different"))
+    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    assert counts["tokens"] > 200
+    assert counts["logits left out"] > 10_000
+    assert not any(count for what, count in counts.items() if what.startswith("different"))
     write = ScreenedLinear.write
 
     def write_too_few_bits(head, *given):
@@ -191,7 +190,7 @@ def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
     monkeypatch.setattr(ScreenedLinear, "write", write_too_few_bits)
     counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
     assert counts["different logits"] > 100
-    assert counts["different tokens"] > 100
+    assert counts["different tokens"] > 20
 
 
 class Doubled(nn.Module):
