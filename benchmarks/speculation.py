@@ -10,6 +10,7 @@ Nor do random weights agree with their copy in 4 bits, as trained ones do: the l
 
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def train_to_repeat(folder: Path, num_steps: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"trained to a loss of {loss.item():.3f}")
+    print(f"trained to a loss of {loss.item():.3f}", file=sys.stderr)
     model.to(dtype).save_pretrained(folder)
 
 
