@@ -187,7 +187,8 @@ class InputProcessor:
                 thinks = opens_thinking(text) or END_THINK in template
                 limited = self.limit_thinking(given, prompt) if thinks and requires_call(tool_choice) else given
                 form, budget = limited.structured_outputs, limited.thinking_token_budget
-                if thinks and budget is not None and form is not None and form.grammar is None:  # a grammar says itself
+                # A grammar of the user's own decides whether a thought precedes the answer.
+                if thinks and budget is not None and form is not None and form.grammar is None:
                     limited = replace(limited, structured_outputs=after_thinking(form, text))
                 constrained.append(constrain_calls(limited, text, schemas, tool_choice, self.tokenizer, thinks=thinks))
         return prompts, constrained
