@@ -342,6 +342,14 @@ NEUTRAL: Neutral = {
     "profiler_config": ((None,), _PROFILE),
     "limit_mm_per_prompt": ((None, {}), ""),
     "max_logprobs": ((-1,), ""),  # no limit
+    "reasoning_config": (
+        (None, {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}),
+        "thinking_token_budget is for the text between <think> and </think>; leave it out",
+    ),
+    "reasoning_parser": (
+        (None, ""),
+        "parse_chat_answer(text) separates the thought; with a thinking_token_budget a structured output of chat() follows it",
+    ),
     "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
     "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),
     "num_gpu_blocks_override": ((None,), "use kv_cache_memory=bytes"),
