@@ -77,7 +77,7 @@ class Memory:
         return set(seq.block_table)
 
 
-class Blocks(RuleBasedStateMachine):
+class BlockMachine(RuleBasedStateMachine):
     """Sequences come, grow, fork and go in any order."""
 
     block_manager_cls: type[BlockManager] = BlockManager
@@ -311,7 +311,9 @@ def run(machine: type[RuleBasedStateMachine], num_rules: int, **options: Any) ->
         run_state_machine_as_test(machine, settings=settings(stateful_step_count=num, **SETTINGS | options))
 
 
-def check_block_manager(block_manager_cls: type[BlockManager], machine: type[Blocks] = Blocks, **options: Any) -> None:
+def check_block_manager(
+    block_manager_cls: type[BlockManager], machine: type[BlockMachine] = BlockMachine, **options: Any
+) -> None:
     """Check a subclass of BlockManager on sequences that come, grow, fork and go at random.
 
         def test_my_block_manager():

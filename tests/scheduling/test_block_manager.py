@@ -148,7 +148,7 @@ def test_without_prefix_caching_nothing_is_found():
     assert take_prefix(manager, sequence([5, 6, 7])) == 0
 
 
-class OwnBlocks(machines.Blocks):
+class OwnBlocks(machines.BlockMachine):
     """The machine for every class, and what is known of this one."""
 
     def check(self):

@@ -50,7 +50,7 @@ def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(wind
     manager = partial(BlockManager, layout=CacheLayout(windows, 7))
     machine = type(
         "Grouped",
-        (machines.Blocks,),
+        (machines.BlockMachine,),
         {"block_manager_cls": staticmethod(manager), "memory_cls": GroupedMemory, "NUM_BLOCKS": 14},
     )
     machines.run(machine, 25, max_examples=30)

@@ -186,7 +186,7 @@ def with_states(num_state_slots):
 BITS = st.integers(0, 1)
 
 
-class BlocksAndStates(machines.Blocks):
+class BlocksAndStates(machines.BlockMachine):
     memory_cls = States
 
     @precondition(lambda self: self.alive)

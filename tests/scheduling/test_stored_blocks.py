@@ -241,7 +241,7 @@ def new_manager(*sizes):
     return BlockManager(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
-class StoredBlocks(machines.Blocks):
+class StoredBlocks(machines.BlockMachine):
     block_manager_cls = staticmethod(new_manager)
     memory_cls = StoredMemory
 
