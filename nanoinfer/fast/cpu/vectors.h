@@ -245,6 +245,9 @@ template <int NUMBERS, int VECTORS, class Stored>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Stored* vectors,
     int64_t vector_stride, int64_t num_terms, const Stored* ahead = nullptr, int num_ahead = 0) {
+    Floats own[NUMBERS][VECTORS];  // clang++ leaves an array in memory if its address is known elsewhere
+    std::memcpy(own, sums, sizeof own);
+#pragma GCC unroll 1
     for (int64_t term = 0; term < num_terms; term++) {
         for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++, 0, NUMBERS == 1 ? STREAMED : 3);
         Terms terms[VECTORS];
@@ -253,11 +256,12 @@ __attribute__((always_inline)) inline void multiply(
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++) {
 #pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; j++) sums[i][j] = add_products(sums[i][j], terms[j], numbers[i * number_stride]);
+            for (int j = 0; j < VECTORS; j++) own[i][j] = add_products(own[i][j], terms[j], numbers[i * number_stride]);
         }
         numbers += term_stride;
         vectors += vector_stride;
     }
+    std::memcpy(sums, own, sizeof own);
 }
 
 }  // namespace
