@@ -12,6 +12,7 @@ from nanoinfer import __version__
 from nanoinfer.cli.batch import batch
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
+from nanoinfer.cli.check_scheduler import check_scheduler
 from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete_models, in_words_of, options_in_use
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
@@ -138,6 +139,7 @@ nanoinfer explain --demo preemption""",
     batch: "nanoinfer batch requests.jsonl -o results.jsonl",
     models: "nanoinfer models",
     inspect: "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096",
+    check_scheduler: "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
     doctor: "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
 }
 
