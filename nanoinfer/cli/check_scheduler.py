@@ -3,7 +3,7 @@
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,8 +47,8 @@ def check_scheduler(
     manager_class = class_named("block_manager_cls", block_manager_cls) or BlockManager
     for given, base in (scheduler_class, Scheduler), (manager_class, BlockManager):
         if not issubclass(given, base):
-            raise InvalidTypeError(f"{given.__name__} must be a subclass of {base.__name__} ({base.__module__})")
-    sizes = replace(World(), **{name: number for name, number in map(_size, world or ())})
+            raise InvalidTypeError(f"{given.__name__} must be a subclass of nanoinfer's {base.__name__}")
+    sizes = replace(World(), **dict(map(_size, world or ())))
     with Console(stderr=True).status("Exploring") as status:
         try:
             seen = explore(
@@ -69,7 +69,7 @@ def check_scheduler(
     raise typer.Exit(1)
 
 
-def _size(given: str) -> tuple[str, int]:
+def _size(given: str) -> tuple[str, Any]:
     """Return a name and a number of NAME=NUMBER."""
     from nanoinfer.lab.schedules import World
 

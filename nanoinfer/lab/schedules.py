@@ -90,8 +90,9 @@ class Arrive(NamedTuple):
     rank: int = 0
 
     def __str__(self) -> str:
-        more = f", n={self.n}" * (self.n > 1) + f", cache_salt={self.salt!r}" * bool(self.salt) + f", rank {self.rank}" * bool(self.rank)
-        return f"a request arrives: prompt {' '.join(map(str, self.prompt))}{more}"
+        more = {"n": self.n, "cache_salt": self.salt, "rank": self.rank}
+        differing = (f", {name}={value}" for name, value in more.items() if value not in (1, None, 0))
+        return f"a request arrives: prompt {' '.join(map(str, self.prompt))}{''.join(differing)}"
 
 
 class Abort(NamedTuple):
@@ -113,7 +114,7 @@ class Reset(NamedTuple):
         return f"{self.what}()"
 
 
-class Step(NamedTuple):
+class RunStep(NamedTuple):
     """A step. sampled: for each row the sampled id, and whether the answer ends with it."""
 
     sampled: tuple[tuple[int, bool], ...] = ()
@@ -123,7 +124,7 @@ class Step(NamedTuple):
         return f"a step samples {', '.join(samples) or 'nothing'}"
 
 
-Event = Arrive | Abort | Reset | Step
+Event = Arrive | Abort | Reset | RunStep
 
 
 class BrokenPromiseError(AssertionError):
@@ -260,17 +261,18 @@ class State:
             yield Reset("reset_prefix_cache")
             yield Reset("restart")
 
-    def samples(self, plan: StepPlan) -> Iterator[Step]:
+    def samples(self, plan: StepPlan) -> Iterator[RunStep]:
         """Yield what a step with this plan can sample."""
         ending = {seq for seq, _, is_last in self.unread if is_last}
         every = [(token_id, False) for token_id in range(self.world.num_token_ids)] + [(0, True)]
         rows = [
-            [(0, True)] if seq in ending or len(self._tokens_of(seq)) + 1 == seq.max_num_tokens else every for seq, _ in plan.rows
+            [(0, True)] if seq in ending or len(self._tokens_of(seq)) + 1 == seq.max_num_tokens else every
+            for seq, _ in plan.rows
         ]
-        return map(Step, itertools.product(*rows))
+        return map(RunStep, itertools.product(*rows))
 
     def apply(self, event: Event) -> None:
-        if isinstance(event, Step):
+        if isinstance(event, RunStep):
             self.sample(self.plan(), event)
         elif isinstance(event, Arrive):
             self.arrive(event)
@@ -352,7 +354,7 @@ class State:
         scheduler.commit(plan)
         return plan
 
-    def sample(self, plan: StepPlan, event: Step) -> None:
+    def sample(self, plan: StepPlan, event: RunStep) -> None:
         """Append the tokens of a step, or those of the step before with async_scheduling."""
         sampled = [(seq, token_id, is_last) for (seq, _), (token_id, is_last) in zip(plan.rows, event.sampled, strict=True)]
         if self.world.async_scheduling:
@@ -477,7 +479,7 @@ class _Graph:
         self.world = world
         first = State.new(world, scheduler_cls, block_manager_cls)
         self.first = _dumps(first)
-        self.origins: list[tuple[int, Event]] = [(-1, Step())]
+        self.origins: list[tuple[int, Event]] = [(-1, RunStep())]
         self.num_transitions = 0
         self._numbers = {first.key(): 0}
         self._by_steps: dict[int, list[int]] = {}  # the states that a step leads to
@@ -492,14 +494,14 @@ class _Graph:
                 self._numbers[key] = len(self.origins)
                 self.origins.append((number, event))
                 new.append((self._numbers[key], _dumps(state)))
-            if isinstance(event, Step):
+            if isinstance(event, RunStep):
                 self._by_steps.setdefault(number, []).append(self._numbers[key])
         return new
 
     def _follow(self, number: int, saved: bytes) -> Iterator[tuple[Event, State]]:
         state: State = pickle.loads(saved)
         events = [*state.events()]
-        event: Event = Step()
+        event: Event = RunStep()
         try:
             if state.alive:
                 plan = state.plan()
@@ -580,7 +582,9 @@ def _share(constant: object) -> tuple[Callable[[int], object], tuple[int]]:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = dispatch_table | dict.fromkeys((World, SamplingParams, SchedulerConfig, CacheLayout, SequenceStatus), _share)
+    dispatch_table = dispatch_table | dict.fromkeys(
+        (World, SamplingParams, SchedulerConfig, CacheLayout, SequenceStatus), _share
+    )
     dispatch_table[Struct] = lambda struct: (Struct, (struct.format,))
 
 

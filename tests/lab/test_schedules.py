@@ -1,4 +1,4 @@
-"""explore() walks every schedule of a world: the engine's classes keep every promise, and a shortest run shows what others break."""
+"""explore() walks every schedule of a world: the engine's classes keep the promises, and a shortest run shows who does not."""
 
 import pickle
 import subprocess
@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from nanoinfer.lab import schedules
-from nanoinfer.lab.schedules import Abort, Arrive, BrokenPromiseError, State, Step, World, explore, replay
+from nanoinfer.lab.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -19,7 +19,7 @@ SMALL = World(num_requests=2, num_blocks=3, max_tokens=2)
 
 
 def test_the_states_of_a_world_that_is_counted_by_hand():
-    """A request and an answer of one token: before its arrival, waiting, finished. An abort and a failure give one more state."""
+    """A request and an answer of one token: not there, waiting, finished. With an abort it also ends without a token."""
     world = World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0, num_aborts=0)
     assert explore(world=world)[:3] == (3, 2, 2)
     assert explore(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
@@ -68,7 +68,7 @@ def test_states_with_equal_keys_have_the_same_future():
 def _every_event(saved):
     state = pickle.loads(saved)
     events = [*state.events()]
-    return events + [*state.samples(state.plan())] if state.alive else events
+    return [*events, *state.samples(state.plan())] if state.alive else events
 
 
 # ---- classes that break a promise
@@ -144,7 +144,7 @@ def test_a_run_that_never_ends_is_found():
 
 
 def test_a_run_is_recorded_for_the_page_that_replays_it():
-    events = [Arrive((0, 1)), Step(((1, False),)), Arrive((0, 1, 0)), Step(((0, True), (1, False))), Abort(0)]
+    events = [Arrive((0, 1)), RunStep(((1, False),)), Arrive((0, 1, 0)), RunStep(((0, True), (1, False))), Abort(0)]
     recorder = Recorder()
     replay(Scheduler, BlockManager, World(), events, recorder)
     assert [event.running for event in recorder.of(StepScheduled)] == [("0",), ("0", "1")]
