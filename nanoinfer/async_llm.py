@@ -350,9 +350,9 @@ class RequestStream:
             self._has_news.clear()
             yield self.take()
 
-    def take(self) -> list[Delta]:
-        """Return what the iterator would yield now, or no deltas."""
-        deltas, self._waiting = merged(self._waiting), []
+    def take(self, *, merges: bool = True) -> list[Delta]:
+        """Return what the iterator would yield now, or no deltas. merges: whether the deltas of an answer become one."""
+        deltas, self._waiting = merged(self._waiting) if merges else self._waiting, []
         self.output = next((delta.output for delta in deltas if delta.output is not None), self.output)
         return deltas
 

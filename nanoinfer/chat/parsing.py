@@ -273,6 +273,11 @@ class ChatParser:
         setattr(delta, name, getattr(delta, name) + visible)
 
     @property
+    def has_reasoning(self) -> bool:
+        """Whether the answer has reasoning so far."""
+        return "reasoning" in self._written
+
+    @property
     def _is_dropped(self) -> bool:
         return self._num_calls > 1 and not self._keeps_later_calls
 

@@ -15,12 +15,13 @@ from nanoinfer.cli.options import BatchingOptions, EngineOptions, busy, check_pa
 from nanoinfer.config import AsyncEngineArgs
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
-from nanoinfer.server.listen import bind, cannot_listen, host_names
+from nanoinfer.server.listen import bind, bind_uds, cannot_listen, host_names, read_certificate
 from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
 
+DEFAULT_ADDRESS = "127.0.0.1", 8000
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -39,8 +40,11 @@ def serve(
     model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
     engine: EngineOptions,
     options: ServerOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = DEFAULT_ADDRESS[0],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = DEFAULT_ADDRESS[1],
+    uds: Annotated[str | None, typer.Option(help="Path of a Unix socket to listen on, instead of --host and --port.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate for https, a PEM file.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="The certificate's key, if it is in another file.")] = None,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API and a web page at /.
@@ -51,16 +55,24 @@ def serve(
         raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
     engine = replace(engine, model=model_argument or engine.model)
     options = replace(options, api_key=api_keys(options.api_key), allowed_hosts=host_names(host, options.allowed_hosts or ()))
-    warn_without_key(host, options.api_key)
+    if uds is None:
+        warn_without_key(host, options.api_key)
+    elif (host, port) != DEFAULT_ADDRESS:
+        raise InvalidValueError(f"--uds {uds!r} takes the place of --host {host} and --port {port}; leave it or them out")
     check_packages("server", *SERVER_PACKAGES)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the handler while the model loads. Later uvicorn replaces it
+    ssl_context = read_certificate(ssl_certfile, ssl_keyfile)
     with ExitStack() as stack:
-        sockets = [stack.enter_context(one) for one in bind(host, port)]
+        # The handler while the model loads. While the server runs, uvicorn replaces it.
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        stack.callback(signal.signal, signal.SIGTERM, previous)
+        sockets = [stack.enter_context(one) for one in (bind(host, port) if uds is None else [bind_uds(uds)])]
+        if uds is not None:
+            stack.callback(os.unlink, uds)
         with busy("Starting"):
             from nanoinfer.server.run import Server, share_the_process
 
         async_llm, settings = load_server_llm(engine, options)
-        server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout)
+        server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout, ssl_context=ssl_context)
         share_the_process()
         try:
             server.run(sockets)

@@ -356,7 +356,8 @@ class Scoring:
             if len(readers) == 1:
                 found.append(float(readers[0].score))
             else:
-                found.append(float(torch.cosine_similarity(readers[0].embedding, readers[1].embedding, dim=0)))
+                cosine = float(torch.cosine_similarity(readers[0].embedding, readers[1].embedding, dim=0))
+                found.append(min(max(cosine, -1.0), 1.0))  # rounding may exceed the range
         return found
 
 

@@ -87,6 +87,7 @@ class InputProcessor:
     ) -> None:
         """adapters: the adapters that requests may name. None: requests cannot name any."""
         self._info = info
+        self.max_model_len = info.max_model_len
         self.tokenizer = tokenizer
         self._config = config
         self._accepts_priority = accepts_priority
@@ -114,7 +115,7 @@ class InputProcessor:
             )
         params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
-        error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
+        error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
         thought = self._thought(token_ids, params)
         salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # the user's salt
         priority = int(priority or 0)
@@ -166,7 +167,7 @@ class InputProcessor:
         """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
-        return render_chat(self.tokenizer, messages, **{"max_tokens": self._info.max_model_len} | rendering)
+        return render_chat(self.tokenizer, messages, **{"max_tokens": self.max_model_len} | rendering)
 
     def render_chats(
         self,
@@ -224,7 +225,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("no tokenizer is loaded; give token ids, or load the model with a tokenizer")
-            return prompt, self.tokenizer.encode(prompt, max_tokens=self._info.max_model_len)
+            return prompt, self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
         return None, _token_ids(prompt)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -305,7 +306,7 @@ class InputProcessor:
         """
         if params.thinking_token_budget is not None or self.end_of_thought is None:
             return params
-        num_tokens = params.max_tokens or self._info.max_model_len - len(prompt["prompt_token_ids"])
+        num_tokens = params.max_tokens or self.max_model_len - len(prompt["prompt_token_ids"])
         return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -322,15 +323,15 @@ class InputProcessor:
 
     def _too_long(self, num_prompt_tokens: int, text: str | None) -> TooLong:
         # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
-        message = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
+        message = f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
         # Tokenizer.encode may have encoded only the beginning of a long text.
-        at_least = "at least " if text is not None and num_prompt_tokens > 2 * self._info.max_model_len else ""
+        at_least = "at least " if text is not None and num_prompt_tokens > 2 * self.max_model_len else ""
         message += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
-        if self._info.max_model_len < self._info.max_position_embeddings:
+        if self.max_model_len < self._info.max_position_embeddings:
             message += (
                 f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"
             )
-        return TooLong(message, num_prompt_tokens, self._info.max_model_len)
+        return TooLong(message, num_prompt_tokens, self.max_model_len)
 
 
 def as_list(prompts: object) -> list[Any]:

@@ -28,9 +28,10 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that nobody reads
 class Answers:
     """The streams of an HTTP request, a stream with n answers for each prompt. With is_prompt_only they count no tokens."""
 
-    def __init__(self, n: int, *, is_prompt_only: bool = False) -> None:
+    def __init__(self, n: int, *, is_prompt_only: bool = False, merges: bool = True) -> None:
+        """merges: whether the tokens of an answer that are due together become one delta."""
         self.id = uuid.uuid4().hex
-        self._n, self._is_prompt_only = n, is_prompt_only
+        self._n, self._is_prompt_only, self._merges = n, is_prompt_only, merges
         self.streams: list[RequestStream] = []
         self._num_tokens = 0  # the tokens of all answers so far
         self._has_news = asyncio.Event()
@@ -56,7 +57,7 @@ class Answers:
             self._has_news.clear()
             updates = []
             for number, stream in list(unfinished.items()):
-                deltas = stream.take()
+                deltas = stream.take(merges=self._merges)
                 self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
                 updates += [(self.choice_index(number, delta.index), stream, delta) for delta in deltas]
                 if stream.output is not None:
@@ -113,10 +114,14 @@ class Reply(ABC):
 
     Attributes:
         answers: The streams of n answers to each prompt.
+        response_format: The name of response_format in the endpoint's bodies.
     """
 
-    def __init__(self, n: int = 1, *, is_prompt_only: bool = False) -> None:
-        self.answers = Answers(n, is_prompt_only=is_prompt_only)
+    response_format = "response_format"
+
+    def __init__(self, n: int = 1, **options: bool) -> None:
+        """options: those of Answers."""
+        self.answers = Answers(n, **options)
 
     @abstractmethod
     def whole(self) -> JsonObject:

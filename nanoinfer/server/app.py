@@ -19,10 +19,27 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server import protocol
+from nanoinfer.server import protocol, schemas
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
-from nanoinfer.server.choices import ChatFormat, ChatReply, CompletionReply, messages_of
-from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
+from nanoinfer.server.choices import (
+    ChatFormat,
+    ChatReply,
+    CompletionReply,
+    check_length,
+    max_tokenized,
+    messages_of,
+    prepare_completion,
+)
+from nanoinfer.server.errors import (
+    ERRORS,
+    MESSAGES_ERRORS,
+    RequestError,
+    add_error_handlers,
+    describe_errors,
+    json_response,
+    refused_format,
+    text_body,
+)
 from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
 from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from nanoinfer.server.messages import to_chat as messages_to_chat
@@ -35,7 +52,7 @@ from nanoinfer.server.settings import ServerSettings
 from nanoinfer.server.updates import add_adapters, add_weights
 from nanoinfer.tracing.recent import RecentRecorder
 
-STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # events, or JSON
+STREAMS = text_body("text/event-stream")  # or JSON
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -44,7 +61,13 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     for adapter in models.adapters.values():
         async_llm.engine.inputs.adapter_of(adapter)  # reads the adapter now, not while the event loop serves requests
     app = FastAPI(
-        title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
+        title="nanoinfer",
+        version=__version__,
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
     )
     app.router.route_class = StrictRoute
     app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
@@ -115,18 +138,21 @@ class GenerationEndpoints:
         self.cache_salt_by_key = settings.cache_salt_by_key
 
     def add_to(self, app: FastAPI) -> None:
-        app.post("/v1/completions", responses=STREAMS)(self.completions)
-        app.post("/v1/chat/completions", responses=STREAMS)(self.chat_completions)
-        app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)(self.messages)
-        app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)(self.count_tokens)
-        app.post("/v1/responses", responses=STREAMS)(self.responses)
-        app.get("/v1/responses/{response_id}")(self.stored_response)
-        app.delete("/v1/responses/{response_id}")(self.delete_response)
-        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
+        streaming = partial(app.post, responses=STREAMS)
+        streaming("/v1/completions", response_model=schemas.Completion)(self.completions)
+        streaming("/v1/chat/completions", response_model=schemas.ChatCompletion)(self.chat_completions)
+        streaming("/v1/responses", response_model=schemas.OpenAIResponse)(self.responses)
+        app.get("/v1/responses/{response_id}", response_model=schemas.OpenAIResponse)(self.stored_response)
+        app.delete("/v1/responses/{response_id}", response_model=schemas.DeletedResponse)(self.delete_response)
+        app.post("/v1/responses/input_tokens", response_model=schemas.ResponseInputTokens)(self.count_input_tokens)
+        app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS, response_model=schemas.AnthropicMessage)(self.messages)
+        counting = partial(app.post, responses=MESSAGES_ERRORS, response_model=schemas.InputTokens)
+        counting("/v1/messages/count_tokens")(self.count_tokens)
 
     async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
         reply = CompletionReply(body, self.models.check_body(body), self.tokenizer)
-        prepares = [partial(self.inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
+        prompts = protocol.as_prompts(body.prompt)
+        prepares = [partial(prepare_completion, body, prompt, self.inputs) for prompt in prompts]
         return await self._generate(http, body, prepares, reply)
 
     async def chat_completions(self, http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
@@ -151,7 +177,7 @@ class GenerationEndpoints:
         """Return the number of tokens of the prompt to which a chat request is rendered."""
 
         def counted() -> int:
-            most = max(protocol.MAX_TOKENIZED, self.async_llm.engine.max_model_len)
+            most = max_tokenized(self.inputs)
             tokens = self.chat_format.render(to_chat(), self.inputs, max_tokens=most)["prompt_token_ids"]
             return len(check_length(tokens, most))
 
@@ -198,7 +224,6 @@ class GenerationEndpoints:
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else self.inputs.adapter_of(lora_request)
         to_params = partial(protocol.to_sampling_params, body, self.default)
-        params = await self.async_llm.threads.run(to_params, is_large=http.is_large)
 
         def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
             prepared = prepare(params)
@@ -207,7 +232,14 @@ class GenerationEndpoints:
             return prepared if adapter is None else prepared.with_adapter(adapter)
 
         adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
-        await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
+        try:
+            params = await self.async_llm.threads.run(to_params, is_large=http.is_large)
+            await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
+        except InvalidValueError as error:
+            field = reply.response_format if body.format_field == "response_format" else body.format_field
+            if (refused := refused_format(str(error), field)) is None:
+                raise
+            raise refused from error
         if self.replays is not None:
             self.replays.add(reply.answers)
         if body.stream:
@@ -227,13 +259,13 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
             raise RequestError(400, "this model has no tokenizer")
         return engine.tokenizer
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", response_model=schemas.Tokenized)
     async def tokenize(http: StrictRequest, body: protocol.TokenizeRequest) -> Response:
         models.check_body(body)
         return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
 
     def tokenized(body: protocol.TokenizeRequest) -> Response:
-        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
+        most = max_tokenized(engine.inputs)
         if body.messages is None:
             add_special_tokens = body.add_special_tokens is not False
             tokens = list(tokenizer().encode(body.prompt, add_special_tokens=add_special_tokens, max_tokens=most))
@@ -247,7 +279,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
         max_model_len = engine.max_model_len
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", response_model=schemas.Detokenized)
     async def detokenize(http: StrictRequest, body: protocol.DetokenizeRequest) -> Response:
         models.check_body(body)
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
@@ -266,11 +298,11 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
         parent = {"parent": models.names[0]} if name in models.adapters else {}
         return {"id": name, "object": "model", "root": name, **facts, **parent}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=schemas.ModelList)
     async def list_models() -> Response:
         return json_response({"object": "list", "data": list(map(card, (*models.names, *models.adapters)))})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", response_model=schemas.Model)
     async def model(model: str) -> Response:
         return json_response(card(models.check(model)))
 
@@ -280,21 +312,14 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
         async_llm.check_health()  # an error becomes status 503
         return Response()
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @app.get("/metrics", response_class=Response, responses=text_body("text/plain"))
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/load")
+    @app.get("/load", response_model=schemas.Load)
     async def load() -> Response:
         return json_response({"server_load": async_llm.num_unfinished_answers})
 
-    @app.get("/version")
+    @app.get("/version", response_model=schemas.Version)
     async def version() -> Response:
         return json_response({"version": __version__})
-
-
-def check_length(tokens: list[int], most: int) -> list[int]:
-    """Return a text's tokens. Raises: RequestError for more than `most`, of which only the beginning may be encoded."""
-    if len(tokens) > most:
-        raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
-    return tokens

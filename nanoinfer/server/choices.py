@@ -27,7 +27,14 @@ from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Reply
 from nanoinfer.server.errors import RequestError, error_body
-from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest, JsonObject
+from nanoinfer.server.protocol import (
+    MAX_TOKENIZED,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    JsonObject,
+)
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 END_OF_EVENT = b"]}\n\n"
@@ -86,7 +93,9 @@ class ChatFormat:
         is_structured = params.structured_outputs is not None and not requires_call(tool_choice)
         is_harmony = self.parser is HarmonyParser
         skips_reasoning = is_harmony and is_structured and request.rendering["add_generation_prompt"]
-        prompt = self.render(request, inputs, answer_begin=FINAL if skips_reasoning else "")
+        limit = {} if request.truncate_prompt_tokens is None else {"max_tokens": max_tokenized(inputs)}
+        prompt = self.render(request, inputs, answer_begin=FINAL if skips_reasoning else "", **limit)
+        prompt["prompt_token_ids"] = _truncated(prompt["prompt_token_ids"], request, inputs, params)
         text = prompt["prompt"] or ""
         if is_harmony:
             params = replace(params, skip_special_tokens=False)
@@ -110,6 +119,40 @@ class ChatFormat:
         return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
 
 
+def prepare_completion(
+    request: CompletionRequest, prompt: str | list[int], inputs: InputProcessor, params: SamplingParams
+) -> PreparedRequest:
+    """Tokenise and check one of the prompts of a completion."""
+    ids = prompt if isinstance(prompt, list) else None
+    is_plain = request.add_special_tokens is not False and request.truncate_prompt_tokens is None
+    if isinstance(prompt, str) and inputs.tokenizer is not None and not is_plain:
+        adds_special, most = request.add_special_tokens is not False, max_tokenized(inputs)
+        ids = inputs.tokenizer.encode(prompt, add_special_tokens=adds_special, max_tokens=most)
+    given = {"prompt": prompt} if ids is None else {"prompt_token_ids": _truncated(ids, request, inputs, params)}
+    return inputs.prepare_prompt({**given, "cache_salt": request.cache_salt}, params, request.priority)
+
+
+def _truncated(token_ids: list[int], request: GenerationRequest, inputs: InputProcessor, params: SamplingParams) -> list[int]:
+    """Return the last tokens of a prompt, as many as truncate_prompt_tokens asks for."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    check_length(token_ids, max_tokenized(inputs))
+    return token_ids[-(most if most > 0 else max(inputs.max_model_len - (params.max_tokens or 1), 1)) :]
+
+
+def max_tokenized(inputs: InputProcessor) -> int:
+    """Return the most tokens of a text that is not the prompt, or not all of it."""
+    return max(MAX_TOKENIZED, inputs.max_model_len)
+
+
+def check_length(tokens: list[int], most: int) -> list[int]:
+    """Return a text's tokens. Raises: RequestError for more than `most`, of which only the beginning may be encoded."""
+    if len(tokens) > most:
+        raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
+    return tokens
+
+
 def messages_of(messages: list[ChatMessage]) -> list[JsonObject]:
     return [message.model_dump(exclude_unset=True) for message in messages]
 
@@ -126,7 +169,7 @@ class ChoicesReply(Reply):
     object_names: tuple[str, str]  # the "object" of a response, and of a stream's chunks
 
     def __init__(self, request: ChatCompletionRequest | CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
-        super().__init__(request.n or 1, is_prompt_only=request.max_tokens == 0)
+        super().__init__(request.n or 1, is_prompt_only=request.max_tokens == 0, merges=request.stream_interval is None)
         self._model, self._tokenizer, self._stream_options = model, tokenizer, request.stream_options
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._prefix = b""  # the beginning of every chunk
@@ -143,6 +186,10 @@ class ChoicesReply(Reply):
         """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
         return {}
 
+    def usage(self) -> JsonObject:
+        """Return the usage of answers that have ended."""
+        return self.answers.usage()
+
     def _head(self, object_name: str) -> JsonObject:
         name = f"{self.id_prefix}-{self.answers.id}"
         return {"id": name, "object": object_name, "created": int(time.time()), "model": self._model}
@@ -154,7 +201,7 @@ class ChoicesReply(Reply):
             for number, output in enumerate(answers.outputs)
             for answer in output.outputs
         ]
-        fields = {"choices": choices, "usage": answers.usage()} | self.response_fields(answers.streams[0])
+        fields = {"choices": choices, "usage": self.usage()} | self.response_fields(answers.streams[0])
         return self._head(self.object_names[0]) | fields
 
     def chunks(self, index: int, stream: RequestStream, delta: Delta) -> list[bytes]:
@@ -173,7 +220,7 @@ class ChoicesReply(Reply):
 
     def end(self) -> bytes:
         shows_usage = self._stream_options is not None and self._stream_options.include_usage
-        return (self._prefix + _end_of_event({"usage": self.answers.usage()}) if shows_usage else b"") + DONE
+        return (self._prefix + _end_of_event({"usage": self.usage()}) if shows_usage else b"") + DONE
 
 
 def _end_of_event(fields: JsonObject) -> bytes:
@@ -198,8 +245,13 @@ class ChatReply(ChoicesReply):
     def response_fields(self, stream: RequestStream) -> JsonObject:
         return _prompt_fields(self._request, stream)
 
+    def usage(self) -> JsonObject:
+        [output] = self.answers.outputs
+        nums = [num_reasoning_tokens(self._parsers[one.index], one.token_ids, self._tokenizer) for one in output.outputs]
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": sum(nums)}}
+
     def choice(self, index: int, stream: RequestStream, answer: CompletionOutput | Delta) -> JsonObject:
-        parser = self._format.make_parser(self._request, stream.prepared.prompt or "")
+        parser = self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
         message = parser.push(answer.text, is_last=True).message()
         if self._echoed:
             message["content"] = self._echoed + (message["content"] or "")
@@ -276,7 +328,8 @@ class CompletionReply(ChoicesReply):
 
 def _is_shown(delta: Delta, request: GenerationRequest) -> bool:
     """Whether a delta without text still needs a chunk."""
-    return bool(delta.logprobs or delta.sampling_mask or delta.finish_reason or request.return_token_ids)
+    is_asked = request.return_token_ids or request.stream_interval
+    return bool(delta.logprobs or delta.sampling_mask or delta.finish_reason or is_asked)
 
 
 def _prompt_fields(request: GenerationRequest, stream: RequestStream) -> JsonObject:
@@ -296,6 +349,14 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
     fields: JsonObject = {"stop_reason": answer.stop_reason} if answer.finish_reason else {}
     fields |= {} if answer.sampling_mask is None else {"sampling_mask": answer.sampling_mask}
     return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
+
+
+def num_reasoning_tokens(parser: ChatParser, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> int:
+    """Return how many tokens of an answer are its thought, with the tags. parser: has parsed the answer."""
+    if tokenizer is None or not parser.has_reasoning:
+        return 0
+    end = tokenizer.backend.token_to_id(parser.end_of_reasoning)
+    return token_ids.index(end) + 1 if end in token_ids else len(token_ids)
 
 
 def chat_logprobs(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -39,10 +39,14 @@ _MESSAGES = "/v1/messages"
 _MESSAGES_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "stream_options", "top_logprobs", "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
-    "priority", "dimensions", "truncate_prompt_tokens", "instruction",
+    "priority", "dimensions", "truncate_prompt_tokens", "add_special_tokens", "instruction",
 }  # fmt: skip
+_FORMATS = ("json", "json_object", "regex", "choice", "grammar")  # subjects of errors about structured_outputs
 _SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
-_PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
+_PATH = re.compile(
+    r"""(?<=(['"]))(?:[A-Za-z]:)?[/\\][^'"]*[/\\][^'"]+(?=\1)"""  # in quotes, where it may have spaces
+    r"""|(?<![\w.<])(?:[A-Za-z]:)?[/\\][^\s/\\'"<>:;,()]+(?:[/\\][^\s/\\'"<>:;,()]+)+"""
+)
 
 
 class ErrorFields(BaseModel):
@@ -88,12 +92,23 @@ ERRORS: dict[int | str, dict[str, object]] = {
 MESSAGES_ERRORS = {status: error | {"model": MessagesErrorBody} for status, error in ERRORS.items()}
 
 
+def text_body(kind: str) -> dict[int | str, dict[str, object]]:
+    """Describe a body of status 200 that is a text of this type."""
+    return {200: {"content": {kind: {"schema": {"type": "string"}}}}}
+
+
 class RequestError(HTTPException):
     """A refused request, with the name of the field (param) and OpenAI's code for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
         self.param, self.code = param, code
+
+
+def invalid_body(error: ValidationError) -> RequestError:
+    """Return the error for a body that is not its model."""
+    message, param = validation_message([one | {"loc": ("body", *one["loc"])} for one in error.errors()])
+    return RequestError(400, message, param=param)
 
 
 class ContextLengthError(RequestError):
@@ -149,6 +164,23 @@ def subject(message: str) -> str | None:
     """
     found = _SUBJECT.match(message)
     return found[1] if found and found[1] in _PARAMETERS else None
+
+
+def refused_format(message: str, field: str) -> RequestError | None:
+    """Return the error for a format of the answer, in which the client's field has the place of structured_outputs.
+
+    None: the message is not about a format.
+
+    >>> refused_format("structured_outputs cannot be used with strict tool calls", "text.format").detail
+    'text.format cannot be used with strict tool calls'
+    """
+    found, named = _SUBJECT.match(message), message.replace("structured_outputs", field)
+    if found and found[1] in _FORMATS:
+        named = f"{field}: {named}"
+    elif named == message:
+        return None
+    param = field.partition(".")[0] if named.startswith(field) else subject(message)
+    return RequestError(400, without_paths(named), param=param)
 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = "") -> Response:

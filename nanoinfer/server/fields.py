@@ -21,6 +21,7 @@ WITHOUT_EFFECT = frozenset(
     # Anthropic's, and those that its and OpenAI's agents send: caching is automatic, and the others are for their services
     "cache_control eager_input_streaming inference_geo user_profile_id workspace_id client_metadata max_tool_calls".split()
 )
+_FIELDS = ("stream_interval", "truncate_prompt_tokens")  # of protocol.py, which SamplingParams does not honour
 # The other fields: the values besides null that change nothing here, and the advice. "": leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(
@@ -33,14 +34,13 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "suffix": (("",), ""),
+    "max_completion_tokens": ((), "use max_tokens, or max_output_tokens in /v1/responses"),
     # vLLM's
-    **{name: accepted for name, accepted in NEUTRAL.items() if not isinstance(accepted, str)},
+    **{name: accepted for name, accepted in NEUTRAL.items() if not isinstance(accepted, str) and name not in _FIELDS},
     "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
     **{f"guided_{kind}": ((), f"use structured_outputs={{'{kind}': ...}}") for kind in ("json", "regex", "choice", "grammar")},
-    "truncate_prompt_tokens": ((), "send the last ids that /tokenize returns as the prompt"),
-    "add_special_tokens": ((), "send the ids that /tokenize returns as the prompt"),
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
     "mm_processor_kwargs": ((), "only text is read"),

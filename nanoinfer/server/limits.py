@@ -5,31 +5,39 @@ In: ASGI's scopes. Out: the request, passed on, or an error.
 
 import hashlib
 import hmac
+import re
+import uuid
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.server.errors import RequestError, error_response
+from nanoinfer.server.errors import RequestError, error_response, invalid_body
 from nanoinfer.server.listen import is_allowed
 from nanoinfer.server.settings import ServerSettings
 from nanoinfer.system.work_threads import LARGE
 
+M = TypeVar("M", bound=BaseModel)
 MAX_HEADER_BYTES = 2**15
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
 FILE = "application/octet-stream"
+_REQUEST_ID = re.compile(r"[!-~]{1,200}")  # a client's X-Request-Id that the response repeats. Others get a new one
 
 
 class RequestLimits:
-    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name."""
+    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name.
+
+    Each response has an X-Request-Id, which is the request's if it has any.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -49,7 +57,16 @@ class RequestLimits:
                 raise RequestError(413, f"the body has more than {max_bytes} bytes")
             return message
 
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
         headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        if scope["path"].startswith(f"{(root := self._settings.root_path)}/"):  # the proxy has not removed it
+            scope["path"] = scope["path"].removeprefix(root)
         if scope["method"] == "HEAD":  # answered like GET, and the HTTP server leaves the body out
             scope["method"] = "GET"
         if len(scope["path"]) > 1:  # a redirect would name this server, which a proxy's clients may not reach
@@ -59,9 +76,10 @@ class RequestLimits:
         try:
             scope.setdefault("state", {})["key"] = self._check(scope["path"], scope["method"], headers)
         except RequestError as error:
-            await error_response(error.status_code, error.detail, code=error.code, path=scope["path"])(scope, receive, send)
+            refused = error_response(error.status_code, error.detail, code=error.code, path=scope["path"])
+            await refused(scope, receive, send_with_id)
         else:
-            await self._app(scope, receive_limited, send)
+            await self._app(scope, receive_limited, send_with_id)
 
     def _check(self, path: str, method: str, headers: Headers) -> str:
         """Return the digest of the request's key, or "" if none is needed. Raises: RequestError for a refused request."""
@@ -95,8 +113,19 @@ def _digest(key: bytes) -> bytes:
 class StrictRequest(Request):
     """A request whose JSON has neither NaN nor infinity, at most 200 levels, and not too many values to read."""
 
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel] | None) -> None:
+        """model: what json() returns. None: the endpoint reads the body."""
+        super().__init__(scope, receive)
+        self._model = model
+
     async def json(self) -> Any:
-        parse = partial(_parse_json, await self.body())
+        """Return the body as its model, which FastAPI then passes on unchanged. Raises: RequestError, 400."""
+        assert self._model is not None, "only a route with a model reads JSON"
+        return await self.read(self._model)
+
+    async def read(self, model: type[M]) -> M:
+        """Parse and check the body, in a thread if it is large. Raises: RequestError, 400."""
+        parse = partial(_parse, await self.body(), model)
         return await self.app.state.threads.run(parse, is_large=True) if self.is_large else parse()
 
     @property
@@ -110,7 +139,7 @@ class StrictRequest(Request):
         return len(self._body) > LARGE
 
 
-def _parse_json(body: bytes) -> Any:
+def _parse(body: bytes, model: type[M]) -> M:
     if len(body) > LARGE:
         for kind, num, most in zip(
             ("values", "lists, objects and keys"), json_size(body), (MAX_VALUES, MAX_NESTED), strict=True
@@ -118,7 +147,9 @@ def _parse_json(body: bytes) -> Any:
             if num > most:
                 raise RequestError(400, f"the body has {num} {kind}; at most {most} are read")
     try:
-        return from_json(body, allow_inf_nan=False)
+        return model.model_validate(from_json(body, allow_inf_nan=False))
+    except ValidationError as error:
+        raise invalid_body(error) from error
     except ValueError as error:
         raise RequestError(400, f"the body is not valid JSON: {error}") from error
 
@@ -140,6 +171,7 @@ class StrictRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
         described = (self.openapi_extra or {}).get("requestBody", {}).get("content", {})
         kinds = list(described) or ["application/json"]
 
@@ -148,6 +180,6 @@ class StrictRoute(APIRoute):
             if request.method == "POST" and kind not in kinds:  # a page of any origin may send text/plain and forms
                 allowed = " or ".join(f"Content-Type: {name}" for name in kinds)
                 raise RequestError(415, f"the body must be JSON, with {allowed}, got {kind[:100]!r}")
-            return await handler(StrictRequest(request.scope, request.receive))
+            return await handler(StrictRequest(request.scope, request.receive, model))
 
         return strict

@@ -1,12 +1,15 @@
-"""The sockets of a server, and the names under which clients may address it.
+"""The sockets of a server, its certificate, and the names under which clients may address it.
 
-In: --host and --port. Out: bound sockets, before a model is loaded, or a sentence that says why there are none.
+In: options of `nanoinfer serve`. Out: bound sockets, before a model is loaded, or a sentence that says why there are none.
 """
 
 import errno
 import ipaddress
+import os
 import socket
+import ssl
 from collections.abc import Sequence
+from pathlib import Path
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 
@@ -47,6 +50,50 @@ def bind(host: str, port: int) -> list[socket.socket]:
         assert reason is not None, "a host has an address"
         raise cannot_listen(host, port, reason)
     return sockets
+
+
+def bind_uds(path: str) -> socket.socket:
+    """Bind a Unix socket to a path, which the caller removes at the end. The umask decides who may connect.
+
+    Raises: NanoinferError if another server listens there, or the path cannot be used.
+    """
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket() and bound.connect_ex(path) == errno.ECONNREFUSED:  # a server that was killed has left it
+            os.unlink(path)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise NanoinferError(f"--uds {path!r} cannot be used ({error.strerror or error}); choose another path") from error
+    return bound
+
+
+def read_certificate(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """Return the settings of https. None: there is no certificate, for http. Raises: InvalidValueError for unusable files."""
+    if certfile is None:
+        if keyfile is not None:
+            raise InvalidValueError(f"--ssl-keyfile {keyfile!r} needs --ssl-certfile; add it, or leave both out")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except OSError as error:
+        files = f"--ssl-certfile {certfile!r}" + (f" and --ssl-keyfile {keyfile!r}" if keyfile else "")
+        raise InvalidValueError(f"{files} cannot be used ({error}); give a certificate and its key as PEM files") from error
+    return context
+
+
+def url_of(bound: socket.socket, *, is_https: bool) -> str:
+    """Return the URL under which this machine reaches a socket, or the path of a Unix socket.
+
+    >>> url_of(bind("127.0.0.1", 0)[0], is_https=True)  # doctest: +ELLIPSIS
+    'https://127.0.0.1:...'
+    """
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if is_https else 'http'}://{host}:{port}"
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> NanoinferError:

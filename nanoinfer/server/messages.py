@@ -188,6 +188,8 @@ def _function(tool: Tool) -> protocol.JsonObject:
 class MessagesReply(BlockReply):
     """The reply of /v1/messages."""
 
+    response_format = "output_config.format"
+
     def __init__(
         self, body: MessagesRequest, chat: protocol.ChatCompletionRequest, chat_format: ChatFormat, model: str
     ) -> None:

@@ -17,17 +17,30 @@ from starlette.responses import Response
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.server import schemas
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
-from nanoinfer.server.protocol import INT64, MAX_PROMPTS, JsonObject, ModelBody, Prompt, add_accepted_fields, as_prompts
+from nanoinfer.server.protocol import (
+    INT64,
+    MAX_PROMPTS,
+    NOT_EMPTY,
+    JsonObject,
+    ModelBody,
+    Prompt,
+    add_accepted_fields,
+    as_prompts,
+)
 
 
 def _text_of(document: object) -> object:
     return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's format
 
 
-Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True), NOT_EMPTY]
+OneOrMore = Annotated[
+    Texts, BeforeValidator(lambda texts: [texts] if isinstance(texts, str) else texts, json_schema_input_type=str | Texts)
+]
 
 
 class TextsRequest(ModelBody):
@@ -36,6 +49,7 @@ class TextsRequest(ModelBody):
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
     truncate_prompt_tokens: int | None = None
+    add_special_tokens: Literal[True] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
 
@@ -51,8 +65,8 @@ class EmbeddingRequest(TextsRequest):
 class ScoreRequest(TextsRequest):
     """The body of /v1/score."""
 
-    queries: Annotated[str | Texts, Field(validation_alias=AliasChoices("queries", "text_1"), description="Or text_1.")]
-    documents: Annotated[str | Texts, Field(validation_alias=AliasChoices("documents", "text_2"), description="Or text_2.")]
+    queries: Annotated[OneOrMore, Field(validation_alias=AliasChoices("queries", "text_1"), description="Or text_1.")]
+    documents: Annotated[OneOrMore, Field(validation_alias=AliasChoices("documents", "text_2"), description="Or text_2.")]
     instruction: str | None = None
 
 
@@ -73,10 +87,10 @@ class PoolingEndpoints:
         self._async_llm, self._check_body = async_llm, check_body
 
     def add_to(self, app: FastAPI) -> None:
-        app.post("/v1/embeddings")(self.embeddings)
-        app.post("/v1/score")(self.score)
+        app.post("/v1/embeddings", response_model=schemas.Embeddings)(self.embeddings)
+        app.post("/v1/score", response_model=schemas.Scores)(self.score)
         app.post("/score", include_in_schema=False)(self.score)
-        app.post("/v1/rerank")(self.rerank)
+        app.post("/v1/rerank", response_model=schemas.Ranking)(self.rerank)
         for path in ("/rerank", "/v2/rerank"):
             app.post(path, include_in_schema=False)(self.rerank)
 
@@ -109,13 +123,13 @@ class PoolingEndpoints:
                 results = [result | {"document": {"text": body.documents[i]}} for result, i in zip(results, order, strict=True)]
             return {"results": results}
 
-        return await self._score(http, body, body.query, fields_of)
+        return await self._score(http, body, [body.query], fields_of)
 
     async def _score(
         self,
         http: StrictRequest,
         body: ScoreRequest | RerankRequest,
-        queries: str | list[str],
+        queries: list[str],
         fields_of: Callable[[list[float]], JsonObject],
     ) -> Response:
         model = self._check_body(body)

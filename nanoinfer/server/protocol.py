@@ -20,9 +20,10 @@ from pydantic import (
 )
 
 from nanoinfer.arguments import declarations
+from nanoinfer.chat.tools import requires_call
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
-from nanoinfer.server.errors import RequestError, validation_message
+from nanoinfer.server.errors import RequestError, invalid_body
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
@@ -36,6 +37,7 @@ MAX_SALT = 1024  # characters of cache_salt
 INT64, UINT64 = 2**63, 2**64
 
 JsonObject = dict[str, object]  # part of a body that is passed on unchanged
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
@@ -45,6 +47,20 @@ PatternLimit = Literal["max_pattern_size", "min_pattern_size", "min_count"]
 def few_items(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_LISTED:  # pydantic would check all values first
         raise ValueError(f"{len(value)} items; at most {MAX_LISTED} items are read")
+    return value
+
+
+def with_ints(value: Any) -> Any:
+    """Return a value, or what lists and one object hold, with ints for integers, which JSON may write as 1.0.
+
+    A field that is a float may be an int, too. Objects in lists and in an object are passed on unchanged.
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [with_ints(one) for one in value]
+    if isinstance(value, dict):
+        return {name: item if isinstance(item, dict) else with_ints(item) for name, item in value.items()}
     return value
 
 
@@ -66,11 +82,13 @@ def _kind_of_prompt(prompt: object) -> str | None:
     return "<text>" if isinstance(prompt, str) else None
 
 
+NOT_EMPTY = Field(json_schema_extra={"minItems": 1})  # The engine refuses an empty list, and names the way out.
+PromptIds = Annotated[TokenIds, NOT_EMPTY]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists>")],
+    | Annotated[PromptIds, Tag("<ids>")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), NOT_EMPTY, Tag("<texts>")]
+    | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True), NOT_EMPTY, Tag("<lists>")],
     Discriminator(
         _kind_of_prompt,
         custom_error_type="prompt_type",
@@ -105,6 +123,11 @@ class Body(BaseModel):
     """A body. Fields that it does not have are kept, until check_unknown_fields examines them with the server's settings."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_integers(cls, body: Any) -> Any:
+        return with_ints(body) if isinstance(body, dict) else body
 
     def check_unknown_fields(self) -> None:
         """Refuse unknown fields, and other servers' fields with an unsupported value, in this body and the bodies in it.
@@ -171,9 +194,11 @@ class SamplingRequest(_DeclaredBody):  # type: ignore[misc]  # a class that was 
     seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(few_items)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED), NOT_EMPTY] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
-    repetition_detection: dict[PatternLimit, Annotated[int, Field(ge=0, le=MAX_LISTED)]] | None = None
+    repetition_detection: (
+        Annotated[dict[PatternLimit, Annotated[int, Field(ge=0, le=MAX_LISTED)]], BeforeValidator(with_ints)] | None
+    ) = None
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
@@ -194,6 +219,9 @@ class GenerationRequest(SamplingRequest):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Literal[1] | None = None  # as in vLLM: a chunk for each token. None: those that are due share a chunk
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # the last tokens. -1: as many as fit
 
     @model_validator(mode="after")
     def check_stream(self) -> Self:
@@ -201,9 +229,16 @@ class GenerationRequest(SamplingRequest):
             raise ValueError("stream_options needs stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs needs stream=false")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1, or >= 1, got 0; leave it out to keep the whole prompt")
         if self.return_sampling_mask and not 1 <= (self.top_k or 0) <= MAX_LISTED:
             raise ValueError(f"return_sampling_mask needs top_k from 1 to {MAX_LISTED}, which limits the length of a mask")
         return self
+
+    @property
+    def format_field(self) -> str:
+        """The name of the field that asks for a format of the answer, if any does."""
+        return "structured_outputs" if self.response_format is None else "response_format"
 
 
 class CompletionRequest(GenerationRequest):
@@ -219,13 +254,6 @@ class CompletionRequest(GenerationRequest):
         if self.logprob_token_ids and self.logprobs is None:
             raise ValueError("logprob_token_ids needs logprobs=0")
         return self
-
-    @property
-    def prompts(self) -> list[dict[str, object]]:
-        """The list of prompts as InputProcessor reads them, also if there is only one."""
-        prompts = as_prompts(self.prompt)
-        names = ["prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts]
-        return [{name: prompt, "cache_salt": self.cache_salt} for name, prompt in zip(names, prompts, strict=True)]
 
 
 class ChatMessage(BaseModel):
@@ -246,10 +274,14 @@ class _Rendered(BaseModel):
     chat_template_kwargs: Annotated[JsonObject, BeforeValidator(few_items)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
 
     @model_validator(mode="after")
-    def check_final_message(self) -> Self:
+    def check_messages(self) -> Self:
+        if self.add_special_tokens and self.messages is not None:
+            raise ValueError("add_special_tokens must be false with messages, since the chat template writes these tokens")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=false")
         return self
@@ -291,6 +323,11 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return super().rendering | {"chat_template_kwargs": variables | (self.chat_template_kwargs or {})}
 
+    @property
+    def format_field(self) -> str:
+        has_format = self.response_format is not None or self.structured_outputs is not None
+        return super().format_field if has_format and not requires_call(self.tool_choice) else "tools"
+
 
 class TokenizeRequest(_Rendered, ModelBody):
     """The body of /tokenize, as in vLLM: a prompt, or messages."""
@@ -300,8 +337,6 @@ class TokenizeRequest(_Rendered, ModelBody):
     )
 
     prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -382,8 +417,7 @@ def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
     try:
         return ChatCompletionRequest(**shared | fields)
     except ValidationError as error:
-        message, _ = validation_message([one | {"loc": ("body", *one["loc"])} for one in error.errors()])
-        raise RequestError(400, message) from error
+        raise RequestError(400, invalid_body(error).detail) from error  # its param is no field of the client's body
 
 
 class Lenient(BaseModel):

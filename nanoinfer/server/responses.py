@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server import protocol
 from nanoinfer.server.blocks import CUT, Block, BlockReply, Change, render
-from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.choices import ChatFormat, num_reasoning_tokens
 from nanoinfer.server.errors import RequestError
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -249,6 +249,8 @@ class ResponseStore:
 class ResponsesReply(BlockReply):
     """The reply of /v1/responses."""
 
+    response_format = "text.format"
+
     def __init__(
         self,
         body: ResponsesRequest,
@@ -349,10 +351,7 @@ class ResponsesReply(BlockReply):
     def _usage(self) -> protocol.JsonObject:
         usage = self.answers.usage()
         token_ids = self.answers.outputs[0].outputs[0].token_ids
-        num_reasoning = 0
-        if self._tokenizer is not None and any(block.kind == "reasoning" for block in self.blocks.all):
-            end = self._tokenizer.backend.token_to_id(self.blocks.parser.end_of_reasoning)
-            num_reasoning = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+        num_reasoning = num_reasoning_tokens(self.blocks.parser, token_ids, self._tokenizer)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],

@@ -8,6 +8,7 @@ import atexit
 import gc
 import logging
 import socket
+import ssl
 import sys
 
 import uvicorn
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
+from nanoinfer.server.listen import url_of
 from nanoinfer.server.settings import ServerSettings
 
 logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for everything but requests
@@ -51,7 +53,15 @@ class Server(uvicorn.Server):
     Its run(sockets) serves on bound sockets until a signal, and then shuts the AsyncLLM down.
     """
 
-    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, *, shutdown_timeout: float) -> None:
+    def __init__(
+        self,
+        async_llm: AsyncLLM,
+        settings: ServerSettings,
+        *,
+        shutdown_timeout: float,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """shutdown_timeout: the seconds that running requests have after a signal. ssl_context: for https. None: http."""
         config = uvicorn.Config(
             create_app(async_llm, settings),
             http=LimitedProtocol,
@@ -59,6 +69,7 @@ class Server(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
+            ssl_context_factory=None if ssl_context is None else lambda config, default: ssl_context,
         )
         super().__init__(config)
         logger.setLevel(logging.WARNING)  # the banner says what uvicorn would say when it starts
@@ -70,7 +81,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self.config.configure_logging()  # sets the level that it had
         assert sockets, "they are bound before the model is loaded"
-        for line in banner(self._async_llm, self._settings, *sockets[0].getsockname()[:2]).splitlines():
+        url = url_of(sockets[0], is_https=self.config.is_ssl)
+        for line in banner(self._async_llm, self._settings, url).splitlines():
             logger.info("%s", line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -83,16 +95,16 @@ class Server(uvicorn.Server):
             await closing
 
 
-def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> str:
-    """Return the text that a server prints when it listens."""
+def banner(async_llm: AsyncLLM, settings: ServerSettings, url: str) -> str:
+    """Return the text that a server prints when it listens at this URL."""
     info, name = async_llm.llm.info, settings.served_model_name[0]
     num_cached, num_bytes = info.num_blocks * info.block_size, info.num_cache_bytes
     num_seqs = async_llm.engine.scheduler.config.max_num_seqs
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return (
         f"{name}: {info.dtype} on {info.device}, context {info.max_model_len:,} tokens, "
         f"KV cache {num_cached:,} tokens ({num_bytes / 2**20:,.0f} MiB), {num_seqs} sequences at a time\n"
-        f"running on http://{host}:{port} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it\n"
+        f"running on {url} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it
+"
         f"requests without a seed draw theirs from --seed {async_llm.engine.seed}"
     )
 

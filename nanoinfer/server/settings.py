@@ -3,6 +3,7 @@
 In: options of `nanoinfer serve` (cli/serve.py), or the same names in a config of Ray Serve. Out: checked values.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,6 +12,7 @@ from annotated_types import Ge
 from typing_extensions import Doc
 
 from nanoinfer.arguments import Allowed, read_fields
+from nanoinfer.errors import InvalidValueError, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class ServerSettings:
     allowed_hosts: Annotated[Sequence[str] | None, Doc(
         "Further name of this server that requests may address, or *, besides localhost, this machine's name, --host and "
         "addresses. None is any name.")] = None
+    root_path: Annotated[str, Doc(
+        "Prefix of this server's paths behind a proxy, such as /llm, whether or not the proxy removes it.")] = ""
     max_body_bytes: Annotated[int, Ge(1), Doc("The most bytes of a body. Larger bodies get 413.")] = 2**22
     ignore_unknown_fields: Annotated[bool, Doc("Ignore fields that are unknown or not supported, instead of 400.")] = False
     max_stored_responses: Annotated[int, Ge(0), Doc(
@@ -49,3 +53,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         read_fields(self, ServerSettings)
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise InvalidValueError(
+                f"root_path must begin with / and not end with it, such as /llm, got {shown(self.root_path)}"
+            )

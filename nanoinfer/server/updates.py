@@ -10,24 +10,25 @@ Use them with --api-key.
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.server import schemas
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
-from nanoinfer.server.errors import RequestError, json_response
+from nanoinfer.server.errors import RequestError, json_response, text_body
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
 from nanoinfer.server.protocol import Body
 from nanoinfer.training import rollouts
 from nanoinfer.training.update import max_file_bytes
 
 STALLED_AFTER = 60.0  # seconds without a part of a file
+MAX_UPLOADS = 2  # files on this disk at once, so that a stalled one delays no other
 
 
 class UpdateRequest(Body):
@@ -50,50 +51,54 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
-    @app.post("/pause")
-    async def pause(mode: str = "wait") -> Response:
+    @app.post("/pause", response_model=schemas.WeightsStatus)
+    async def pause(body: Body, mode: Literal["wait", "abort"] = "wait") -> Response:
+        body.check_unknown_fields()
         await async_llm.pause(mode)
         return json_response(status())
 
-    @app.post("/resume")
-    async def resume() -> Response:
+    @app.post("/resume", response_model=schemas.WeightsStatus)
+    async def resume(body: Body) -> Response:
+        body.check_unknown_fields()
         await async_llm.between_steps(llm.resume)
         return json_response(status())
 
-    @app.post("/update_weights", openapi_extra=_TWO_BODIES)
+    uploads = asyncio.Semaphore(MAX_UPLOADS)
+
+    @app.post("/update_weights", openapi_extra=_TWO_BODIES, response_model=schemas.WeightsStatus)
     async def update_weights(http: StrictRequest) -> Response:
         if media_type(http.headers) != FILE:
-            try:
-                body = UpdateRequest.model_validate(await http.json())
-            except ValidationError as error:
-                raise RequestValidationError([issue | {"loc": ("body", *issue["loc"])} for issue in error.errors()]) from error
+            body = await http.read(UpdateRequest)
             body.check_unknown_fields()
             await update(body.path)
             return json_response(status())
-        with NamedTemporaryFile(suffix=".safetensors") as file:  # only this user can read it
-            chunks = http.stream()
-            try:
-                while (chunk := await asyncio.wait_for(anext(chunks, None), STALLED_AFTER)) is not None:
-                    await asyncio.to_thread(file.write, chunk)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            except TimeoutError:
-                raise RequestError(408, f"no part of the body arrived for {STALLED_AFTER:g} s; send it again") from None
-            file.flush()
-            await update(file.name)
+        if uploads.locked():
+            raise RequestError(429, f"{MAX_UPLOADS} files already arrive or are read; send this one when they have ended")
+        async with uploads:
+            with TemporaryDirectory() as folder:  # only this user can read it
+                path, chunks = f"{folder}/body.safetensors", http.stream()
+                try:
+                    with open(path, "wb") as file:
+                        while (chunk := await asyncio.wait_for(anext(chunks, None), STALLED_AFTER)) is not None:
+                            await asyncio.to_thread(file.write, chunk)
+                except ClientDisconnect:
+                    return Response(status_code=CLIENT_CLOSED_REQUEST)
+                except TimeoutError:
+                    raise RequestError(408, f"no part of the body arrived for {STALLED_AFTER:g} s; send it again") from None
+                await update(path)
         return json_response(status())
 
     async def update(path: str) -> None:
         await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400
 
-    @app.get("/get_world_size")
+    @app.get("/get_world_size", response_model=schemas.WorldSize)
     async def get_world_size() -> Response:
         return json_response({"world_size": origin.config.tensor_parallel_size})
 
 
 # ---- adapters
 
-SENTENCE: dict[int | str, dict[str, object]] = {200: {"content": {"text/plain": {}}}}  # a sentence, or JSON for errors
+SENTENCE = text_body("text/plain")  # a sentence, or JSON for errors
 
 
 class LoadAdapterRequest(Body):

@@ -12,7 +12,7 @@ from typing import TypeVar
 from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
-LARGE = 2**16  # a request is large from this many bytes on, and a prompt from this many characters or ids
+LARGE = 2**14  # a request is large from this many bytes on, and a prompt from this many characters or ids
 NUM_SMALL_THREADS = 4
 RETURN_SECONDS = 1.0  # seconds after a large request until freed memory is returned to the system
 

@@ -49,12 +49,12 @@ class HttpServer:
 
 
 @contextmanager
-def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0, **settings):
-    """Serve what load() returns. Afterwards every block is free and no task is left."""
+def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0, bound=None, ssl_context=None, **settings):
+    """Serve what load() returns, on a free port or on a bound socket. Afterwards every block is free and no task is left."""
     async_llm = load()
     settings = ServerSettings(served_model_name=("tiny-qwen3", "alias"), **settings)
-    server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout)
-    [bound] = bind("127.0.0.1", 0)
+    server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout, ssl_context=ssl_context)
+    bound = bound or bind("127.0.0.1", 0)[0]
     server.config.log_level = "warning"
     server.config.configure_logging()
     thread = threading.Thread(target=server.run, args=([bound],))

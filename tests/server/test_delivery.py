@@ -44,3 +44,15 @@ def test_the_first_and_the_last_tokens_do_not_wait_as_others_do(server, monkeypa
     for name in ("HOLD_SECONDS_PER_STREAM", "MAX_HOLD_SECONDS"):
         monkeypatch.setattr(async_llm, name, 1e6)
     assert tokens_and_steps(server, *COMPLETION, num_steps_per_event=100) == [(1, 1), (19, 20)]
+    path, body = COMPLETION
+    alone = tokens_and_steps(server, path, body | {"stream_interval": 1}, num_steps_per_event=100)
+    assert alone == [(1, 1)] + [(1, 20)] * 19
+
+
+@pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+def test_with_stream_interval_1_a_token_without_text_has_a_chunk_too(server, path, body):
+    """The answer has the first bytes and the last bytes of characters. A first byte waits for the next token."""
+    body = {name: value for name, value in body.items() if name != "logprobs"}
+    body |= {"stream": True, "max_tokens": 12, "seed": 1, "allowed_token_ids": [129, 104]}
+    num_chunks = [server.post(path, body | more).text.count('"index":0') for more in ({}, {"stream_interval": 1})]
+    assert num_chunks[0] < num_chunks[1] == 12 + (path == CHAT[0])  # a chat begins with the role

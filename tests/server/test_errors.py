@@ -7,7 +7,7 @@ import threading
 import httpx2
 import pytest
 
-from nanoinfer.server import limits
+from nanoinfer.server import limits, protocol
 from nanoinfer.server.errors import validation_message, without_paths
 from nanoinfer.system.work_threads import LARGE
 from tests.helpers import http_server
@@ -70,6 +70,17 @@ def assert_refused(response, status, message, param=None, code=None):
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix='y' is not supported", "suffix", "unsupported"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of is not supported", "best_of", "unsupported"),
         (COMPLETIONS, {"prompt": []}, 400, "the prompt has no tokens", "prompt", None),
+        (COMPLETIONS, {"prompt": [[]]}, 400, "the prompt has no tokens", "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens: Input should be a valid int", "max_tokens", None),
+        (COMPLETIONS, {"prompt": [5, 6.5]}, 400, "prompt.1: Input should be a valid int", "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "max_completion_tokens": 5}, 400, "is not supported (use max_tokens, or",
+         "max_completion_tokens", "unsupported"),
+        (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 0}, 400, "must be -1, or >= 1, got 0; leave it out",
+         "truncate_prompt_tokens", None),
+        (COMPLETIONS, {"prompt": "a " * 70_000, "truncate_prompt_tokens": 5}, 400, "has more than 65536 tokens", None, None),
+        (COMPLETIONS, {"prompt": "x", "stream_interval": 2}, 400, "stream_interval: Input should", "stream_interval", None),
+        (CHAT, {"messages": HELLO, "add_special_tokens": True}, 400, "since the chat template writes these tokens",
+         "add_special_tokens", None),
         (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens", "prompt", None),
         (COMPLETIONS, {"prompt": ["x"] * 2049}, 400, "at most 2048 items", "prompt", None),
         (COMPLETIONS, {"prompt": [-1]}, 400, "prompt.0: Input should be greater", "prompt", None),
@@ -207,6 +218,8 @@ def test_the_methods_of_a_path_are_named(server):
 
 def test_paths_are_left_out_of_messages():
     assert without_paths("OSError: /home/me/model.bin, see C:\\models\\a.txt") == "OSError: <path>, see <path>"
+    assert without_paths("No such file: '/home/me/my models/a+b@2.bin'") == "No such file: '<path>'"
+    assert without_paths("in /home/me/a+b@2/c=d.bin, 5") == "in <path>, 5"
     assert without_paths("top_p is 1/2 and a/b") == "top_p is 1/2 and a/b"
     assert len(without_paths("x" * 10_000)) == 2000
 
@@ -231,6 +244,43 @@ def test_plain_endpoints(server):
     assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
 
 
+def test_an_integer_may_be_written_as_a_float(server):
+    bodies = {
+        COMPLETIONS: {"prompt": [5.0, 6.0], "max_tokens": 1.0, "n": 1.0, "seed": -1.0, "stop_token_ids": [7.0], "top_k": 2.0,
+                      "repetition_detection": {"max_pattern_size": 2.0, "min_count": 3.0}, "temperature": 1.0},
+        CHAT: {"messages": HELLO, "max_completion_tokens": 1.0, "logprobs": True, "top_logprobs": 1.0},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 1.0, "thinking": {"type": "enabled", "budget_tokens": 1.0}},
+        "/v1/responses": {"input": "x", "max_output_tokens": 1.0},
+        "/detokenize": {"tokens": [5.0]},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        content = json.dumps(body)
+        response = server.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 200, response.text
+
+
+def test_each_response_has_the_id_of_its_request(server, guarded):
+    for response in (
+        server.get("/health", headers={"X-Request-Id": "mine-1"}),
+        server.get("/nowhere", headers={"X-Request-Id": "mine-1"}),
+        guarded.post(COMPLETIONS, {"prompt": "x"}, headers={"X-Request-Id": "mine-1"}),  # refused without a key
+        server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "stream": True}, headers={"X-Request-Id": "mine-1"}),
+    ):
+        assert response.headers["x-request-id"] == "mine-1"
+    new = [server.get("/health", headers=headers).headers["x-request-id"] for headers in ({}, {}, {"X-Request-Id": "x" * 999})]
+    assert [len(one) for one in new] == [32] * 3
+    assert len({*new}) == 3
+
+
+def test_a_prefix_of_a_proxy_may_be_removed_or_not():
+    with http_server.serving(root_path="/llm", api_key=("k",)) as prefixed:
+        assert prefixed.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert prefixed.get(path, headers={"Authorization": "Bearer k"}).status_code == 200
+            assert prefixed.get(path).status_code == 401, "the prefix is no way around the key"
+        assert prefixed.get("/llmv1/models").status_code == 404
+
+
 @pytest.mark.slow
 def test_a_small_request_does_not_wait_for_a_large_one(server, monkeypatch):
     may_go_on = threading.Event()
@@ -247,6 +297,17 @@ def test_a_small_request_does_not_wait_for_a_large_one(server, monkeypatch):
     for thread in large:
         thread.join()
     assert statuses == [400] * 8
+
+
+def test_a_large_body_is_checked_in_the_thread_of_large_requests(server, monkeypatch):
+    names, with_ints = [], protocol.with_ints
+    monkeypatch.setattr(protocol, "with_ints", lambda body: names.append(threading.current_thread().name) or with_ints(body))
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 200}] * 4
+    body = {"messages": blocks, "max_tokens": 1}
+    assert len(json.dumps(body)) > LARGE
+    assert server.post("/v1/messages", body).status_code == 400, "more than the context"
+    assert names
+    assert all("large" in name for name in names)
 
 
 def test_what_is_in_strings_does_not_count_against_the_limits_of_a_body(server):

@@ -246,3 +246,43 @@ def test_a_refusal_is_a_text_part(server):
         return server.post("/tokenize", {"messages": messages}).json()["count"]
 
     assert count({"type": "refusal", "refusal": "I cannot"}) == count({"type": "text", "text": "I cannot"})
+
+
+def test_the_last_tokens_of_a_prompt_are_kept_and_special_tokens_can_be_left_out(server):
+    def prompt_ids(path, body):
+        whole = server.post(path, body | {"max_tokens": 1, "return_token_ids": True})
+        assert whole.status_code == 200, whole.text
+        return whole.json().get("prompt_token_ids") or whole.json()["choices"][0]["prompt_token_ids"]
+
+    text = "Once upon a time there was a dog. " * 100
+    ids = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    assert len(ids) > 512, "more than the context"
+    for given in (text, ids):
+        assert prompt_ids(COMPLETIONS, {"prompt": given, "truncate_prompt_tokens": 7}) == ids[-7:]
+        assert prompt_ids(COMPLETIONS, {"prompt": given, "truncate_prompt_tokens": -1}) == ids[-511:]
+    echoed = server.post(COMPLETIONS, {"prompt": text, "truncate_prompt_tokens": 7, "echo": True, "max_tokens": 0}).json()
+    assert text.endswith(echoed["choices"][0]["text"])
+    messages = [{"role": "user", "content": text}]
+    rendered = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    assert prompt_ids(CHAT, {"messages": messages, "truncate_prompt_tokens": 9}) == rendered[-9:]
+    assert prompt_ids(CHAT, {"messages": MESSAGES, "add_special_tokens": False}) == prompt_ids(CHAT, {"messages": MESSAGES})
+    for adds in (True, False):
+        tokens = server.post("/tokenize", {"prompt": "Once", "add_special_tokens": adds}).json()["tokens"]
+        assert prompt_ids(COMPLETIONS, {"prompt": "Once", "add_special_tokens": adds}) == tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_of_a_chat_says_what_was_thought(tool_server, soon, stream):
+    think, end = (tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids(tag) for tag in ("<think>", "</think>"))
+    messages = {"messages": [{"role": "user", "content": "How warm?"}], "stream": stream}
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+
+    def details(**body):
+        text = tool_server.post(CHAT, messages | more | body).text
+        events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if "[DONE]" not in line and line]
+        return events[-1]["usage"]["completion_tokens_details"]
+
+    assert details(max_tokens=5, logit_bias={str(think): 100}) == {"reasoning_tokens": 5}
+    assert details(max_tokens=5, n=3, logit_bias={str(think): 100}) == {"reasoning_tokens": 15}
+    assert details(max_tokens=5, logit_bias={str(think): 100}, thinking_token_budget=2) == {"reasoning_tokens": 4}
+    assert details(max_tokens=5, logit_bias={str(end): 100}) == {"reasoning_tokens": 0}

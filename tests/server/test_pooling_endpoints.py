@@ -153,3 +153,14 @@ def test_a_reader_that_leaves_and_one_that_is_too_late_leave_nothing(embedder, m
     late = embedder.post("/v1/embeddings", {"input": "a little dog", "timeout": 1e-9})
     assert (late.status_code, "longer than its timeout" in late.text) == (504, True)
     assert embedder.post("/v1/embeddings", {"input": "a"}).status_code == 200
+
+
+def test_no_score_is_above_1(embedder):
+    """Rounding makes some cosines of equal texts larger, which the texts of this test show."""
+    texts = [f"{one} {i}" for i, one in enumerate(TEXTS * 8)]
+    found = []
+    for start in range(0, len(texts), 2):
+        body = {"queries": texts[start : start + 2], "documents": texts[start : start + 2], "add_special_tokens": True}
+        found += [one["score"] for one in embedder.post("/v1/score", body).json()["data"]]
+    assert len(found) == 24
+    assert max(found) <= 1

@@ -121,3 +121,42 @@ def test_a_server_starts_with_a_tokenizer_that_llguidance_cannot_read_and_refuse
         response = server.post(CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}})
         assert response.status_code == 400
         assert "not supported with this tokenizer, which llguidance cannot read" in response.json()["error"]["message"]
+
+
+def test_an_error_about_a_format_names_the_field_of_the_client(tool_server):
+    bad, strict = {"type": "object", "properties": {"a": {"type": "nothing"}}}, {"name": "f", "parameters": {"type": "object"}}
+    question = [{"role": "user", "content": "How warm?"}]
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    named = {"type": "json_schema", "name": "hero", "schema": bad}
+    config = {"format": {"type": "json_schema", "schema": bad}}
+    cases = [
+        (CHAT, {"messages": question, "response_format": {"type": "json_schema", "json_schema": {"schema": bad}}},
+         "response_format"),
+        (CHAT, {"messages": question, "structured_outputs": {"json": bad}}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/v1/responses", {"input": "x", "text": {"format": named}}, "text.format"),
+        ("/v1/messages", {"messages": question, "max_tokens": 5, "output_config": config},
+         "output_config.format"),
+        ("/v1/responses", {"input": "x", "text": {"format": named | {"schema": SCHEMA}},
+                           "tools": [{"type": "function", "strict": True} | strict]}, "text.format"),
+        (CHAT, {"messages": question, "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": strict | {"strict": True}}]}, "response_format"),
+    ]  # fmt: skip
+    for thinks in ({}, off):
+        for path, body, field in cases:
+            more = {} if path == COMPLETIONS else thinks
+            refused = tool_server.post(path, body | more)
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert error["message"].startswith(field)
+            assert error["param"] == field.partition(".")[0]
+
+
+def test_a_format_beside_a_forced_function_is_left_out(tool_server, soon):
+    tool = {"type": "function", "name": "hero", "parameters": SCHEMA}
+    text = {"format": {"type": "json_schema", "name": "hero", "schema": SCHEMA, "strict": True}}
+    body = {"input": "Who?", "tools": [tool], "tool_choice": {"type": "function", "name": "hero"}, "text": text}
+    response = tool_server.post("/v1/responses", body | {"max_output_tokens": 200, "logit_bias": soon})
+    assert response.status_code == 200, response.text
+    assert response.json()["output"][-1]["type"] == "function_call"
+    assert response.json()["text"] == text

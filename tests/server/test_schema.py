@@ -1,19 +1,23 @@
-"""schemathesis makes requests from /openapi.json, valid ones and broken ones: no 5xx, every 4xx in OpenAI's shape, and only
-statuses and content types that the schema has.
+"""schemathesis makes requests from /openapi.json, valid ones and broken ones: no 5xx, every 4xx in OpenAI's shape, only
+statuses and content types that the schema has, and bodies with the fields that it describes and no others.
 """
 
 from collections import Counter
+from itertools import product
 
+import jsonschema
 import pytest
+import requests
+from safetensors.torch import load_file, save
 
 from nanoinfer import AsyncLLM
+from nanoinfer.server.limits import FILE
 from tests.helpers import http_server, pooling_cases
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.tool_cases import QUESTION, TEMPLATE
 
 schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install -e ".[test]"')
 from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 LOAD = "/v1/load_lora_adapter"
 # A body of each path that is served. Random ones seldom are, since many fields exclude each other.
@@ -42,6 +46,15 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def training(adapter):
+    """With the endpoints of a trainer, which pause the server."""
+    with http_server.serving(
+        lambda: AsyncLLM(adapter.parent / "base", seed=0, kv_cache_memory=2**22), enable_weight_update=True
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def full(adapter):
     """With every endpoint but those of a trainer, and short answers."""
     more = {"enable_lora": True, "max_loras": 1, "scheduling_policy": "priority", "kv_cache_memory": 2**22}
@@ -51,52 +64,93 @@ def full(adapter):
         yield running
 
 
-def as_served(case, server, bodies):
-    """A request that is served, but for some fields of this one that are added to it."""
-    if case.path in bodies:
-        fields = st.sampled_from([{}, *({name: value} for name, value in sorted(case.body.items()))])
-        return st.builds(lambda one, other: with_body(case, bodies[case.path] | one | other), fields, fields)
-    if "response_id" in case.path_parameters:
-        case.path_parameters["response_id"] = server.post("/v1/responses", bodies["/v1/responses"]).json()["id"]
-    elif "model" in case.path_parameters:
-        case.path_parameters["model"] = "first"
-    return st.just(case)
+def variants(case, server, bodies):
+    """Yield a request, and requests that are served but for one or two fields of this one that are added to them."""
+    yield case
+    given, path = case.body, case.path_parameters
+    if case.media_type == FILE:
+        case.body = bodies[FILE]
+        yield case
+    elif isinstance(given, dict) and case.path in bodies:
+        fields = [*given.items()]
+        for start, size in product(range(len(fields)), (1, 2)):
+            case.body = bodies[case.path] | dict(fields[start : start + size])
+            yield case
+    elif "response_id" in path:
+        path["response_id"] = server.post("/v1/responses", bodies["/v1/responses"]).json()["id"]
+        yield case
+    elif "model" in path:
+        path["model"] = "first"
+        yield case
 
 
-def with_body(case, body):
-    case.body = body
-    return case
+def closed(schema):
+    """A schema whose objects have no fields that it does not name."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    more = {"additionalProperties": False} if "properties" in schema and "additionalProperties" not in schema else {}
+    return {name: closed(one) for name, one in schema.items()} | more
+
+
+def check_requests(server, bodies, num_examples, is_checked=lambda path: True):
+    """Send requests to each path that is checked. Returns how often each had each status."""
+    schema, statuses = schemathesis.openapi.from_url(server.url + "/openapi.json"), Counter()
+    components = closed(server.get("/openapi.json").json()["components"])
+
+    def check_answer(response, documented):
+        assert str(response.status_code) in documented
+        contents = documented[str(response.status_code)].get("content", {"": {}})
+        kind = response.headers.get("content-type", [""])[0].partition(";")[0]
+        assert kind in contents
+        if kind:
+            assert "schema" in contents[kind]
+        if kind == "application/json":
+            described = closed(contents[kind]["schema"]) | {"components": components}
+            jsonschema.Draft202012Validator(described).validate(response.json())
+
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if not is_checked(operation.path):
+            continue
+        valid, broken = (operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode)
+
+        @settings(max_examples=num_examples, deadline=None, database=None, derandomize=True)
+        @given(case=valid | broken)
+        def check(case):
+            for sent in variants(case, server, bodies):
+                response = sent.call(timeout=120, session=session)
+                statuses[sent.operation.label, response.status_code] += 1
+                check_answer(response, sent.operation.definition.raw["responses"])
+                is_late = response.status_code == 504 and "timeout" in sent.body
+                assert response.status_code < 500 or is_late, response.text
+
+        with requests.Session() as session:
+            check()
+    return statuses
 
 
 @pytest.mark.slow
 # Hypothesis sees that the state of `random` has changed, which the server's threads do while a case is drawn.
 @pytest.mark.filterwarnings("ignore:Do not use the:hypothesis.errors.HypothesisDeprecationWarning")
-@pytest.mark.parametrize("num_examples", [8, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [8, pytest.param(130, marks=pytest.mark.long)])
 def test_no_request_of_the_schema_gets_a_5xx_or_what_it_does_not_describe(full, adapter, num_examples):
     bodies = SERVED | {LOAD: SERVED[LOAD] | {"lora_path": str(adapter)}}
     assert {path: full.post(path, body).status_code for path, body in bodies.items()} == dict.fromkeys(SERVED, 200)
-    schema = schemathesis.openapi.from_url(full.url + "/openapi.json")
-    statuses = Counter()
-
-    for result in schema.get_all_operations():
-        operation = result.ok()
-        valid, broken = (operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode)
-        served = valid.flatmap(lambda case: as_served(case, full, bodies))
-
-        @settings(max_examples=num_examples, deadline=None, database=None, derandomize=True)
-        @given(case=served | valid | broken)
-        def check(case):
-            response = case.call(timeout=120)
-            documented = case.operation.definition.raw["responses"]
-            assert str(response.status_code) in documented
-            contents = documented[str(response.status_code)].get("content", {"": {}})
-            assert response.headers.get("content-type", [""])[0].partition(";")[0] in contents
-            statuses[case.operation.label, response.status_code] += 1
-            is_late = response.status_code == 504 and "timeout" in case.body
-            assert response.status_code < 500 or is_late, response.text
-            if response.status_code >= 400:
-                assert response.json()["error"].keys() == {"message", "type", "param", "code"}
-
-        check()
-    print(dict(statuses))
+    statuses = check_requests(full, bodies, num_examples)
+    print(sum(statuses.values()), dict(statuses))
     assert {200, 400, 404} <= {status for _, status in statuses}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Do not use the:hypothesis.errors.HypothesisDeprecationWarning")
+@pytest.mark.parametrize("num_examples", [8, pytest.param(1100, marks=pytest.mark.long)])
+def test_a_trainers_requests_get_what_the_schema_describes(training, adapter, num_examples):
+    base = adapter.parent / "base"
+    file = save({"model.norm.weight": load_file(base / "model.safetensors")["model.norm.weight"]})
+    bodies = {"/pause": {}, "/resume": {}, "/update_weights": {"path": str(base)}, FILE: file}
+    statuses = check_requests(training, bodies, num_examples, lambda path: path in {*bodies, "/get_world_size"})
+    print(sum(statuses.values()), dict(statuses))
+    for path in ("/pause", "/resume", "/update_weights"):
+        assert {200, 400} <= {status for label, status in statuses if label == f"POST {path}"}

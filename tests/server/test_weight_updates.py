@@ -67,6 +67,8 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
         assert server.post("/update_weights", {"path": path}).status_code == 400
     assert token_ids(server) == after
     assert server.post("/pause?mode=keep", {}).status_code == 400
+    assert [server.post(path, {"mod": "wait"}).status_code for path in ("/pause", "/resume")] == [400] * 2
+    assert not server.post("/resume", {}).json()["is_paused"]
 
 
 def update_by_file(server, content, **headers):
@@ -86,11 +88,12 @@ def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit
         (save({"model.norm.weight": trained[names[0]][:-1]}), "misshaped"),
         (save({"norm.of.another.model": trained[names[0]]}), "unexpected"),
         (save({name: trained[name] for name in names})[:-5], "cut short or damaged"),
+        (save({}), "body.safetensors holds no tensors"),
     ]
     for content, words in refused:
         response = update_by_file(server, content)
         assert (response.status_code, re.search(words, response.text) and "fits") == (400, "fits"), response.text
-        assert "/tmp" not in response.text
+        assert "tmp" not in response.text
     for content_type, status in (("text/plain", 415), ("application/json", 400)):
         assert update_by_file(server, b"{}", **{"Content-Type": content_type}).status_code == status
     assert token_ids(server) == own
@@ -101,21 +104,25 @@ def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit
     assert token_ids(server) == after != own
 
 
-def test_a_stalled_upload_ends_and_delays_no_other(server, folder, monkeypatch):
+def stalled_upload(server):
+    head = "POST /update_weights HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\nContent-Length: 9\r\n\r\nx"
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(head.encode())
+    return connection
+
+
+def test_a_stalled_upload_ends_and_delays_no_other_and_a_third_is_refused(server, folder, monkeypatch):
     monkeypatch.setattr(updates, "STALLED_AFTER", 1.0)
-    tensors, key = load_file(f"{folder}/model.safetensors"), "model.norm.weight"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stalled:
-        head = (
-            "POST /update_weights HTTP/1.1",
-            "Host: x",
-            "Content-Type: application/octet-stream",
-            "Content-Length: 9",
-            "",
-            "x",
-        )
-        stalled.sendall("\r\n".join(head).encode())
-        assert update_by_file(server, save({key: tensors[key]})).status_code == 200
-        assert stalled.recv(2000).startswith(b"HTTP/1.1 408"), "no part of the body arrived"
+    content = save({"model.norm.weight": load_file(f"{folder}/model.safetensors")["model.norm.weight"]})
+    with stalled_upload(server) as stalled:
+        assert update_by_file(server, content).status_code == 200
+        with stalled_upload(server) as other:
+            refused = update_by_file(server, content)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert "2 files already arrive or are read; send this one when they have ended" in refused.text
+            for one in (stalled, other):
+                assert one.recv(2000).startswith(b"HTTP/1.1 408"), "no part of the body arrived"
+    assert update_by_file(server, content).status_code == 200
 
 
 def test_a_file_is_limited_by_the_size_of_the_model_and_is_private_and_gone_afterwards(server, monkeypatch):
@@ -123,13 +130,13 @@ def test_a_file_is_limited_by_the_size_of_the_model_and_is_private_and_gone_afte
     seen = []
 
     def examined(path):
-        seen.append((path, stat.S_IMODE(os.stat(path).st_mode), os.path.getsize(path)))
+        seen.append((path, stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode), os.path.getsize(path)))
 
     monkeypatch.setattr(server.async_llm.llm, "update_weights_from_path", examined, raising=False)
     assert update_by_file(server, b"x" * 2**23).status_code == 200, "more than max_body_bytes"
     monkeypatch.setattr(server.app.state, "max_file_bytes", 2**16)
     assert update_by_file(server, b"x" * 2**17).status_code == 413
-    assert [one[1:] for one in seen] == [(0o600, 2**23)]
+    assert [one[1:] for one in seen] == [(0o700, 2**23)]
     assert not os.path.exists(seen[0][0])
 
 
