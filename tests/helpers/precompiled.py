@@ -1,7 +1,7 @@
-"""The headers that kernels include, compiled once for each set of options: half of a compiler's time. No byte of a library differs.
+"""The headers that kernels include, compiled once for each set of options. They take half of a compiler's time.
 
-Only g++ looks for such a file beside a header. It ignores one that was made with other options. Other programs, such as a
-test's own script in place of g++, compile the headers as a user's does.
+No byte of a library differs. Only g++ looks for such a file beside a header, and it ignores one that was made with other
+options. Other programs, such as a test's own script in place of g++, compile the headers as a user's does.
 """
 
 import hashlib
