@@ -112,7 +112,7 @@ def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, mo
 
     fill = SamplerGraphs._fill
     monkeypatch.setattr(SamplerGraphs, "_fill", stale)
-    assert num_disagreeing(random_steps(200, 8, 8), sampling_by(SamplerGraphs(8, SimulatedCapture()))) > 0
+    assert num_disagreeing(random_steps(200, 15, 8), sampling_by(SamplerGraphs(8, SimulatedCapture()))) > 0
 
 
 def test_the_rows_beyond_the_batch_do_not_matter():
