@@ -75,6 +75,10 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions) -> tuple["Asy
 
     if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
         raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")
+    if options.cache_salt_by_key and not options.api_key:
+        raise InvalidValueError(
+            f"--cache-salt-by-key has no effect without API keys; set --api-key or {API_KEY_VARIABLE}, or leave it out"
+        )
     names = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(AsyncEngineArgs)}
     tracer = RecentRecorder() if options.trace else None
     async_llm = load_async_llm(engine, tracer=tracer, **{name: getattr(options, name) for name in names})
