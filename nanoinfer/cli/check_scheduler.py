@@ -35,9 +35,9 @@ def check_scheduler(
 
     If a promise is broken, print a shortest run that breaks it, and write a page that replays it. Takes some minutes.
     """
-    from nanoinfer.lab.schedules import BrokenPromiseError, Explored, World, explore, replay
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
+    from nanoinfer.testing.schedules import BrokenPromiseError, Explored, World, explore, replay
     from nanoinfer.tracing import Recorder, StepScheduled
 
     def print_seen(seen: Explored) -> None:
@@ -71,7 +71,7 @@ def check_scheduler(
 
 def _size(given: str) -> tuple[str, Any]:
     """Return a name and a number of NAME=NUMBER."""
-    from nanoinfer.lab.schedules import World
+    from nanoinfer.testing.schedules import World
 
     name, _, number = given.partition("=")
     known = [field.name for field in fields(World)]

@@ -179,11 +179,13 @@ class InputProcessor:
     ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
 
+        A structured output with a thinking_token_budget may begin with a thought, if the template knows thoughts.
+
         Raises: the errors of render_chat and constrain_calls, with the conversation's index.
         """
         from nanoinfer.chat.messages import constrain_calls
         from nanoinfer.chat.parsing import END_THINK, opens_thinking
-        from nanoinfer.chat.tools import requires_call, tool_schemas
+        from nanoinfer.chat.tools import after_thinking, requires_call, tool_schemas
 
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         chats = messages if is_batch else [messages]
@@ -198,6 +200,10 @@ class InputProcessor:
                 template = self.tokenizer.get_chat_template(rendering.get("chat_template"), has_tools=bool(schemas))
                 thinks = opens_thinking(text) or END_THINK in template
                 limited = self.limit_thinking(given, prompt) if thinks and requires_call(tool_choice) else given
+                form, budget = limited.structured_outputs, limited.thinking_token_budget
+                # A grammar of the user's own decides whether a thought precedes the answer.
+                if thinks and budget is not None and form is not None and form.grammar is None:
+                    limited = replace(limited, structured_outputs=after_thinking(form, text))
                 constrained.append(constrain_calls(limited, text, schemas, tool_choice, self.tokenizer, thinks=thinks))
         return prompts, constrained
 
@@ -272,7 +278,7 @@ class InputProcessor:
         if self.tokenizer is None or self.end_of_thought is None:
             raise InvalidValueError(
                 f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
-                "leave it out, and limit max_tokens"
+                "leave it out, and limit max_tokens, or set reasoning_effort to 'low' for gpt-oss, which thinks in a channel"
             )
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
         return Thought(

@@ -194,14 +194,13 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
             text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
             logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
     way_out = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    text = f"the weights take {needed / 1e9:.1f} GB in {runs_in}"
     if config.bits_of_draft:
-        needed += num_linear_bytes(model, config.bits_of_draft)
-        way_out = f"leave out speculative_config, which rounds a copy of them, or {way_out}"
+        needed += (copy := num_linear_bytes(model, config.bits_of_draft))
+        text += f", and their copy in {config.bits_of_draft} bits, which drafts, {copy / 1e9:.1f} GB"
+        way_out = f"leave out speculative_config, or {way_out}"
     if needed > available:
-        raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; "
-            + way_out
-        )
+        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {way_out}")
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:

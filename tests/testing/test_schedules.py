@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import pytest
 
-from nanoinfer.lab import schedules
-from nanoinfer.lab.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.testing import schedules
+from nanoinfer.testing.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
 from nanoinfer.tracing import BlocksShared, Recorder, StepScheduled, TokenAppended
 from tests.scheduling.test_policies import PreemptsAlways
 
@@ -153,5 +153,5 @@ def test_a_run_is_recorded_for_the_page_that_replays_it():
 
 
 def test_exploring_imports_no_torch():
-    code = "import sys, nanoinfer.lab.schedules; assert 'torch' not in sys.modules"
+    code = "import sys, nanoinfer.testing.schedules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
