@@ -181,7 +181,12 @@ NOTEBOOKS = {
     "12d_write_your_own_drafter": Header(
         "what a drafter sees and must promise, why it can share what it has learned, and when a guess is worth its row.",
         25,
-        ("engine/speculative/speculator.py", "engine/speculative/checked.py", "engine/speculative/ngram.py", "testing.py"),
+        (
+            "engine/speculative/speculator.py",
+            "engine/speculative/checked.py",
+            "engine/speculative/ngram.py",
+            "testing/proposers.py",
+        ),
         ("drafts",),
         ("13",),
     ),

@@ -42,7 +42,9 @@ if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
         shape_checks.start_test()
 
 
-from tests.helpers import pooling_cases, tiny_models, tool_cases  # noqa: E402
+from tests.helpers import pooling_cases, precompiled, tiny_models, tool_cases  # noqa: E402
+
+precompiled.install()
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -103,8 +103,7 @@ def banner(async_llm: AsyncLLM, settings: ServerSettings, url: str) -> str:
     return (
         f"{name}: {info.dtype} on {info.device}, context {info.max_model_len:,} tokens, "
         f"KV cache {num_cached:,} tokens ({num_bytes / 2**20:,.0f} MiB), {num_seqs} sequences at a time\n"
-        f"running on {url} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it
-"
+        f"running on {url} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it\n"
         f"requests without a seed draw theirs from --seed {async_llm.engine.seed}"
     )
 

@@ -25,11 +25,10 @@ NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", KernelBackend], 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 5, 40])), min_size=1, max_size=6),
     block_size=st.sampled_from([1, 4, 16, 64]),
-    heads=st.sampled_from([(1, 1), (2, 2), (2, 7), (3, 1)]),
-    head_dim=st.sampled_from([8, 10]),
+    sizes=st.sampled_from([(1, 1, 8), (2, 2, 8), (3, 1, 8), (2, 2, 10), (2, 7, 10)]),  # each head size and group is compiled
 )
-def test_paged_attention_equals_dense_attention(backend, lengths, block_size, heads, head_dim):
-    num_kv_heads, group = heads
+def test_paged_attention_equals_dense_attention(backend, lengths, block_size, sizes):
+    num_kv_heads, group, head_dim = sizes
     error = compare(backend, lengths, block_size=block_size, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim)
     assert error < 1e-5
 
@@ -65,7 +64,7 @@ def test_bf16_stays_within_its_rounding(backend):
 @settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=6),
-    sizes=st.sampled_from([(2, 2, 10), (2, 7, 8), (3, 1, 64)]),  # each is compiled
+    sizes=st.sampled_from([(2, 2, 8), (3, 1, 64)]),  # each is compiled
 )
 @example(lengths=[(0, 40)], sizes=(3, 1, 64))  # a product in fp32 is a half, which it is not in float64
 def test_a_cache_in_8_bits_attends_to_rounded_keys_and_values(backend, lengths, sizes):
@@ -235,7 +234,12 @@ def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "dtype"),
-    [(2, 2, 64, torch.bfloat16), (7, 1, 5, torch.bfloat16), (4, 2, 80, torch.float32)],
+    [
+        (2, 2, 64, torch.bfloat16),
+        (4, 2, 10, torch.float32),
+        pytest.param(7, 1, 5, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(4, 2, 80, torch.float32, marks=pytest.mark.long),
+    ],
 )
 def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_number_of_threads(
     num_heads, num_kv_heads, head_dim, dtype
@@ -274,8 +278,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
@@ -296,5 +299,5 @@ def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkey
 @pytest.mark.slow
 def test_float16_stays_within_its_rounding():
     lengths = [(40, 1), (3, 1), (0, 70)]
-    sizes = {"block_size": 16, "num_kv_heads": 1, "group": 1, "head_dim": 8}
+    sizes = {"block_size": 16, "num_kv_heads": 2, "group": 2, "head_dim": 32}  # as tests/features compiles
     assert compare(KernelBackend, lengths, dtype=torch.float16, **sizes) < 0.01

@@ -69,7 +69,7 @@ def path(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype):
-    assert_same_bits_in_batches_of((2, 3, 17, 64), path, dtype)
+    assert_same_bits_in_batches_of((2, 17, 40), path, dtype)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def assert_same_bits_in_batches_of(sizes, path, dtype):
     prompt = ids(rng, 37)
     alone = logits_of(llm, [prompt], 0)
     for size in sizes:
-        for place in {0, 1, size // 2, size - 1}:
+        for place in {0, size // 2, size - 1}:
             prompts = [ids(rng, rng.choice([1, 2, 5, 30, 100, 200])) for _ in range(size)]
             prompts[place] = prompt
             assert_same_bits(logits_of(llm, prompts, place), alone)

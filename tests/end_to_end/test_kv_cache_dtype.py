@@ -13,7 +13,7 @@ from nanoinfer.lab.stories import GRAMMAR
 pytestmark = pytest.mark.slow
 
 SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-TEXTS = [GRAMMAR.write(random.Random(seed), "story") for seed in range(20)]
+TEXTS = [GRAMMAR.write(random.Random(seed), "story") for seed in range(8)]
 
 
 def loss(llm):

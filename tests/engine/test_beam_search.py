@@ -71,8 +71,11 @@ def likely_ends(model, prompt):
     return sorted({best[1], best[4]})
 
 
-# The whole grid for one family, since the search sees nothing of a model but its log-probabilities.
-GRID = [("qwen3", *values) for values in itertools.product([2, 4, 7], [0.0, 0.8, 1.0, 2.0], [False, True, "never"])]
+# The whole grid for one family, since the search sees nothing of a model but its log-probabilities. By default half of it.
+GRID = [
+    pytest.param("qwen3", *values, marks=[pytest.mark.long] * (i % 2))
+    for i, values in enumerate(itertools.product([2, 4, 7], [0.0, 0.8, 1.0, 2.0], [False, True, "never"]))
+]
 OTHERS = [(family, *values) for family in ("gpt2", "qwen2") for values in ((2, 0.0, True), (4, 0.8, "never"), (7, 2.0, False))]
 
 

@@ -41,7 +41,7 @@ def card(name):
     return (BUNDLED / name / "README.md").read_text()
 
 
-def sampled_stories(llm, temperature, half=100):
+def sampled_stories(llm, temperature, half=60):
     """Stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
@@ -120,7 +120,7 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
 
 
 def test_the_loss_is_within_6_percent_of_the_entropy(peer, monkeypatch):
-    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 300)  # the card's loss is over 1,000
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 150)  # the card's loss is over 1,000
     entropy, loss = measure.entropy_and_loss(*peer)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
@@ -130,7 +130,7 @@ def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm)
     usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=25))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
-    assert len({text for text, _ in samples}) > 180  # few are repeated
+    assert len({text for text, _ in samples}) > 108  # few are repeated
     assert wild.are_stories < usual.are_stories - 0.1
 
 

@@ -859,6 +859,7 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
     assert titles == [f"Token “{as_seen(token)}”" for token in tokens]
 
 
+@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
 def test_the_body_never_scrolls_sideways(recorded, crowded, show):
     for run in (recorded, crowded):
         page = show(run.path, viewport={"width": 360, "height": 740})
@@ -872,6 +873,7 @@ def test_the_body_never_scrolls_sideways(recorded, crowded, show):
             assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
 
 
+@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
 def test_every_text_has_enough_contrast(recorded, crowded, show):
     page_colors = {"light": "rgb(244, 244, 241)", "dark": "rgb(20, 22, 26)"}
     for run in (recorded, crowded):

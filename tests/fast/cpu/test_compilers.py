@@ -3,12 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
+from tests.helpers import forked
 from tests.kernel_drivers import DRIVERS, MORE_DRIVERS, PACKAGE, Driver
 
 COMPILERS = ["g++", "clang++", "aarch64-linux-gnu-g++"]
@@ -82,7 +82,9 @@ def warnings_of(compiler, driver, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_no_compiler_warns_of_a_kernel(compiler):
-    assert [warnings_of(compiler, driver, "-fsyntax-only") for driver in DRIVERS.values()] == [""] * len(DRIVERS)
+    """g++ reads all kernels, and the others every second one."""
+    drivers = {"g++": [*DRIVERS.values()], "clang++": [*DRIVERS.values()][::2]}.get(compiler, [*DRIVERS.values()][1::2])
+    assert [warnings_of(compiler, driver, "-fsyntax-only") for driver in drivers] == [""] * len(drivers)
 
 
 @pytest.mark.long
@@ -151,12 +153,11 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.attention import KernelBackend
 print(native.find_compiler().command[0])
 params = SamplingParams(temperature=0, max_tokens=20, logprobs=3, detokenize=False)
-for model in ("tiny-gpt2", "tiny-qwen3"):
-    llm = LLM(model, dtype="float32", kv_cache_memory=2**24)
-    assert isinstance(llm.engine.executor.runner.backend, KernelBackend)
-    for output in llm.generate([list(range(5, 90)), [7]], params, use_tqdm=False):
-        for step in output.outputs[0].logprobs:
-            print({token: entry.logprob.hex() for token, entry in step.items()})
+llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24)
+assert isinstance(llm.engine.executor.runner.backend, KernelBackend)
+for output in llm.generate([list(range(5, 90)), [7]], params, use_tqdm=False):
+    for step in output.outputs[0].logprobs:
+        print({token: entry.logprob.hex() for token, entry in step.items()})
 """
 
 
@@ -165,15 +166,13 @@ def test_a_model_has_the_same_bits_where_clang_is_the_only_compiler(tmp_path):
     installed("g++")
     folder = folder_of_tools(tmp_path / "bin")
     (folder / "clang++").symlink_to(installed("clang++"))
-    environment = {key: value for key, value in os.environ.items() if key != "CXX"}
-    shown = {}
-    for path in (environment["PATH"], str(folder)):  # g++ of this machine has compiled these kernels for other tests
-        done = subprocess.run(
-            [sys.executable, "-c", CODE], env=environment | {"PATH": path}, capture_output=True, text=True, timeout=600
-        )
+    script, shown = tmp_path / "script.py", {}
+    script.write_text(CODE)
+    for path in (os.environ["PATH"], str(folder)):  # g++ of this machine has compiled these kernels for other tests
+        done = forked.run_script(script, cwd=tmp_path, environment={"PATH": path, "CXX": ""})
         assert done.returncode == 0, done.stderr
         compiler, _, bits = done.stdout.partition("\n")
         shown[os.path.basename(compiler)] = bits
     assert set(shown) == {"g++", "clang++"}
-    assert shown["g++"].count("0x") == 4 * 20 * 3
+    assert shown["g++"].count("0x") == 2 * 20 * 3
     assert shown["g++"] == shown["clang++"]

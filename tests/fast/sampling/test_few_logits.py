@@ -89,9 +89,14 @@ def random_batch(rng, num_rows, vocab_size, group=None):
     return batch_of(sequences, vocab_size)
 
 
-@pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values", "constant"])
+# By default every second pair, so that each kind has some sizes and each size has some kinds.
 @pytest.mark.parametrize(
-    ("vocab_size", "num_rows"), [(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)]
+    ("vocab_size", "num_rows", "kind"),
+    [
+        pytest.param(*size, kind, marks=[pytest.mark.long] * ((i + k) % 2))
+        for i, size in enumerate([(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)])
+        for k, kind in enumerate(["random", "rounded to bf16", "few values", "constant"])
+    ],
 )
 def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, kind):
     batch = random_batch(random.Random(f"{kind} {vocab_size}"), num_rows, vocab_size)
