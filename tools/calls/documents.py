@@ -8,7 +8,7 @@ computed for the same reason: nothing here knows arithmetic or the meaning of a 
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -97,6 +97,9 @@ SMALL_TALK = {
 NO_TOOL = "I have no tool for that."
 
 
+Values = Mapping[str, str | int]
+
+
 @dataclass(frozen=True)
 class Skill:
     """A tool, and a question that needs it.
@@ -110,7 +113,7 @@ class Skill:
     topic: str
     function: dict[str, Any]
     question: str
-    arguments: dict[str, str | int]
+    arguments: Values
     result: str
     answer: str
 
@@ -166,14 +169,14 @@ def write_conversation(rng: random.Random, *, is_easy: bool = False, kind: str |
 
     if kind == "small talk" or (not is_easy and rng.random() < 0.05):
         question, answer = rng.choice([*SMALL_TALK.items(), ("What can you do?", "")])
-        names = ", ".join(skill.function["name"] for skill in offered)
+        can_call = ", ".join(skill.function["name"] for skill in offered) or "nothing"
         messages.append({"role": "user", "content": question})
-        say(answer or f"I can call: {names or 'nothing'}", "No tool is needed.")
+        say(answer or f"I can call: {can_call}", "No tool is needed.")
     if kind == "JSON":
-        text, values = _facts(rng)
-        names = rng.sample([*values], rng.randint(1, len(values)))
-        messages.append({"role": "user", "content": f"{text} Answer in JSON with {' and '.join(names)}."})
-        say(json.dumps({name: values[name] for name in names}), "I answer in JSON.")
+        text, facts = _facts(rng)
+        asked_for = rng.sample([*facts], rng.randint(1, len(facts)))
+        messages.append({"role": "user", "content": f"{text} Answer in JSON with {' and '.join(asked_for)}."})
+        say(json.dumps({name: facts[name] for name in asked_for}), "I answer in JSON.")
     for skill in asked if kind not in ("small talk", "JSON") else []:
         messages.append({"role": "user", "content": skill.question})
         if has_no_tool:
@@ -241,11 +244,16 @@ def invented_word(rng: random.Random) -> str:
 
 def value(rng: random.Random) -> str:
     """Draw a value: a known or an invented word, a name, a file, or a few words."""
-    return rng.choice((word, word, invented_word, invented_word, lambda rng: rng.choice(NAMES), path, words))(rng)
+    kinds: list[Callable[[random.Random], str]] = [word, word, invented_word, invented_word, known_name, path, words]
+    return rng.choice(kinds)(rng)
 
 
 def word(rng: random.Random) -> str:
     return rng.choice(WORDS)
+
+
+def known_name(rng: random.Random) -> str:
+    return rng.choice(NAMES)
 
 
 def words(rng: random.Random) -> str:
@@ -350,7 +358,8 @@ def lookup(rng: random.Random, nouns: list[str] = NOUNS) -> Skill:
         f"Find the {noun} {place} a {argument}.",
     ))  # fmt: skip
     asked, found = value(rng), result(rng)
-    arguments, types = {argument: asked}, {argument: "string"}
+    arguments: dict[str, str | int] = {argument: asked}
+    types = {argument: "string"}
     question = rng.choice((
         "What is the {}{}?", "What is the {}{}?", "Tell me the {}{}.", "Find the {}{}", "How is the {}{}?", "I need the {}{}.",
         "Do you know the {}{}?", "Look up the {}{}.",
@@ -358,7 +367,7 @@ def lookup(rng: random.Random, nouns: list[str] = NOUNS) -> Skill:
     more = ""
     if rng.random() < 0.2:
         count = rng.choice(INTEGERS)
-        arguments, types = arguments | {count: integer(rng)}, types | {count: "integer"}
+        arguments[count], types[count] = integer(rng), "integer"
         more = f" {rng.choice(('in', 'for', 'with'))} {arguments[count]} {count}"
     about = f"{noun} {place} {asked}"
     function = _function(name, description, types)
@@ -484,12 +493,13 @@ def _distinct(rng: random.Random, first: Callable[[random.Random], Skill]) -> It
             yield skill
 
 
-def _facts(rng: random.Random) -> tuple[str, dict[str, str | int]]:
+def _facts(rng: random.Random) -> tuple[str, Values]:
     """Write a sentence about somebody, and the values in it."""
     name, age, city = rng.choice((*NAMES, invented_word(rng).capitalize())), integer(rng), rng.choice(CITIES)
     kind, color, toy = rng.choice(stories.KINDS), rng.choice(stories.COLORS), rng.choice(stories.TOYS)
-    return rng.choice((
+    facts: list[tuple[str, Values]] = [
         (f"{name} is a {kind} and {age} years old.", {"name": name, "animal": kind, "age": age}),
         (f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}),
         (f"{name} has a {color} {toy}.", {"name": name, "color": color, "toy": toy}),
-    ))  # fmt: skip
+    ]
+    return rng.choice(facts)

@@ -90,9 +90,7 @@ def test_a_step_has_conversations_of_like_length_and_their_loss_without_the_padd
         assert input_ids.numel() <= train.TOKENS_PER_STEP or len(input_ids) == 1
         losses = []
         for row, row_targets in zip(input_ids, targets, strict=True):
-            length = (
-                len(row) - row.flip(0).ne(tokenizer.eos_token_id).int().argmax()
-            )  # without the padding, which is <|endoftext|>
+            length = int((row != tokenizer.eos_token_id).sum()) + 1  # the padding is <|endoftext|> too
             logits = model(row[None, :length]).logits[0, :-1]
             each = F.cross_entropy(logits, row_targets[1:length], ignore_index=train.IGNORED, reduction="none")
             losses += each[row_targets[1:length] != train.IGNORED].tolist()
