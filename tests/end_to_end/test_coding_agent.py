@@ -96,11 +96,6 @@ def tools_url():
         ("Which files are there?", "list_files({}) -> notes.txt (13)", "The files are:\nnotes.txt (13)"),
         ("What is in notes.txt?", 'read_file({"path": "notes.txt"}) -> the red kite', "notes.txt says:\nthe red kite"),
         ("Run ls", 'run_command({"command": "ls"}) -> exit status 0', "Done: exit status 0\nnotes.txt"),
-        (
-            "Replace red by blue in notes.txt.",
-            'edit_file({"path": "notes.txt", "old": "red", "new": "blue"}) -> edited notes.txt',
-            "Done: edited notes.txt",
-        ),
     ],
 )
 def test_the_bundled_model_does_what_the_guide_says(tools_url, tmp_path, capsys, task, step, answer):
@@ -109,7 +104,6 @@ def test_the_bundled_model_does_what_the_guide_says(tools_url, tmp_path, capsys,
     client = agent.OpenAI(base_url=f"{tools_url}/v1", api_key="none")
     assert agent.work(client, agent.Workspace(tmp_path, asks=False), task, max_turns=3).strip() == answer
     assert capsys.readouterr().out == f"{step}\n"
-    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == f"the {'blue' if 'blue' in task else 'red'} kite\n"
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class Conversation:
         begin, end = tokenizer.convert_tokens_to_ids([TAGS[0] if thinks else TAGS[1], MESSAGE_END])
         is_written, writes = [], False
         for previous, token_id in zip([-1, *ids], ids, strict=False):
-            is_written.append(writes and previous != begin)  # the prompt has the tag and what follows it
+            is_written.append(writes and previous != begin)  # the prompt has the tag and the token after it
             writes = (writes or token_id == begin) and token_id != end
         return ids, is_written
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.calls.documents import KINDS, MAX_LENGTH, NO_TOOL, train_tokenizer, write_conversation
+from tools.calls.documents import KINDS, MAX_LENGTH, train_tokenizer, write_conversation
 from tools.stories.train import INIT_STD, SEED, TOKENS_PER_STEP, generation_config, train
 
 NAME = "tiny-tools"
@@ -28,7 +28,7 @@ EASY_SHARE = 0.3  # of the steps, at the beginning
 HELD_OUT_SEED = 4321
 NUM_DRAWN = 12  # conversations per step, of which it takes a part
 IGNORED = -100  # the target of a token that a model does not write
-NUM_HELD_OUT = 200  # conversations of each kind
+NUM_HELD_OUT = 100  # conversations of each kind
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def make_checkpoint(steps: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     figures = measure(model.float().eval(), tokenizer)
     command = "python -m tools.calls.train" + (f" --steps {steps}" if steps != STEPS else "")
-    training = f"`{command}`: {steps} steps of {TOKENS_PER_STEP} tokens or a little more, {minutes:.0f} minutes on a CPU"
+    training = f"`{command}`: {steps} steps of up to {TOKENS_PER_STEP} tokens, {minutes:.0f} minutes on a CPU"
     (folder / "README.md").write_text(model_card(model, training, figures))
     (folder / "training.pt").unlink(missing_ok=True)
 
@@ -77,18 +77,17 @@ def build_model(vocab_size: int, eos: int) -> PreTrainedModel:
 def start_with_copying_heads(model: PreTrainedModel) -> None:
     """Set two heads of each of the first two layers, so that the model begins by copying and learns what to copy.
 
-    Without them it did not copy after 700 steps. With them it does from the first step, at 27% of the places where random tokens
-    repeat. The heads of the first layer attend to the token before and write which it is. Those of the second attend to the
-    place after an earlier occurrence of the current token, and predict what stands there: induction heads (Olsson et al. 2022,
-    https://arxiv.org/abs/2209.11895). Of a hidden state, dimension 0 is the same for every token, 1 to 63 say which token it is,
-    and 64 to 126 which one is before it.
+    Without them it did not copy after 700 steps. The heads of the first layer attend to the token before and write which it is.
+    Those of the second attend to the place after an earlier occurrence of the current token, and predict what stands there:
+    induction heads (Olsson et al. 2022, https://arxiv.org/abs/2209.11895). Of a hidden state, dimension 0 is the same for every
+    token, 1 to 63 say which token it is, and 64 to 126 which one is before it.
     """
     model.model.embed_tokens.weight[:, 0] = 0.3
     model.model.embed_tokens.weight[:, 64:] = 0
-    for layer in model.model.layers:  # the other heads and the MLPs only whisper at first
+    for layer in model.model.layers:  # the other heads and the MLPs write little at first
         layer.self_attn.o_proj.weight.mul_(0.1)
         layer.mlp.down_proj.weight.mul_(0.1)
-    short, long = range(4), range(10, 16)  # pairs of rotary dimensions: short waves tell neighbours apart, long ones do not fade
+    short, long = range(4), range(10, 16)  # pairs of rotary dimensions, by their waves: for a distance of 1, and for any
     previous, induction = model.model.layers[0].self_attn, model.model.layers[1].self_attn
     for attention, pairs in ((previous, short), (induction, long)):
         for norm in (attention.q_norm, attention.k_norm):
@@ -189,11 +188,10 @@ says.
 - **Template:** its own. It lists tools as `name(argument, other: integer): description`, without the rest of their schemas.
   Calls have Qwen3's format. With `enable_thinking` a reply begins with a sentence of thought.
 - **Training:** {training}.
-- **It can** call a tool with up to three arguments that the question spells out, answer with the result, say
-  "{NO_TOOL}", answer a greeting, and write values of a sentence as JSON ("Lily is a fox and 7 years old.
-  Answer in JSON with name and age.").
-- **It cannot** compute, define a word, plan several calls, find a value that the question does not spell out, or read a long
-  result. It learned on up to some 500 tokens of English.
+- **It can** call a tool whose arguments the question spells out, answer with the result, and answer a greeting.
+- **It can sometimes** write values of a sentence as JSON ("Lily is a fox and 7 years old. Answer in JSON with name and age.").
+- **It cannot** compute, define a word, see that no tool fits, plan several calls, find a value that the question does not spell
+  out, or read a long result. It learned on up to some 500 tokens of English.
 - **Licence:** MIT, as nanoinfer.
 
 How often is a reply right, word for word? Greedy, {NUM_HELD_OUT} held-out conversations of each kind, with up to four tools.

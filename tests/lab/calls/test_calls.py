@@ -74,7 +74,7 @@ def test_the_tokens_that_count_are_the_replies_as_nanoinfer_parses_them(tokenize
         assert len(replies) == len(messages)
         thinks = any(message["reasoning_content"] for message in messages)
         for reply, message in zip(replies, messages, strict=True):
-            parsed = parse_chat_answer(reply, TAGS[0] if thinks else TAGS[1])
+            parsed = parse_chat_answer(reply.lstrip(), TAGS[0] if thinks else TAGS[1])
             calls = [call["function"] for call in message.get("tool_calls", [])]
             assert (parsed["content"] or "") == message["content"]
             assert message["reasoning_content"].startswith(parsed.get("reasoning", ""))
@@ -104,7 +104,7 @@ def test_the_folder_is_written_and_loads(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--steps", "2", "--out", str(tmp_path)])
     train.main()
     card = (tmp_path / "tiny-tools" / "README.md").read_text()
-    assert "--steps 2`: 2 steps of 1024 tokens" in card
+    assert "--steps 2`: 2 steps of up to 1024 tokens" in card
     assert [kind for kind in KINDS if f"| {kind} | 0.0% | 0.0% |" not in card] == []
     [output] = LLM(tmp_path / "tiny-tools", kv_cache_memory=2**24).generate(
         "Hello", SamplingParams(max_tokens=3), use_tqdm=False
