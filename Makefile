@@ -3,9 +3,12 @@
 
 PYTHON ?= python3
 PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+VENVS := .venv .venv-lowest .venv-trl .venv-ray
 BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
 TRL := .venv-trl/$(PROGRAMS)
+RAY := .venv-ray/$(PROGRAMS)
+CONSTRAINTS := constraints.txt
 PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -13,9 +16,9 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # With PYTHON=..., an environment of another version of Python is made anew.
 version_of = $(shell $(1) -c "import platform; print(platform.python_version())" 2> /dev/null)
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
-OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
+OTHERS := $(foreach venv,$(VENVS),$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl test-ray coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -36,14 +39,18 @@ test-lowest: .venv-lowest/installed-test
 	$(LOWEST)/python -m pytest -n auto --dist worksteal -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
 # The example with TRL, which is skipped elsewhere. examples/trl_grpo.py names the version.
-test-trl: CONSTRAINTS := constraints.txt
 test-trl: .venv-trl/installed-test
 	$(TRL)/python $(PIP_INSTALL) trl==1.16.0
 	$(TRL)/python -m pytest tests/end_to_end/test_examples.py -k trl
 
+# The tests with Ray, which are skipped elsewhere, one after the other: each starts Ray's own processes.
+test-ray: .venv-ray/installed-test
+	$(RAY)/python $(PIP_INSTALL) -e ".[ray-serve]" "ray[data]"
+	$(RAY)/python -m pytest tests/server/test_ray_batch.py tests/server/test_ray_serve.py
+	$(RAY)/python -m pytest tests/end_to_end/test_examples.py -k ray
+
 # Which lines and branches of nanoinfer/ the tests run, in pytest's own processes. It fails below the floor in pyproject.toml. From
 # Python 3.14 on, branches are measured by sys.monitoring, which takes little time.
-coverage: CONSTRAINTS := constraints.txt
 coverage: .venv/installed-test
 	$(BIN)/python $(PIP_INSTALL) pytest-cov==7.0.0 coverage==7.11.1
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term
@@ -86,13 +93,12 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-lowest .venv-trl
+	rm -rf $(VENVS)
 
 # The stamps make a second run start at once. A change of the requirements installs again.
-.venv/% .venv-trl/%: CONSTRAINTS := constraints.txt
 .venv-lowest/%: CONSTRAINTS := constraints-lowest.txt
 
-.venv/installed .venv-lowest/installed .venv-trl/installed: %/installed: pyproject.toml constraints.txt constraints-lowest.txt
+$(VENVS:=/installed): %/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@test "$$(uname)$(TORCH)" != Linux || command -v nvidia-smi > /dev/null || \
 		echo "On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs: make demo TORCH=cpu"
@@ -102,7 +108,7 @@ clean:
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e .
 	touch $@
 
-.venv/installed-test .venv-lowest/installed-test .venv-trl/installed-test: %/installed-test: %/installed
+$(VENVS:=/installed-test): %/installed-test: %/installed
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e ".[test]"
 	touch $@
 

@@ -156,17 +156,23 @@ class SpeculativeConfig:
         return cls(**given)
 
 
+def named(name: str, given: object, kind: str = "a class or its name, such as 'my_module.MyClass'") -> object:
+    """Return what a text, "module.Name" or "module:Name", names. Anything else is returned as it is. kind: what is allowed."""
+    if not isinstance(given, str):
+        return given
+    module, _, attribute = given.replace(":", ".").rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: there is no dot
+        raise InvalidValueError(
+            f"{name} must be {kind}, got {shown(given)} ({str(error)[:100]}); "
+            "the module must be importable: install it, or put its folder into PYTHONPATH"
+        ) from error
+
+
 def class_named(name: str, given: object) -> type | None:
-    """Check an argument that is a class, its name "module.Class" (or "module:Class"), or None. Returns the class."""
-    if isinstance(given, str):
-        module, _, attribute = given.replace(":", ".").rpartition(".")
-        try:
-            given = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:  # ValueError: there is no dot
-            raise InvalidValueError(
-                f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)} ({str(error)[:100]}); "
-                "the module must be importable: install it, or put its folder into PYTHONPATH"
-            ) from error
+    """Check an argument that is a class, its name, or None. Returns the class."""
+    given = named(name, given)
     if given is not None and not isinstance(given, type):
         raise InvalidTypeError(f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)}")
     return given
@@ -336,6 +342,14 @@ NEUTRAL: Neutral = {
     "profiler_config": ((None,), _PROFILE),
     "limit_mm_per_prompt": ((None, {}), ""),
     "max_logprobs": ((-1,), ""),  # no limit
+    "reasoning_config": (
+        (None, {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}),
+        "thinking_token_budget is for the text between <think> and </think>; leave it out",
+    ),
+    "reasoning_parser": (
+        (None, ""),
+        "parse_chat_answer(text) separates the thought; with a thinking_token_budget a structured output of chat() follows it",
+    ),
     "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
     "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),
     "num_gpu_blocks_override": ((None,), "use kv_cache_memory=bytes"),
@@ -448,8 +462,9 @@ class EngineArgs:
     seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
         "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "
         "the operating system and logs it at level INFO.")] = None
-    stages: Annotated["Sequence[Stage] | None",
-        Doc("The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.")] = None
+    stages: Annotated["str | list[Stage] | tuple[Stage, ...] | None", Doc(
+        "The sampler's stages in their order, or the name of such a list in a module, my_module.STAGES. "
+        "`[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.")] = None
     logits_processors: Annotated["Sequence[str | type[LogitsProcessor]] | None", Doc(
         'Classes of the V1 interface of vLLM, or their names "module:Class": subclasses of LogitsProcessor from '
         "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.")] = None
@@ -478,8 +493,8 @@ class EngineArgs:
                 del given[name]  # the default
         if isinstance(self.dtype, torch.dtype):
             given["dtype"] = str(self.dtype).removeprefix("torch.")
-        if isinstance(self.stages, list):
-            given["stages"] = tuple(self.stages)
+        stages = named("stages", self.stages, "a list of functions or its name, such as 'my_module.STAGES'")
+        given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):
             given[name] = class_named(name, given[name])
         given["logits_processors"] = processor_classes(self.logits_processors)

@@ -241,7 +241,8 @@ class SamplingParams(_CheckedParams):
     thinking_token_budget: Annotated[int | None, Ge(-1), Option(),
         Allowed(">= 0, or None or -1 for no limit", names_none=False), Doc(
         "The most tokens of the thought at the beginning of an answer, between the tags of reasoning. The end tag follows, "
-        "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought.")] = None
+        "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought. With a budget a "
+        "structured output of chat() follows the thought.")] = None
     repetition_detection: Annotated[RepetitionDetectionParams | Mapping[str, int] | None, Doc(
         'Ends an answer with finish_reason "repetition", after min_tokens, when its last tokens are a pattern min_count times '
         "in a row. A RepetitionDetectionParams, or a dict of its arguments.")] = None

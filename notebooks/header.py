@@ -153,7 +153,7 @@ NOTEBOOKS = {
     "11_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
         30,
-        ("fast/sampling/few_logits.py", "sampling/stages.py"),
+        ("fast/sampling/few_logits.py", "sampling/stages.py", "fast/cpu/screen.py"),
         ("sampler",),
         ("06", "09"),
     ),

@@ -125,9 +125,3 @@ def browser():
             chromium.close()
             return
         pytest.skip("neither Chromium nor Chrome is on this machine")
-
-
-def pytest_addoption(parser):
-    """Classes of your own for tests/scheduling/test_policies.py."""
-    for name in ("--scheduler-cls", "--block-manager-cls"):
-        parser.addoption(name, metavar="module.Class", help="a subclass, which tests/scheduling/test_policies.py checks too")

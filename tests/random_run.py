@@ -1,9 +1,10 @@
-"""Random requests, in three parts. Another seed each time, which is printed, unless one is given. Exit code 1: anything is off.
+"""Random requests, in four parts. Another seed each time, which is printed, unless one is given. Exit code 1: anything is off.
 
     python -m tests.random_run --requests 2000
     python -m tests.random_run --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
     python -m tests.random_run --requests 2000 --part hits --family gemma3_window
     python -m tests.random_run --requests 2000 --part hits --family qwen3 --adapters 8
+    python -m tests.random_run --requests 60 --part fast --dtype bfloat16
 
 bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
         The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
@@ -12,6 +13,9 @@ bits    Requests together and then each alone: tokens and log-probabilities must
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
         With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
+fast    Greedy and top_k requests with the screened head and with the drafts of each method, and then without: the same tokens,
+        and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
+        On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
 doors   Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
         every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
 """
@@ -22,11 +26,17 @@ import secrets
 import sys
 import tempfile
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import pairwise, product
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.fast.cpu import accelerate, screen
+from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config
 from nanoinfer.lora.request import LoRARequest
@@ -61,7 +71,7 @@ def speculative_config(method, path):
 
 def answer_of(request):
     answer = request.output.outputs[0]
-    return answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs]
+    return answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs or ()]
 
 
 def run(llm, requests, rng):
@@ -104,6 +114,116 @@ def compare_bits(num_requests, rng, given):
     if given.speculative:
         print(llm.engine.speculator.metrics)
     return not different or promised == "nothing"
+
+
+# ---- fast
+
+ONE_TO_FOUR = {"num_speculative_tokens": 4, "adaptive": False}
+
+
+class Successors:
+    """A proposer: what followed a token when it last occurred, in any sequence."""
+
+    def __init__(self, config):
+        self.next_ids = {}
+
+    def propose(self, sequences, limits):
+        drafts = [[] for _ in sequences]
+        for seq, limit, draft in zip(sequences, limits, drafts, strict=True):
+            self.next_ids.update(pairwise(seq.token_ids))
+            while len(draft) < limit and (newest := draft[-1] if draft else seq.token_ids[-1]) in self.next_ids:
+                draft.append(self.next_ids[newest])
+        return drafts
+
+    def forget(self, seq):
+        pass
+
+
+DRAFTS = {
+    "none": None,
+    "quantized, 4 bits": {"method": "quantized", "bits": 4, **ONE_TO_FOUR},
+    "quantized, 8 bits": {"method": "quantized", "bits": 8, **ONE_TO_FOUR},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, **ONE_TO_FOUR},
+    "own": {"method": Successors, **ONE_TO_FOUR},
+}
+
+
+def greedy_or_few(rng, num_ids):
+    prompt = [rng.randrange(rng.choice([3, num_ids])) for _ in range(rng.randrange(1, 40))]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_k=rng.choice([1, 2, 5, 40, 256]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randrange(1, 65),
+        ignore_eos=True,
+        logprobs=rng.choice([None] * 15 + [0]),  # steps with log-probabilities compute all logits
+        detokenize=False,
+    )
+    return prompt, params
+
+
+@contextmanager
+def screened_logits(counts):
+    """Let heads of any size be screened for any number of rows, and compare their logits with all logits."""
+    plain_heads, compute = {}, screen.ScreenedLinear.largest_logits
+
+    def largest_logits(head, x, k):
+        found, expected = compute(head, x, k), plain_heads.setdefault(head, KernelLinear(head))(x)
+        is_computed = found != -torch.inf
+        smallest = expected.float().topk(k).values[:, -1:]
+        counts["rows screened"] += len(x)
+        counts["of these with a tie at the k-th"] += int(((expected >= smallest).sum(dim=1) > k).sum())
+        counts["logits computed"] += int(is_computed.sum())
+        counts["logits left out"] += int((~is_computed).sum())
+        integers = torch.int16 if found.dtype.itemsize == 2 else torch.int32
+        different = is_computed & (found.view(integers) != expected.view(integers))
+        counts["different logits"] += int((different | (~is_computed & (expected >= smallest))).sum())
+        return found
+
+    with (
+        patch.multiple(screen, MOST_ROWS=64, IDS_PER_CANDIDATE=1),
+        patch.object(accelerate, "LEAST_BYTES", 0),
+        patch.object(screen.ScreenedLinear, "largest_logits", largest_logits),
+    ):
+        yield
+
+
+def compare_paths(model, num_requests, rng, dtype, drafts=DRAFTS):
+    """Counts of what was compared on a model, and of what was different."""
+    settings = {"dtype": dtype, "kv_cache_memory": 2**26, "enable_prefix_caching": False, "max_num_seqs": 4}
+    settings |= {"skip_tokenizer_init": True}
+    counts, plain = Counter(), LLM(model, screened_head=False, **settings)
+    requests = [greedy_or_few(rng, plain.info.vocab_size) for _ in range(num_requests)]
+    expected = run_shuffled(plain, requests, rng)
+    with screened_logits(counts):
+        for is_screened, method in product((True, False), drafts):
+            if not is_screened and drafts[method] is None:
+                continue
+            llm = LLM(model, screened_head=is_screened, speculative_config=drafts[method], **settings)
+            for (ids, logprobs), (other_ids, other_logprobs) in zip(run_shuffled(llm, requests, rng), expected, strict=True):
+                counts["tokens"] += len(other_ids)
+                counts["log-probabilities"] += len(other_logprobs)
+                counts["different tokens"] += sum(one != other for one, other in zip(ids, other_ids, strict=True))
+                counts["different log-probabilities"] += logprobs != other_logprobs
+            tiny_models.assert_nothing_is_left(llm)
+            if llm.engine.speculator is not None:
+                counts[f"drafted ({method})"] += llm.engine.speculator.metrics.num_draft_tokens
+                counts[f"accepted ({method})"] += llm.engine.speculator.metrics.num_accepted_tokens
+    return counts
+
+
+def compare_fast(num_requests, rng, given):
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"vocab_size": 50257, "n_embd": 192, "n_head": 3}
+        models = ["tiny-gpt2", "tiny-qwen3", str(tiny_models.save("gpt2", Path(folder), **sizes))]
+        found = [compare_paths(model, num_requests, rng, given.dtype) for model in models]
+    for name, counts in zip(["tiny-gpt2", "tiny-qwen3", "GPT-2's vocabulary"], found, strict=True):
+        print(f"{name} in {given.dtype}:", ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    num_different = sum(count for counts in found for what, count in counts.items() if what.startswith("different"))
+    print(f"{sum(counts['tokens'] for counts in found):,} tokens in {given.dtype}, {num_different} differences")
+    return not num_different
 
 
 # ---- hits
@@ -411,7 +531,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--part", choices=["bits", "hits", "doors"], help="default: doors and bits")
+    parser.add_argument("--part", choices=["bits", "fast", "hits", "doors"], help="default: doors and bits")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
     parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
@@ -422,7 +542,7 @@ def main(arguments=None):
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"--seed {seed}")
-    parts = {"doors": use_doors, "bits": compare_bits, "hits": compare_hits}
+    parts = {"doors": use_doors, "bits": compare_bits, "fast": compare_fast, "hits": compare_hits}
     chosen = ("doors", "bits") if given.part is None else (given.part,)
     return 0 if all(parts[name](given.requests, random.Random(seed), given) for name in chosen) else 1
 

@@ -56,7 +56,7 @@ ENGINE = (
     "kv-cache-memory|0", "kv-cache-memory|x", "prefix-cache-size|0", "speculative-config|{", "speculative-config|{}",
     "speculative-config|1",
 )  # fmt: skip
-SERVER = ("enable-lora-update", "lora-modules|a=b", "api-key|", "enable-lora|--lora-modules|a")
+SERVER = ("enable-lora-update", "lora-modules|a=b", "api-key|", "cache-salt-by-key", "enable-lora|--lora-modules|a")
 TEXTS = ("-3", "0", "1e30", "nan")
 # What is another library's text, or that of a value that is accepted.
 IS_NOT_OURS = re.compile(r"no server answers|Input should|is not a valid|0x[0-9a-f]{8}")

@@ -99,11 +99,12 @@ def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions
     seed, earlier = job.seed, read_manifest(output)
     if seed is None:
         seed = secrets.randbits(64) if earlier is None else earlier.seed
+    names = ("dtype", "quantization", "lora", "max_model_len", "stages", "logits_processors")
     return Manifest(
         input_digest=input_digest,
         num_requests=num_requests,
         model=file_digests(locate(str(engine.model), engine.revision)),
-        options={name: getattr(engine, name) for name in ("dtype", "quantization", "lora", "max_model_len")},
+        options={name: getattr(engine, name) for name in names},
         seed=seed,
     )
 

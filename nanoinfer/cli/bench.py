@@ -68,6 +68,7 @@ class ModelOptions:
     random_model: RandomModel = None
     dtype: Annotated[str, EngineArgs] = "auto"
     device: Annotated[str, EngineArgs] = "auto"
+    imports: options.Imports = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,7 @@ def roofline(
     from nanoinfer.lab.bench import roofline as measurement
     from nanoinfer.lab.bench.random_models import checkpoint_of
 
+    options.import_modules(measured.imports)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
@@ -199,6 +201,7 @@ def ladder(
     ] = None,
     random_model: RandomModel = None,
     dtype: Annotated[str, EngineArgs] = "float32",
+    imports: options.Imports = None,
     repeats: Repeats = 3,
     as_json: options.AsJson = False,
 ) -> None:
@@ -208,6 +211,7 @@ def ladder(
     from nanoinfer.lab.bench.random_models import checkpoint_of
     from nanoinfer.lab.bench.roofline import measure_bandwidth
 
+    options.import_modules(imports)
     if model is None and random_model is None:
         random_model = "gpt2"
     bandwidth, workload = measure_bandwidth(torch.device("cpu")), measurement.WORKLOAD

@@ -19,7 +19,7 @@ from nanoinfer import __version__
 from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoinfer.cli.chat_session import ChatSession, complete, note
-from nanoinfer.cli.commands import print_error
+from nanoinfer.cli.commands import options_in_use, print_error
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
@@ -61,7 +61,7 @@ def chat(
             raise InvalidValueError("--api-key is for a server; give its --url, too")
         from nanoinfer.loading.checkpoint import DEFAULT_MODEL
 
-        llm = options.load_llm(engine)
+        llm = options.load_llm(engine, needs_chat_template=True)
         model = LocalModel(llm, engine.model or DEFAULT_MODEL, options.resolve_chat_template_kwargs(llm, template))
         if sampling["max_tokens"] is None:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
@@ -89,12 +89,12 @@ def chat(
 
 def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
     given, default = asdict(engine), asdict(options.EngineOptions(model=engine.model))
-    if names := [f"--{name.replace('_', '-')}" for name in given if given[name] != default[name]]:
+    if names := [options_in_use[name] for name in given if given[name] != default[name]]:
         raise InvalidValueError(f"{', '.join(names)} cannot change a server's model; leave it out, or leave --url out")
 
 
 def _converse(session: ChatSession) -> None:
-    session.render("Hello")  # refuses a model without a chat template before the user types
+    session.render("Hello")  # refuses a chat template that fails before the user types
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
     messages = MessageInput(complete)

@@ -20,6 +20,15 @@ from nanoinfer.errors import NanoinferError, shown, suggest
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click inside typer
 
+# ollama's commands -> what to type.
+OF_OLLAMA = {
+    "run": "`nanoinfer chat -m MODEL` talks to a model, and `nanoinfer chat -m MODEL QUESTION` answers once",
+    "pull": "`hf download OWNER/NAME` downloads a model, as does the first command with -m OWNER/NAME",
+    "list": "`nanoinfer models` lists the bundled and the downloaded models",
+    "show": "`nanoinfer inspect MODEL` describes a model",
+    "ps": "a model is loaded only while a command runs, such as `nanoinfer serve MODEL`",
+}
+
 _stderr = Console(stderr=True)
 
 options_in_use: dict[str, str] = {}  # name of an argument -> the option that sets it, of the command that runs
@@ -71,8 +80,14 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"there is no command {args[0]!r}; {suggest(args[0], self.list_commands(ctx))}")
+            way_out = (ctx.parent is None and OF_OLLAMA.get(args[0])) or suggest(args[0], self.list_commands(ctx))
+            ctx.fail(f"there is no command {args[0]!r}; {way_out}")
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands with the first sentence of their help, which click would cut at the end of a line."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)])
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:

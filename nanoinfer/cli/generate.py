@@ -32,7 +32,10 @@ def generate(
     engine: options.EngineOptions,
     sampling: options.SamplingOptions,
     max_tokens: Annotated[int, SamplingParams] = 256,
-    n: Annotated[int, SamplingParams] = 1,
+    n: Annotated[  # --n would be too close to -n, the number of tokens
+        int,
+        typer.Option("--num-answers", rich_help_panel="Sampling", help="Number of answers. The i-th is drawn with seed + i."),
+    ] = 1,
     logprobs: Annotated[int | None, SamplingParams] = None,
     json_schema: Annotated[
         Path | None,
@@ -46,7 +49,7 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
-    llm = options.load_llm(engine)
+    llm = options.load_llm(engine, needs_chat_template=chat)
     params = options.resolve_sampling_params(
         llm,
         sampling,

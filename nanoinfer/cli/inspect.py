@@ -6,6 +6,7 @@ cache, inspect downloads only its small files. models uses no network.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from huggingface_hub.errors import CacheNotFound
 from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.cli.options import print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.fast.cpu.accelerate import screened_head
+from nanoinfer.fast.cpu.screen import num_copy_bytes
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.loading.folders import BUNDLED, bundled_models
-from nanoinfer.loading.weights import match_tensors
+from nanoinfer.loading.quantization import BITS, check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
+from nanoinfer.loading.weights import place_weights
 
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
@@ -44,10 +48,15 @@ class Inspection:
     has_tokenizer: bool | None = None
     has_chat_template: bool | None = None  # None: the tokenizer cannot be loaded
     num_weight_bytes: int | None = None  # the bytes of the weights in memory, in `dtype`
+    num_head_copy_bytes: int | None = None  # the bytes of the copy in 8 bits that screens the LM head. None: there is no copy
+    num_peak_bytes: int | None = None  # the most bytes while these two are loaded, in pieces from the files, and afterwards
+    num_quantized_bytes: dict[str, int] = field(default_factory=dict)  # of the weights, by LLM's `quantization`. CPU only
+    num_tied_bytes: dict[str, int] = field(default_factory=dict)  # part of these: an embedding's table whose copy is the head
+    num_draft_bytes: dict[int, int] = field(default_factory=dict)  # by bits, of the copy that drafts for "quantized". CPU only
     num_cache_bytes_per_token: int | None = None
     num_users: int  # the number of sequences at a time
     num_tokens: int | None  # the tokens of each sequence
-    num_bytes: int | None = None  # the bytes of the weights and the KV cache for these users. A step takes some more
+    num_bytes: int | None = None  # these bytes, and those of the KV cache for these users. A step takes some more
 
 
 def examine(
@@ -71,16 +80,24 @@ def examine(
         num_users=num_users,
         num_tokens=num_tokens,
     )
-    config, run_dtype = None, None
+    config, run_dtype, device = None, None, loader.resolve_device("auto")
     try:
         _, config = loader.read_config(checkpoint)
         if checkpoint.weight_files or checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")):
-            run_dtype = loader.resolve_dtype(dtype, checkpoint, loader.resolve_device("auto"))
-        if checkpoint.weight_files:
+            run_dtype = loader.resolve_dtype(dtype, checkpoint, device)
+        if checkpoint.weight_files and run_dtype is not None:
             built, weights = loader.on_meta(checkpoint)
             config, parameters = built.config, dict(built.named_parameters())
             found.num_parameters = sum(weight.numel() for weight in parameters.values())
-            match_tensors(parameters, weights, built.weight_rules)
+            place_weights(built, weights, built.weight_rules, run_dtype)
+            if device.type == "cpu":
+                if (head := screened_head(built)) is not None:
+                    found.num_head_copy_bytes = num_copy_bytes(head)
+                with suppress(UnsupportedError):  # raised for a layer whose inputs have no groups
+                    check_sizes(built)
+                    found.num_quantized_bytes = {name: num_weight_bytes(built, name) for name in BITS}
+                    found.num_tied_bytes = {name: num_tied_bytes(built, name) for name in BITS}
+                    found.num_draft_bytes = {bits: num_linear_bytes(built, bits) for bits in BITS.values()}
         tokenizer = loader.load_tokenizer(checkpoint.path, checkpoint.gguf)
         found.has_tokenizer = tokenizer is not None
         found.has_chat_template = tokenizer is not None and bool(tokenizer.get_chat_template())
@@ -89,7 +106,9 @@ def examine(
     found.sizes = {name: size for name in _SIZES if (size := getattr(config, name, checkpoint.config.get(name))) is not None}
     if run_dtype is not None:
         found.dtype = str(run_dtype).removeprefix("torch.")
-        found.num_weight_bytes = found.num_parameters and found.num_parameters * run_dtype.itemsize
+        if found.num_parameters is not None:
+            found.num_weight_bytes = found.num_parameters * run_dtype.itemsize
+            found.num_peak_bytes = found.num_weight_bytes + (found.num_head_copy_bytes or 0)
     if config is not None:
         found.is_tied, limit = config.tie_word_embeddings, config.max_position_embeddings
         found.num_tokens = num_tokens = num_tokens or limit
@@ -98,9 +117,9 @@ def examine(
         if run_dtype is not None:
             sizes = CacheSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
-            if found.num_weight_bytes is not None:
+            if found.num_peak_bytes is not None:
                 num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state
-                found.num_bytes = found.num_weight_bytes + num_users * num_bytes_per_user
+                found.num_bytes = found.num_peak_bytes + num_users * num_bytes_per_user
     return found
 
 
@@ -144,6 +163,11 @@ def print_inspection(found: Inspection) -> None:
         ("tokenizer", shown(found.has_tokenizer)),
         ("chat template", shown(found.has_chat_template)),
         ("weights in memory", size(found.num_weight_bytes)),
+        ("8-bit copy of the LM head", size(found.num_head_copy_bytes)),
+        ("peak while loading", size(found.num_peak_bytes)),
+        *((f"weights in {name}", size(num_bytes)) for name, num_bytes in found.num_quantized_bytes.items()),
+        *((f"... of it a tied embedding ({name})", size(num)) for name, num in found.num_tied_bytes.items() if num),
+        *((f"{bits}-bit copy for drafts", size(num_bytes)) for bits, num_bytes in found.num_draft_bytes.items()),
         ("KV cache per token", shown(found.num_cache_bytes_per_token, " bytes")),
         (f"memory for {found.num_users} x {found.num_tokens} tokens", size(found.num_bytes)),
     ]

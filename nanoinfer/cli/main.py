@@ -12,6 +12,7 @@ from nanoinfer import __version__
 from nanoinfer.cli.batch import batch
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
+from nanoinfer.cli.check_scheduler import check_scheduler
 from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete_models, in_words_of, options_in_use
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
@@ -124,6 +125,36 @@ def inspect(
         raise typer.Exit(1)
 
 
+@expand_options
+def verify(
+    *,
+    model: Model = None,
+    revision: Annotated[str | None, EngineArgs] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The checkpoint that transformers reads. Default: the model's own. A quantised model or a GGUF file needs it.",
+            autocompletion=complete_models,
+        ),
+    ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(help="Some of float32, bfloat16, float16, int8, int4, with commas. Default: all but float16."),
+    ] = None,
+    device: Annotated[str, EngineArgs] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Compare a model, as it runs on this machine, with transformers: greedy tokens, log-probabilities, perplexity."""
+    with busy("Starting"):
+        from nanoinfer.cli.verify import examine, print_report  # imports torch
+
+    report = examine(model, revision, against=against, variants=variants, device=device)
+    print_result(report, as_json, print_report)
+    if report.has_failed:
+        raise typer.Exit(1)
+
+
 EXAMPLES = {
     generate: """\
 nanoinfer generate "Once upon a time" --temperature 0.7 --seed 1
@@ -138,7 +169,11 @@ nanoinfer explain --demo preemption""",
     batch: "nanoinfer batch requests.jsonl -o results.jsonl",
     models: "nanoinfer models",
     inspect: "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096",
+    check_scheduler: "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
     doctor: "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
+    verify: """\
+nanoinfer verify -m Qwen/Qwen3-0.6B
+nanoinfer verify -m qwen2.5-0.5b-instruct-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct --variants bfloat16,int4""",
 }
 
 for command, examples in EXAMPLES.items():

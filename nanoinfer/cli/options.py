@@ -10,18 +10,21 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from copy import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo
@@ -71,6 +74,15 @@ Model = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Import a module of your own, installed or in the current folder, that registers models or backends. May be given "
+        "several times.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +120,9 @@ class EngineOptions:
     block_manager_cls: Annotated[str | None, EngineArgs] = None
     kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
     speculative_config: Annotated[str | None, EngineArgs] = None
+    stages: Annotated[str | None, EngineArgs] = None
+    logits_processors: Annotated[list[str] | None, EngineArgs] = None
+    imports: Imports = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +216,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *
     for row in rows:
         table.add_row(*row)
     console = Console()
+    if console.is_dumb_terminal:  # for which rich assumes 80 columns
+        console = Console(width=get_terminal_size().columns, height=get_terminal_size().lines)
     with console.capture() as captured:
         console.print(table)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -254,15 +271,59 @@ def _declared_option(option: Parameter, owner: type) -> OptionInfo:
     return info
 
 
+class _StatusFile:
+    """Standard error while a status is shown: a progress bar, which begins with a carriage return, takes the status's place."""
+
+    def __init__(self, status: Status) -> None:
+        self._status, self._text, self._file = status, status.status, sys.stderr
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):
+            return self._file.write(text)
+        self._status.update(Text(text.strip()[: self._status.console.width - 2]) or self._text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes a while."""
-    with Console(stderr=True).status(Text(what)):
+    """Show on a terminal, in one line, that something takes a while, and the progress bars of what runs inside."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(what)) as status, redirect_stderr(_StatusFile(status)):
         yield
 
 
-def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
+def check_chat_template(engine: EngineOptions) -> None:
+    """Refuse a model without a chat template before its weights are downloaded and loaded.
+
+    Only small files are read, and the beginning of a GGUF file. Making the tokenizer twice would take a second.
+    """
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, check_file, locate
+    from nanoinfer.loading.formats.gguf import MAX_METADATA_BYTES
+
+    name, revision = (engine.tokenizer, None) if engine.tokenizer else (engine.model or DEFAULT_MODEL, engine.revision)
+    path = locate(name, revision, with_weights=False)
+    files = [path] if path.is_file() else [*path.glob("tokenizer_config.json"), *path.glob("*.gguf")]
+    if any(path.glob("*chat_template*")):
+        return
+    for file in files:
+        check_file(file)
+        with file.open("rb") as content:
+            if b"chat_template" in content.read(MAX_METADATA_BYTES):
+                return
+    way_out = "continue a text with `nanoinfer generate`, or name a tokenizer that has one with --tokenizer"
+    raise UnsupportedError(f"{name} has no chat template; {way_out}")
+
+
+def load_llm(engine: EngineOptions, *, needs_chat_template: bool = False, **more: Any) -> "LLM":
     """Make the LLM of llm_arguments, and warn if its context is shorter than the model's."""
+    if needs_chat_template:
+        check_chat_template(engine)
     with busy("Starting"):
         from nanoinfer.llm import LLM  # imports torch
 
@@ -285,13 +346,15 @@ def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
 def llm_arguments(engine: EngineOptions, **more: Any) -> dict[str, Any]:
     """Return the arguments of LLM: those of the options, replaced by `more`.
 
-    Process-wide: sets the number of torch's threads, and lets Python find modules in the current folder (find_modules_here).
+    Process-wide: sets the number of torch's threads, and imports modules of the user's own (import_modules).
     """
     import torch  # takes a second, so --help and --version do not import it
 
     from nanoinfer.system.process import limit_threads
 
     arguments = asdict(engine) | more
+    names = ("scheduler_cls", "block_manager_cls", "speculative_config", "stages", "logits_processors")
+    import_modules(arguments.pop("imports"), *(arguments[name] for name in names))
     if (threads := arguments.pop("threads")) is not None:
         limit_threads()  # it acts once per process, so it does not overwrite --threads later
         torch.set_num_threads(threads)
@@ -299,7 +362,6 @@ def llm_arguments(engine: EngineOptions, **more: Any) -> dict[str, Any]:
         arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
-    find_modules_here(engine.scheduler_cls, engine.block_manager_cls)
     return arguments
 
 
@@ -318,10 +380,18 @@ def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -
     return llm
 
 
-def find_modules_here(*class_names: str | None) -> None:
-    """Let Python find modules in the current folder, if a class is given by name. Process-wide, as `python -m` does."""
-    if any(class_names) and os.getcwd() not in sys.path:
+def import_modules(names: list[str] | None, *class_names: object) -> None:
+    """Import modules. Python finds them in the current folder, too, as well as classes that options name. Process-wide."""
+    if (names or any(class_names)) and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    for name in names or ():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise InvalidValueError(
+                f"--import {name} failed ({error}); give the name of a module, such as my_module, that is installed or in the "
+                "current folder"
+            ) from error
 
 
 def check_packages(extra: str, *names: str) -> None:

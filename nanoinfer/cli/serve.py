@@ -69,18 +69,19 @@ def serve(
 
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions) -> tuple["AsyncLLM", ServerSettings]:
-    """Load a server's model, and print the seed if it was drawn. Returns the options with the model's name, too."""
+    """Load a server's model. Returns the options with the model's name, too."""
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.tracing.recent import RecentRecorder
 
     if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
         raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")
+    if options.cache_salt_by_key and not options.api_key:
+        raise InvalidValueError(
+            f"--cache-salt-by-key has no effect without API keys; set --api-key or {API_KEY_VARIABLE}, or leave it out"
+        )
     names = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(AsyncEngineArgs)}
     tracer = RecentRecorder() if options.trace else None
     async_llm = load_async_llm(engine, tracer=tracer, **{name: getattr(options, name) for name in names})
-    if options.seed is None:
-        seed = async_llm.engine.seed
-        print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)
     with busy("Preparing structured output"), suppress(NanoinferError):  # no llguidance, or no tokenizer that it can use
         # Converting the tokenizer takes seconds, for which every stream would wait during the first structured request.
         first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)

@@ -133,7 +133,7 @@ class _PromptSearch:
         self._prepared = prepared
         self.params = params
         self.width = params.beam_width
-        self.error = prepared.error
+        self.error = None if prepared.error is None else prepared.error.message
         self.is_done = self.error is not None
         self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids
         # More candidates than width, since some end: if every beam ends with every EOS id, at least width others continue.

@@ -29,13 +29,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class TooLong:
+    """A prompt that does not fit into the model's context.
+
+    message: what is wrong, and the way out.
+    num_tokens: the tokens of the prompt, or of its beginning if Tokenizer.encode encoded no more of it.
+    max_tokens: the model's context length.
+    """
+
+    message: str
+    num_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that the engine accepts.
 
     prompt: the text of the prompt. None: only token ids were given.
     grammar: params.structured_outputs, compiled and at its start. None: the answer is free.
     thought: params.thinking_token_budget with the tokenizer's tags, at the answer's beginning. None: a thought has no limit.
-    error: why the prompt is too long. The request then ends at once with finish_reason "error". None: it fits.
+    error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
@@ -46,7 +60,7 @@ class PreparedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
-    error: str | None = None
+    error: TooLong | None = None
     priority: int = 0
     grammar: "GrammarState | None" = None
     thought: "Thought | None" = None
@@ -165,11 +179,13 @@ class InputProcessor:
     ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
 
+        A structured output with a thinking_token_budget may begin with a thought, if the template knows thoughts.
+
         Raises: the errors of render_chat and constrain_calls, with the conversation's index.
         """
         from nanoinfer.chat.messages import constrain_calls
         from nanoinfer.chat.parsing import END_THINK, opens_thinking
-        from nanoinfer.chat.tools import requires_call, tool_schemas
+        from nanoinfer.chat.tools import after_thinking, requires_call, tool_schemas
 
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         chats = messages if is_batch else [messages]
@@ -184,6 +200,10 @@ class InputProcessor:
                 template = self.tokenizer.get_chat_template(rendering.get("chat_template"), has_tools=bool(schemas))
                 thinks = opens_thinking(text) or END_THINK in template
                 limited = self.limit_thinking(given, prompt) if thinks and requires_call(tool_choice) else given
+                form, budget = limited.structured_outputs, limited.thinking_token_budget
+                # A grammar of the user's own decides whether a thought precedes the answer.
+                if thinks and budget is not None and form is not None and form.grammar is None:
+                    limited = replace(limited, structured_outputs=after_thinking(form, text))
                 constrained.append(constrain_calls(limited, text, schemas, tool_choice, self.tokenizer, thinks=thinks))
         return prompts, constrained
 
@@ -258,7 +278,7 @@ class InputProcessor:
         if self.tokenizer is None or self.end_of_thought is None:
             raise InvalidValueError(
                 f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
-                "leave it out, and limit max_tokens"
+                "leave it out, and limit max_tokens, or set reasoning_effort to 'low' for gpt-oss, which thinks in a channel"
             )
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
         return Thought(
@@ -300,17 +320,17 @@ class InputProcessor:
                 words.append(tuple(word))
         return tuple(ids for ids in words if max(ids) < self._info.vocab_size)
 
-    def _too_long(self, num_prompt_tokens: int, text: str | None) -> str:
+    def _too_long(self, num_prompt_tokens: int, text: str | None) -> TooLong:
         # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
-        error = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
+        message = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
         # Tokenizer.encode may have encoded only the beginning of a long text.
         at_least = "at least " if text is not None and num_prompt_tokens > 2 * self._info.max_model_len else ""
-        error += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
+        message += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
-            error += (
+            message += (
                 f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"
             )
-        return error
+        return TooLong(message, num_prompt_tokens, self._info.max_model_len)
 
 
 def as_list(prompts: object) -> list[Any]:

@@ -136,7 +136,7 @@ class LLMEngine:
         """
         arrival_time = time.perf_counter()
         if prepared.error is not None:
-            stop = Stop("error", error=prepared.error)
+            stop = Stop("error", error=prepared.error.message)
         if stop is None:
             self.check_accepting()
         with self.guard.between_steps():

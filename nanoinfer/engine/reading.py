@@ -7,7 +7,7 @@ sampled token that nobody reads, so it needs no rules of its own, and numbers th
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, as_list, with_prompt_index
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, TooLong, as_list, with_prompt_index
 from nanoinfer.errors import InvalidPromptError, NanoinferError
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -27,7 +27,8 @@ def prepare(
     """Prepare a prompt of at most max_model_len tokens. A longer prompt is not refused: PreparedRequest.error says so."""
     prepared, error = inputs.prepare_prompt(prompt, replace(PARAMS, timeout=timeout), priority), None
     if (num := len(prepared.prompt_token_ids)) > max_model_len:
-        error = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens; shorten it"
+        message = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens"
+        error = TooLong(f"{message}; shorten it", num, max_model_len)
     return replace(prepared, reader=reader, error=error)
 
 
@@ -38,7 +39,7 @@ def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) ->
         with with_prompt_index(index):
             prepared.append(prepare_one(prompt))
             if (error := prepared[-1].error) is not None:
-                raise InvalidPromptError(error)
+                raise InvalidPromptError(error.message)
     return prepared
 
 

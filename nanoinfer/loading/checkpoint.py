@@ -25,8 +25,8 @@ WEIGHT_FILES = ["*.safetensors"]
 MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B parameters has 80 kB
 
 _CONVERT = (
-    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
-    '  python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result: "
+    'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
     "AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted'); "
     "AutoTokenizer.from_pretrained('{model}').save_pretrained('converted')\""
 )

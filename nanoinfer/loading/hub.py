@@ -29,7 +29,11 @@ def download(model: str, revision: str | None, patterns: list[str]) -> Path:
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+        has_weights = any(name.endswith((".safetensors", ".bin")) for name in list_folder(folder))
+        if constants.HF_HUB_OFFLINE and "*.safetensors" in patterns and not has_weights:
+            raise LocalEntryNotFoundError("only the small files were downloaded before")
+        return folder
     except HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{list_bundled()}"
@@ -52,9 +56,11 @@ def _explain(error: Exception, model: str) -> tuple[str, str]:
         return "there is no such model, or it is private", f"check the name, and for a private one log in with {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return "it has no such revision", "check the name of the branch, tag or commit"
-    if isinstance(error, LocalEntryNotFoundError):  # the error does not say which of the two it is
-        offline = "HF_HUB_OFFLINE is set and the hub's cache does not have it, or only a part of it"
-        return offline if constants.HF_HUB_OFFLINE else "it cannot be reached", "check the name and the network"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        offline = "HF_HUB_OFFLINE=1 is set, and the hub's cache does not have it, or only a part of it"
+        return offline, "check the name, unset HF_HUB_OFFLINE to download it"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be reached", "check the name and the network"
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     return reason, "check the name and the network (a download continues where it stopped)"
 

@@ -9,7 +9,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
+_MAX_LAYERS = 2**16  # A family lists its layers before the number of tensors, the real limit, is known
 # Numbers that transformers accepts whatever they are, with the limits of what is sensible.
 _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
 
@@ -193,14 +194,13 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
             text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
             logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
     way_out = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    text = f"the weights take {needed / 1e9:.1f} GB in {runs_in}"
     if config.bits_of_draft:
-        needed += num_linear_bytes(model, config.bits_of_draft)
-        way_out = f"leave out speculative_config, which rounds a copy of them, or {way_out}"
+        needed += (copy := num_linear_bytes(model, config.bits_of_draft))
+        text += f", and their copy in {config.bits_of_draft} bits, which drafts, {copy / 1e9:.1f} GB"
+        way_out = f"leave out speculative_config, or {way_out}"
     if needed > available:
-        raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {runs_in}, and {available / 1e9:.1f} GB of memory are available; "
-            + way_out
-        )
+        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {way_out}")
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:
@@ -267,6 +267,13 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
     """Return the family's class and its config. Check types and ranges, and that the numbers of heads are consistent."""
     path = checkpoint.config_path
     model_class = find_model(checkpoint.config)
+    for name in ("num_hidden_layers", "n_layer"):  # GPT-2's files have the second name
+        num_layers = checkpoint.config.get(name)
+        if type(num_layers) is int and num_layers > _MAX_LAYERS:
+            given = shown(num_layers)
+            raise CheckpointError(
+                f"{name} in {path} must be a number >= 1 and <= {_MAX_LAYERS}, got {given}; download it again"
+            )
     try:
         config = model_class.Config.from_hf(checkpoint.config)
     except KeyError as error:
@@ -302,20 +309,19 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
 
     These limits hold for any architecture. match_tensors compares every tensor.
     """
-    problems = []
+
+    def refuse(sentence: str) -> NoReturn:
+        raise WeightsError(f"{sentence}; are both of the same model?")
+
     if config.num_hidden_layers > len(files):
-        problems.append(f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors")
+        refuse(f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors")
     if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
-        problems.append(
-            f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors"
-        )
+        refuse(f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors")
     num_elements = sum(math.prod(info.shape) for info in files.values())
     for name in _SIZES:
         size = getattr(config, name, None) or 1
         if size > num_elements:
-            problems.append(f"{name} in {path} is {size}, but the weights have only {num_elements} elements")
-    if problems:
-        raise WeightsError(f"{problems[0]}; are both of the same model?")
+            refuse(f"{name} in {path} is {size}, but the weights have only {num_elements} elements")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -73,12 +73,17 @@ def num_linear_bytes(model: nn.Module, bits: int) -> int:
 
 
 def num_weight_bytes(model: nn.Module, quantization: str) -> int:
-    """Return the bytes that a model's weights take in kernels with 8 or 4 bits. A tied head is in it once if it is exact."""
-    bits, linears = BITS[quantization], _linear_weights(model)
-    exact = {weight for weight in linears if stored_integers(weight, bits) is not None}
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    others = [weight for weight in model.parameters() if weight not in linears or weight in tables - exact]
-    return num_linear_bytes(model, bits) + sum(weight.numel() * torch.bfloat16.itemsize for weight in others)
+    """Return the bytes that a model's weights take in kernels with 8 or 4 bits."""
+    linears = _linear_weights(model)
+    others = sum(weight.numel() * torch.bfloat16.itemsize for weight in model.parameters() if weight not in linears)
+    return num_linear_bytes(model, BITS[quantization]) + others + num_tied_bytes(model, quantization)
+
+
+def num_tied_bytes(model: nn.Module, quantization: str) -> int:
+    """Return the bytes of the table that an embedding keeps because the head which shares it is rounded."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} & _linear_weights(model)
+    rounded = [weight for weight in tables if stored_integers(weight, BITS[quantization]) is None]
+    return sum(weight.numel() * torch.bfloat16.itemsize for weight in rounded)
 
 
 def _linear_weights(model: nn.Module) -> set[Tensor]:

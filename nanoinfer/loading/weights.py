@@ -265,8 +265,8 @@ def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: Weigh
     problems += [f"missing: {name}" for name in targets if name not in sources]
     if problems:
         raise WeightsError(
-            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
-            + first_ten(problems, "\n  ")
+            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json: "
+            + first_ten(problems, "; ")
         )
     return sources
 

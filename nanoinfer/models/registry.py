@@ -43,20 +43,20 @@ class WeightRules:
     fused_experts: Literal["interleaved", "halves"] | None = None
 
 
-# architecture in config.json -> "module:class", imported when it is first used
-_MODELS: dict[str, str] = {
-    "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
-    "Gemma3ForCausalLM": "nanoinfer.models.gemma3:Gemma3ForCausalLM",
-    "GptOssForCausalLM": "nanoinfer.models.gpt_oss:GptOssForCausalLM",
-    "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
-    "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
-    "Qwen2MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
-    "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
-    "Qwen3MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
-    "Qwen3NextForCausalLM": "nanoinfer.models.qwen_next:Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM": "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM": "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM",
+# architecture in config.json -> its model_type there, and "module:class", imported when it is first used
+MODELS: dict[str, tuple[str, str]] = {
+    "GPT2LMHeadModel": ("gpt2", "nanoinfer.models.gpt2:GPT2LMHeadModel"),
+    "Gemma3ForCausalLM": ("gemma3_text", "nanoinfer.models.gemma3:Gemma3ForCausalLM"),
+    "GptOssForCausalLM": ("gpt_oss", "nanoinfer.models.gpt_oss:GptOssForCausalLM"),
+    "LlamaForCausalLM": ("llama", "nanoinfer.models.llama:LlamaForCausalLM"),
+    "MistralForCausalLM": ("mistral", "nanoinfer.models.llama:LlamaForCausalLM"),
+    "Qwen2ForCausalLM": ("qwen2", "nanoinfer.models.qwen:QwenForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "nanoinfer.models.qwen_moe:QwenMoeForCausalLM"),
+    "Qwen3ForCausalLM": ("qwen3", "nanoinfer.models.qwen:QwenForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "nanoinfer.models.qwen_moe:QwenMoeForCausalLM"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "nanoinfer.models.qwen_next:Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM"),
 }
 _registered: dict[str, type[nn.Module]] = {}
 
@@ -124,16 +124,22 @@ def find_model(config: ConfigJson) -> type[Any]:
 
     Raises:
         UnsupportedError: an architecture that is not supported.
-        CheckpointError: no architecture.
+        CheckpointError: no architecture, or the model_type of another.
     """
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
+        raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(MODELS)}]')
     for architecture in filter(lambda name: isinstance(name, str), architectures):
         if architecture in _registered:
             return _registered[architecture]
-        if architecture in _MODELS:
-            module, _, class_name = _MODELS[architecture].partition(":")
+        if architecture in MODELS:
+            model_type, place = MODELS[architecture]
+            if config.get("model_type", model_type) != model_type:
+                raise CheckpointError(
+                    f"model_type in config.json must be {model_type!r} for the architecture {architecture}, got "
+                    f"{shown(config['model_type'])}; correct the one that is wrong"
+                )
+            module, _, class_name = place.partition(":")
             model_class: type[nn.Module] = getattr(import_module(module), class_name)
             return model_class
     if isinstance(config.get("text_config"), dict):
@@ -142,6 +148,6 @@ def find_model(config: ConfigJson) -> type[Any]:
             "alone, as transformers' AutoModelForCausalLM saves it"
         )
     raise UnsupportedError(
-        f"architectures {shown(architectures)} are not supported; {', '.join([*_MODELS, *_registered])} are. "
+        f"architectures {shown(architectures)} are not supported; {', '.join([*MODELS, *_registered])} are. "
         "register_model adds a model of your own"
     )

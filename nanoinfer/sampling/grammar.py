@@ -110,6 +110,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._converted: tuple[LLTokenizer, int] | None = None
+        self._refusal = ""  # why the tokenizer cannot be converted
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
         """Return the GrammarState at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to
@@ -140,16 +141,25 @@ class GrammarCompiler:
                 "structured_outputs needs a tokenizer, which this checkpoint lacks; load the model with one"
             )
         with self._lock:
-            if self._converted is None:
+            if self._converted is None and not self._refusal:
                 backend = copy.deepcopy(self._tokenizer.backend)
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.get_vocab()[_END]
-                converted = LLTokenizer(_as_text(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
-                # If a grammar allows only one text, llguidance encodes it, and allows the first of its tokens.
-                if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
-                    raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
-                self._converted = converted, end_id
+                try:
+                    converted = LLTokenizer(_as_text(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
+                    # If a grammar allows only one text, llguidance encodes it, and allows the first of its tokens.
+                    if converted.decode_str(converted.tokenize_str(_SAMPLE)) == _SAMPLE:
+                        self._converted = converted, end_id
+                    else:
+                        self._refusal = "which changes the text"
+                except Exception as error:  # llguidance knows fewer kinds of decoders and models than tokenizers does
+                    self._refusal = f"which llguidance cannot read ({first_line(error)})"
+            if self._converted is None:
+                raise UnsupportedError(
+                    f"structured_outputs is not supported with this tokenizer, {self._refusal}; leave it out, or load the "
+                    "model with another tokenizer"
+                )
             return self._converted
 
 

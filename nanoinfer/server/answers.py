@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
-from nanoinfer.server.errors import RequestError, without_paths
+from nanoinfer.server.errors import ContextLengthError, RequestError, without_paths
 from nanoinfer.server.protocol import JsonObject
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Answers:
                 stream = await async_llm.submit(prepare, self._has_news, num_answers=self._n, is_large=is_large)
                 self.streams.append(stream)
                 if stream.prepared.error is not None:
-                    raise RequestError(400, stream.prepared.error, code="context_length_exceeded")
+                    raise ContextLengthError(stream.prepared.error)
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
+from nanoinfer.engine.inputs import TooLong
 from nanoinfer.errors import (
     EngineDeadError,
     EnginePausedError,
@@ -41,7 +42,6 @@ _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "priority", "dimensions", "truncate_prompt_tokens", "instruction",
 }  # fmt: skip
 _SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
-_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens\..* prompt has (?:at least )?(\d+) tokens")
 _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
 
 
@@ -94,6 +94,14 @@ class RequestError(HTTPException):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
         self.param, self.code = param, code
+
+
+class ContextLengthError(RequestError):
+    """A prompt that is too long for the model."""
+
+    def __init__(self, error: TooLong) -> None:
+        super().__init__(400, error.message, code="context_length_exceeded")
+        self.num_tokens, self.max_tokens = error.num_tokens, error.max_tokens
 
 
 def describe_errors(schema: dict[str, Any]) -> None:
@@ -160,13 +168,15 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
         message = str(error.detail)
-        if code == "context_length_exceeded":
+        if isinstance(error, ContextLengthError):
             param = _prompt_of(request)
-            if request.url.path.startswith(_MESSAGES) and (sizes := _TOO_LONG.search(message)):
-                # Anthropic's words, by which its clients recognise the error
-                message = f"prompt is too long: {sizes[2]} tokens > {sizes[1]} maximum. {message}"
+            if request.url.path.startswith(_MESSAGES):  # Anthropic's words, by which its clients recognise the error
+                message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum. {message}"
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's own 404
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
+            if request.url.path.startswith("/api/"):
+                way_out = "use OpenAI's, such as /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models"
+                message = f"there is no {request.url.path[:100]}, because this server does not have ollama's API; {way_out}"
         elif error.status_code == 405:
             methods = ", ".join(_methods_of(request))
             message = f"{request.url.path[:100]} does not take {request.method}; use {methods}"

@@ -20,6 +20,9 @@ from nanoinfer.tracing import viewer
 from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # the number of answers whose replays are kept
+_BUNDLED = Path(__file__).parents[1] / "loading" / "bundled"
+_CHATS = [f"Tell me a story about {name}" for name in ("Lily", "Tom", "Felix")]  # what the bundled models can do
+_TEXTS = ["Once upon a time", "Lily was"]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NUMBERS = "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_tokens seed".split()
 
@@ -56,9 +59,12 @@ class Replays:
 def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | None) -> None:
     """Add the page, which needs no key, and the replays, which need a key if /v1 does."""
     tokenizer, default = async_llm.engine.tokenizer, async_llm.llm.get_default_sampling_params()
+    is_chat = tokenizer is not None and tokenizer.hf.chat_template is not None
+    is_bundled = async_llm.llm.checkpoint.path.parent == _BUNDLED
     config = {
         "model": model,
-        "is_chat": tokenizer is not None and tokenizer.hf.chat_template is not None,
+        "is_chat": is_chat,
+        "examples": [] if not is_bundled else _CHATS if is_chat else _TEXTS,
         "has_replays": replays is not None,
         "numbers": [
             {

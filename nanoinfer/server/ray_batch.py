@@ -45,7 +45,9 @@ def connected(address: str, *, num_cpus: int) -> Iterator[None]:
         ray.init(address, logging_level="WARNING", **(local if address == "local" else {}))
     except (ConnectionError, ValueError) as error:
         raise InvalidValueError(
-            f"there is no Ray cluster at {address!r} ({error}); give host:port, auto, or local for this machine alone"
+            f"there is no Ray cluster at {address!r} that this process may join ({error}); give host:port, auto, or local for "
+            "this machine alone. Where Ray's own messages say InvalidAuthToken, RAY_AUTH_TOKEN must be the cluster's token, or "
+            "RAY_AUTH_MODE=disabled be set for the cluster and for this process"
         ) from error
     try:
         yield

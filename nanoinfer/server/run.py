@@ -61,12 +61,14 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
         )
         super().__init__(config)
+        logger.setLevel(logging.WARNING)  # the banner says what uvicorn would say when it starts
         self._async_llm = async_llm
         self._settings = settings
         self._shutdown_timeout = shutdown_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self.config.configure_logging()  # sets the level that it had
         assert sockets, "they are bound before the model is loaded"
         for line in banner(self._async_llm, self._settings, *sockets[0].getsockname()[:2]).splitlines():
             logger.info("%s", line)
@@ -90,7 +92,8 @@ def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) 
     return (
         f"{name}: {info.dtype} on {info.device}, context {info.max_model_len:,} tokens, "
         f"KV cache {num_cached:,} tokens ({num_bytes / 2**20:,.0f} MiB), {num_seqs} sequences at a time\n"
-        f"running on http://{host}:{port} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it"
+        f"running on http://{host}:{port} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it\n"
+        f"requests without a seed draw theirs from --seed {async_llm.engine.seed}"
     )
 
 

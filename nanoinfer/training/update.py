@@ -80,7 +80,7 @@ def check(origin: Origin, weights: Weights) -> bool:
             if embedding is None or not torch.equal(weights.read(name), weights.read(embedding)):
                 problems.append(f"tied: {name} must come with the embedding that it shares ({rules.embedding}), and equal it")
     if problems:
-        raise WeightsError("the weights do not fit the model, and none was changed:\n  " + first_ten(problems, "\n  "))
+        raise WeightsError("the weights do not fit the model, and none was changed: " + first_ten(problems, "; "))
     return len(sources) == len(targets)
 
 

@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+import nanoinfer.llm
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat_model import LocalModel
 from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
+from nanoinfer.cli.options import EngineOptions, check_chat_template
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from tests.helpers import gguf_files
 
 pytestmark = pytest.mark.slow
 
@@ -379,10 +382,23 @@ def test_a_variable_that_has_no_effect_is_one_sentence(options, words):
     assert result.stderr.count("\n") == 1
 
 
-def test_a_model_without_a_template_is_one_sentence(gpt2_path):
-    result = run("Hello", "--model", str(gpt2_path))
-    assert result.exit_code == 1
-    assert "has no tokenizer files, such as tokenizer.json; name a tokenizer with --tokenizer" in result.stderr
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(gpt2_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(nanoinfer.llm, "LLM", None)
+    base = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "base", ignore=shutil.ignore_patterns("*.jinja"))
+    file = gguf_files.write(tmp_path / "file.gguf", {"general.architecture": "llama"}, {})
+    for model in (gpt2_path, base, file):
+        for command in (["chat", "Hello"], ["generate", "--chat", "Hello"]):
+            result = CliRunner().invoke(app, [*command, "--model", str(model)])
+            assert result.exit_code == 1
+            assert result.stderr.startswith(
+                f"error: {model} has no chat template; continue a text with `nanoinfer generate`, or"
+            )
+
+
+def test_a_template_may_be_that_of_another_tokenizer_or_in_a_gguf_file(gpt2_path, tmp_path):
+    written = gguf_files.write(tmp_path / "file.gguf", {"tokenizer.chat_template": "{{ messages }}"}, {})
+    for options in (EngineOptions(model=str(gpt2_path), tokenizer="tiny-gpt2"), EngineOptions(model=str(written))):
+        check_chat_template(options)
 
 
 def test_ctrl_c_ends_a_single_answer_as_a_shell_expects(monkeypatch):

@@ -1,6 +1,7 @@
 """What every command has: help in sections, errors in the words of the command line, values that a shell completes."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,31 @@ def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("learn",)])
+def test_the_list_of_commands_has_whole_sentences(group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(*group, "--help").stdout
+    for entry in re.split(r"\n  (?=\w)", text.partition("Commands:\n")[2]):
+        assert re.search(r"[^.]\.$", entry.strip()), entry
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run", "`nanoinfer chat -m MODEL` talks to a model"),
+        ("pull", "`hf download OWNER/NAME` downloads a model"),
+        ("list", "`nanoinfer models` lists"),
+        ("show", "`nanoinfer inspect MODEL` describes"),
+        ("ps", "a model is loaded only while a command runs"),
+    ],
+)
+def test_ollamas_commands_say_what_to_type(command, words):
+    result = run(command, "llama3.2")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: there is no command {command!r}; {words}")
+    assert "ollama" not in run("bench", command).stderr + run("bench", "--help").stdout
 
 
 OPTIONS = ("--max-tokens", "--dtype", "--quantization", "--stop", "--seed")

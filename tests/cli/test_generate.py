@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import nanoinfer.cli.options
 import nanoinfer.llm
 import nanoinfer.loading.checkpoint
 from nanoinfer import LLM, SamplingParams
@@ -71,12 +72,13 @@ def test_the_prompt_may_go_through_the_chat_template(llm):
 
 
 def test_several_answers_are_printed_with_their_numbers(llm):
+    assert run(PROMPT, "--n", "2").exit_code == 2  # too close to -n, the number of tokens
     first, second = (answer.text for answer in answers(llm, n=2).outputs)
-    assert run(PROMPT, "--n", "2", *SAMPLED).stdout == f"[answer 1 of 2]\n{first}\n\n[answer 2 of 2]\n{second}\n\n"
+    assert run(PROMPT, "--num-answers", "2", *SAMPLED).stdout == f"[answer 1 of 2]\n{first}\n\n[answer 2 of 2]\n{second}\n\n"
 
 
 def test_json_is_the_output_of_llm(llm):
-    printed = json.loads(run(PROMPT, "--json", "--n", "2", "--logprobs", "1", *SAMPLED).stdout)
+    printed = json.loads(run(PROMPT, "--json", "--num-answers", "2", "--logprobs", "1", *SAMPLED).stdout)
     expected = json.loads(json.dumps(asdict(answers(llm, n=2, logprobs=1))))
     for one in (printed, expected):
         del one["request_id"], one["metrics"]
@@ -126,7 +128,8 @@ def test_the_options_of_the_engine_reach_it_in_every_command(command, monkeypatc
         raise NanoinferError("enough")
 
     monkeypatch.setattr(nanoinfer.llm, "LLM", refuse)
-    monkeypatch.setattr(nanoinfer.loading.checkpoint, "locate", lambda *_: None)  # chat downloads the model first
+    monkeypatch.setattr(nanoinfer.loading.checkpoint, "locate", lambda *_: None)  # downloads the model
+    monkeypatch.setattr(nanoinfer.cli.options, "check_chat_template", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     options = "-m some/model --quantization int8 --threads 3 --enforce-eager --kv-cache-memory 1G --dtype bfloat16 --device cpu"
     CliRunner().invoke(app, [*command, *options.split()])

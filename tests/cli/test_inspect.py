@@ -14,6 +14,7 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import weights
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.loading.quantization import BITS
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,21 @@ def test_what_it_says_is_what_a_loaded_model_has(monkeypatch):
     assert found.is_tied == model.config.tie_word_embeddings
     assert (found.has_tokenizer, found.has_chat_template) == (True, True)
     assert found.special_ids["eos_token_id"] == [0, 2]
+
+
+def test_it_names_the_memory_of_every_copy(tmp_path):
+    """The sizes are those of the arrays that an engine makes. GPT-2's width is not needed: the head of 16 MB is screened."""
+    path = tiny_models.save("gpt2", tmp_path, vocab_size=40_000, n_embd=128)
+    found = examine(str(path), dtype="float32")
+    llm = LLM(path, dtype="float32", kv_cache_memory=2**22, speculative_config={"method": "quantized"})
+    head = llm.engine.executor.sampler.routes[0].head
+    assert found.num_head_copy_bytes == sum(array.nbytes for array in head.arrays()[1:])
+    for quantization, num_bytes in found.num_quantized_bytes.items():
+        assert found.num_tied_bytes[quantization] == 40_000 * 128 * 2
+        assert found.num_draft_bytes[BITS[quantization]] < num_bytes - found.num_tied_bytes[quantization]
+    table = CliRunner().invoke(app, ["inspect", str(path), "--dtype", "float32"]).stdout
+    for row in ("8-bit copy of the LM head", "weights in int4", "... of it a tied embedding", "4-bit copy for drafts", "peak"):
+        assert row in table
 
 
 def test_json_and_table_have_the_same_and_the_table_is_narrow(gpt2_path, monkeypatch):

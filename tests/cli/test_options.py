@@ -51,7 +51,7 @@ def test_the_options_are_in_the_order_of_the_declaration():
 
 
 def test_the_groups_have_the_names_of_what_they_are_passed_to():
-    assert names(EngineOptions) - {"threads"} <= set(signature(LLM.__init__).parameters)  # threads are torch's
+    assert names(EngineOptions) - {"threads", "imports"} <= set(signature(LLM.__init__).parameters)  # the process's own
     assert set(option_names(SamplingParams)) < names(SamplingParams)
 
 

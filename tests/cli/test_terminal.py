@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
+termios = pytest.importorskip("termios")
 readline = pytest.importorskip("readline")
 pytestmark = [
     pytest.mark.slow,
@@ -32,12 +33,13 @@ def paste(text):
 class Terminal:
     """A process whose standard input, output and error are a terminal."""
 
-    def __init__(self, code, state, **environment):
+    def __init__(self, code, state, columns=80, **environment):
         # A job in the background begins with Ctrl-C ignored.
         code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
         # The shell is the leader of a new session, so the first terminal that it opens becomes the session's: Ctrl-C works.
         shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1']
         self._main, self._side = pty.openpty()
+        termios.tcsetwinsize(self._side, (24, columns))
         self._process = subprocess.Popen(
             [*shell, os.ttyname(self._side), sys.executable, "-c", code],
             start_new_session=True,
@@ -103,8 +105,8 @@ def start(tmp_path):
     """Starts Python code in a terminal. All terminals are closed after the test, also if it fails."""
     terminals = []
 
-    def in_terminal(code, state=tmp_path, **environment):
-        terminals.append(Terminal(code, state, **environment))
+    def in_terminal(code, state=tmp_path, columns=80, **environment):
+        terminals.append(Terminal(code, state, columns, **environment))
         return terminals[-1]
 
     yield in_terminal
@@ -227,6 +229,34 @@ def test_every_command_that_loads_says_so(start):
     terminal.wait_for("Starting")
     terminal.wait_for("Loading tiny-qwen3")
     assert terminal.wait()[0] == 0
+
+
+LOAD = """
+import time
+from nanoinfer.cli.options import busy
+from nanoinfer.loading.weights import progress_bar
+with busy("Loading a model"), progress_bar("packing weights", 30) as bar:
+    for _ in range(30):
+        time.sleep(0.1)
+        bar.update()
+print("loaded")
+"""
+
+
+def test_a_load_of_more_than_two_seconds_leaves_at_most_three_lines(start):
+    shown = start(f"exec({LOAD!r})")
+    screen = shown.wait_for("loaded")
+    assert "Loading a model" in screen
+    assert re.search(r"packing weights: +\d+%", screen)
+    assert screen.count("\n") <= 3
+
+
+def test_tables_of_a_dumb_terminal_wrap_at_words(start):
+    table = "from nanoinfer.cli.options import print_table; print_table(['name', 'about'], [['a', 'many words ' * 9]])"
+    terminal = start(f"{table}; print('end')", columns=50, TERM="dumb")
+    lines = terminal.wait_for("end").splitlines()
+    assert 40 < max(map(len, lines)) <= 50
+    assert {word for line in lines[2:] for word in line.split()} == {"a", "many", "words"}
 
 
 def test_a_closed_pipe_ends_an_answer_without_a_traceback():

@@ -40,7 +40,7 @@ ALLOWED = {
     "training": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
     "embedding": {"words", "scheduling", "loading", "execution", "engine"},
     "llm": {"words", "tracing", "sampling", "chat", "engine", "training", "embedding"},
-    "testing": {"words", "scheduling", "engine", "llm"},
+    "testing": {"words", "tracing", "scheduling", "engine", "llm"},
     "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
     "compat": {"words", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
@@ -50,7 +50,7 @@ ALLOWED = {
     },
     "cli": {
         *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
-        *("llm", "async_llm", "server", "lab"),
+        *("llm", "testing", "async_llm", "server", "lab"),
     },
 }
 

@@ -24,7 +24,7 @@ SECOND_MEANINGS = {
     "Shape": "lab/bench/",  # the sizes of a model. An endpoint's JSON has Choices
     "Guard": "engine/",  # EngineGuard
     "Row": "",  # rows are positions whose logits are computed. A batch file has BatchRequests
-    "Step": "engine/ execution/ tracing/ fast/ attention/cpu.py",  # a backend's begin_step returns an Attend
+    "Step": "engine/ execution/ tracing/ testing/ fast/ attention/cpu.py",  # a backend's begin_step returns an Attend
     "Verdict": "",
     "Ledger": "",
 }

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
 from nanoinfer.engine.stopping import ends_in_repetition
 from nanoinfer.errors import InvalidValueError
 from tests.helpers import tiny_models
+from tests.helpers.tool_cases import TOOLS
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +137,27 @@ def test_each_of_several_answers_has_a_budget_of_its_own(llm, tags):
     ends = [answer.token_ids.index(end) for answer in answers]
     assert max(ends) == 6
     assert len(set(ends)) > 1
+
+
+@pytest.mark.parametrize("tool_choice", ["none", "auto"])
+def test_the_format_of_a_chat_with_a_budget_follows_the_thought(llm, tags, tool_choice):
+    begin, end = tags
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=40,
+        logit_bias={begin: 100},
+        thinking_token_budget=5,
+        structured_outputs=StructuredOutputsParams(choice=["Oslo", "Paris"]),
+    )
+    chat = [{"role": "user", "content": "Where?"}]
+    [answer] = llm.chat(chat, params, tools=TOOLS, tool_choice=tool_choice)[0].outputs
+    assert answer.token_ids[:7] == [begin] * 6 + [end]
+    assert parse_chat_answer(answer.text)["content"] in ("Oslo", "Paris")
+    [answer] = llm.chat(chat, replace(params, thinking_token_budget=None))[0].outputs
+    assert answer.text in ("Oslo", "Paris")
+    closed = {"enable_thinking": False}
+    [answer] = llm.chat(chat, params, chat_template_kwargs=closed)[0].outputs
+    assert answer.text in ("Oslo", "Paris")
 
 
 def test_without_the_token_that_ends_a_thought_a_budget_is_refused(qwen3_path):

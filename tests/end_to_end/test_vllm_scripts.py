@@ -243,6 +243,18 @@ def test_another_name_of_an_argument_is_the_argument():
         nanoinfer.EngineArgs(kv_cache_memory=2**22, kv_cache_memory_bytes=2**20)
 
 
+def test_the_reasoning_config_of_these_tags_is_accepted():
+    from nanoinfer.config import ReasoningConfig
+
+    tags = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str="</think>")
+    assert nanoinfer.EngineArgs(reasoning_config=tags) == nanoinfer.EngineArgs()
+    other = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str="Enough.</think>")
+    with pytest.raises(UnsupportedError, match="thinking_token_budget is for the text between <think> and </think>"):
+        nanoinfer.EngineArgs(reasoning_config=other)
+    with pytest.raises(UnsupportedError, match="reasoning_parser='qwen3' is not supported; parse_chat_answer"):
+        nanoinfer.EngineArgs(reasoning_parser="qwen3")
+
+
 def tables() -> dict[str, str]:
     """The generated tables of the page, by the name in their marker."""
 

@@ -51,7 +51,9 @@ def test_what_is_no_prompt_is_refused(prompt, error, message):
 
 def test_a_prompt_that_leaves_no_room_for_a_token_ends_with_an_error_and_raises_nothing():
     assert processor().prepare([1] * 15, PARAMS).error is None
-    assert "16 tokens, and the answer needs at least one" in processor().prepare([1] * 16, PARAMS).error
+    error = processor().prepare([1] * 16, PARAMS).error
+    assert "16 tokens, and the answer needs at least one" in error.message
+    assert (error.num_tokens, error.max_tokens) == (16, 16)
 
 
 @pytest.mark.parametrize(

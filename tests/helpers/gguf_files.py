@@ -3,11 +3,14 @@
 The unpacking follows the loops of ggml-quants.c, an output position at a time, and shares nothing with the package.
 """
 
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from nanoinfer.loading.folders import BUNDLED
 
 # name -> (number in the file, weights of a block, bytes of a block, positions of its fp16 numbers)
 TYPES = {
@@ -284,6 +287,23 @@ def metadata_of(config) -> dict:
         if getattr(config, "head_dim", None):
             sizes |= {"attention.key_length": config.head_dim}
     return common | {f"{arch}.{key}": one for key, one in sizes.items() if one is not None}
+
+
+def bundled_metadata(**changes):
+    """tiny-qwen3's tokenizer as llama.cpp's converter writes it."""
+    content = json.loads((BUNDLED / "tiny-qwen3" / "tokenizer.json").read_text())
+    tokens = list(content["model"]["vocab"])
+    special = {token["content"] for token in content["added_tokens"]}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.chat_template": (BUNDLED / "tiny-qwen3" / "chat_template.jinja").read_text(),
+    }
+    return metadata | changes
 
 
 def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> dict:

@@ -61,9 +61,12 @@ def test_a_folder_of_the_users_goes_before_the_box(folder, monkeypatch):
         ("one/two/three", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
         (
             "owner/not-in-the-cache",
-            "the hub did not give it .revision main.*HF_HUB_OFFLINE is set and the hub's cache does not",
+            "the hub did not give it .revision main.*HF_HUB_OFFLINE=1 is set, and the hub's cache does not .*unset",
         ),
-        ("tiny-qwen", "did you mean 'tiny-qwen3'. Otherwise check the name and the network, or use a folder"),
+        (
+            "tiny-qwen",
+            "did you mean 'tiny-qwen3'. Otherwise check the name, unset HF_HUB_OFFLINE to download it, or use a folder",
+        ),
         ("tiny_qwen3", "did you mean 'tiny-qwen3'"),
         ("x" * 97, "neither a folder nor a possible hub name"),
         ("x" * 5000, "cannot be used as a folder .File name too long.; bundled are tiny-gpt2, tiny-qwen3"),
@@ -164,6 +167,7 @@ def test_a_hub_repository_with_pickles_only_is_refused_with_how_to_convert_it(fo
     """They are not downloaded, so what is left is a folder without weights."""
     (folder / "model.safetensors").unlink()
     monkeypatch.setattr("nanoinfer.loading.hub.snapshot_download", lambda *args, **kwargs: str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(CheckpointNotFoundError, match=r"from_pretrained\('owner/old'\)"):
         Checkpoint.open("owner/old")
 
@@ -306,3 +310,19 @@ def test_a_file_instead_of_its_folder_and_a_folder_instead_of_config_json_are_re
     (folder / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         Checkpoint.open(str(folder))
+
+
+def test_a_model_that_was_downloaded_in_part_names_the_variable_that_keeps_the_rest_away(folder, monkeypatch):
+    """As after `nanoinfer inspect`. A repository that has only pickles is another matter."""
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: str(folder))
+    with pytest.raises(CheckpointNotFoundError, match=r"HF_HUB_OFFLINE=1 is set, .*only a part of it; .*unset HF_HUB_OFFLINE"):
+        Checkpoint.open("owner/name")
+    assert locate("owner/name", with_weights=False) == folder
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no \*.safetensors"):
+        Checkpoint.open("owner/name")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointNotFoundError, match=r"reads safetensors only"):
+        Checkpoint.open("owner/name")

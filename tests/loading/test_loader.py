@@ -10,7 +10,9 @@ from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidVa
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load, load_model, on_meta, read_config, resolve_device, resolve_dtype
+from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
+from tests.models.test_config_json import BASES
 
 CPU = torch.device("cpu")
 
@@ -71,10 +73,25 @@ def test_a_config_out_of_range_is_refused_with_the_files_name(changed, values, e
         read_config(changed(**values))
 
 
-@pytest.mark.parametrize("values", [{"num_hidden_layers": 10**6}, {"vocab_size": 10**9}], ids=str)
+@pytest.mark.parametrize("values", [{"num_hidden_layers": 10**4}, {"vocab_size": 10**9}], ids=str)
 def test_sizes_that_the_weights_contradict_are_refused_before_a_model_is_built(changed, values):
     with pytest.raises(WeightsError, match="are both of the same model"):
         on_meta(changed(**values))
+
+
+@pytest.mark.parametrize("architecture", BASES)
+def test_no_family_lists_its_layers_before_their_number_is_checked(architecture, tmp_path, monkeypatch):
+    path = tiny_models.save(BASES[architecture][0], tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("layer_types", None)
+    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    (path / "config.json").write_text(json.dumps(config | {name: 2**16}))
+    with pytest.raises(WeightsError, match=r"num_hidden_layers in .* is 65536, but the weights are \d+ tensors"):
+        on_meta(Checkpoint.open(str(path)))
+    (path / "config.json").write_text(json.dumps(config | {name: 2**31 - 1}))
+    monkeypatch.setattr(find_model(config).Config, "from_hf", pytest.fail)
+    with pytest.raises(CheckpointError, match=f"{name} in .* must be a number >= 1 and <= 65536, got 2147483647"):
+        on_meta(Checkpoint.open(str(path)))
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", ""])

@@ -32,6 +32,15 @@ class Debugger(bdb.Bdb):
             self.stops.append((frame.f_lineno, tensors))
         self.set_continue()
 
+    def run_in(self, function):
+        """Call a function with the breakpoints."""
+        previous = sys.gettrace()
+        try:
+            return self.runcall(function)
+        finally:
+            sys.settrace(previous)
+            self.clear_all_breaks()  # bdb keeps them for all debuggers
+
 
 def statements_of(file):
     """The first line of every statement in a forward method."""
@@ -49,13 +58,9 @@ def debugged(module, enforce_eager):
     def generate():
         return llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
 
-    expected, debugger, previous = generate(), Debugger(file), sys.gettrace()
+    expected, debugger = generate(), Debugger(file)
     llm.reset_prefix_cache()
-    try:
-        return debugger, debugger.runcall(generate), expected
-    finally:
-        sys.settrace(previous)
-        debugger.clear_all_breaks()  # bdb keeps them for all debuggers
+    return debugger, debugger.run_in(generate), expected
 
 
 @pytest.mark.parametrize("module", [gpt2, qwen], ids=["gpt2", "qwen"])
@@ -77,3 +82,12 @@ def test_in_a_compiled_model_the_layers_lines_are_not_run():
     debugger, token_ids, expected = debugged(qwen, enforce_eager=False)
     assert token_ids == expected
     assert {line for line, _ in debugger.stops} < debugger.lines
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+def test_a_compiled_model_stops_while_it_is_loaded_with_symbols_in_the_place_of_tensors():
+    debugger = Debugger(Path(qwen.__file__))
+    debugger.run_in(lambda: LLM("tiny-qwen3", kv_cache_memory=2**22))
+    assert {line for line, _ in debugger.stops} == debugger.lines
+    assert [seen for _, seen in debugger.stops if seen] == []

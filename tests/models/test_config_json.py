@@ -233,13 +233,13 @@ def fields_of(model: type) -> set[str]:
     return names | (WITH_ROPE if "rope_parameters" in names else set())
 
 
-@pytest.mark.parametrize("architecture", registry._MODELS)
+@pytest.mark.parametrize("architecture", registry.MODELS)
 def test_every_field_that_transformers_reads_is_decided_about(architecture):
     assert fields_of(model_class(architecture)) - VALUES.keys() - NO_EFFECT.keys() - CHOOSE_THE_CLASS == set()
 
 
 def test_no_decision_is_about_a_field_that_transformers_does_not_read():
-    known = set().union(*(fields_of(model_class(architecture)) for architecture in registry._MODELS))
+    known = set().union(*(fields_of(model_class(architecture)) for architecture in registry.MODELS))
     assert (VALUES.keys() | NO_EFFECT.keys()) - known == set()
     assert VALUES.keys() & NO_EFFECT.keys() == set()
 
@@ -356,7 +356,7 @@ def test_a_hundred_variants_of_config_json_give_transformers_logits_or_are_refus
 
 
 def test_there_is_a_base_for_each_architecture():
-    assert BASES.keys() == registry._MODELS.keys()
+    assert BASES.keys() == registry.MODELS.keys()
 
 
 @pytest.mark.parametrize(

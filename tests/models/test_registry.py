@@ -8,7 +8,7 @@ from nanoinfer.models import registry
 from nanoinfer.models.registry import find_model, refuse_others, register_model
 
 
-@pytest.mark.parametrize("architecture", registry._MODELS)
+@pytest.mark.parametrize("architecture", registry.MODELS)
 def test_every_family_has_what_the_loader_reads(architecture):
     family = find_model({"architectures": [architecture]})
     assert issubclass(family, nn.Module)

@@ -118,6 +118,17 @@ def test_special_tokens_and_tags_of_text_keep_their_ids():
     assert kept_ids(sequence_with(state)) == {EOS}
 
 
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_sentence_and_tried_once(monkeypatch):
+    tokenizer = Tokenizer(byte_tokenizer().hf)
+    tokenizer.backend.decoder = None
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE)
+    sentence = r"not supported with this tokenizer, which llguidance cannot read \([^\n]+\); leave it out, or load the model"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=sentence):
+            compiler.compile(StructuredOutputsParams(choice=["a"]))
+        monkeypatch.setattr(grammar, "_as_text", None)
+
+
 SPECIAL_TEXTS = [  # a format, and the texts that it allows
     ({"choice": ["<|im_start|>"]}, ["<|im_start|>"]),
     ({"choice": ["<|im_start|>", "<|im_end|>"]}, ["<|im_start|>", "<|im_end|>"]),

@@ -1,11 +1,9 @@
 """Blocks: by hand with blocks of two tokens, then the state machine of machines.py."""
 
-from hypothesis.stateful import invariant
-
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
-from tests.scheduling import machines
+from nanoinfer.testing import machines
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -150,11 +148,11 @@ def test_without_prefix_caching_nothing_is_found():
     assert take_prefix(manager, sequence([5, 6, 7])) == 0
 
 
-class OwnBlocks(machines.Blocks):
+class OwnBlocks(machines.BlockMachine):
     """The machine for every class, and what is known of this one."""
 
-    @invariant()
-    def reference_counts_are_the_block_tables_counted(self):
+    def check(self):
+        super().check()
         held = [block for seq in self.alive for block in seq.block_table]
         assert self.manager.blocks.ref_counts == [held.count(block) for block in range(self.NUM_BLOCKS)]
         assert {*self.manager.blocks.empty, *self.manager.blocks.reusable} == set(range(self.NUM_BLOCKS)) - set(held)

@@ -3,9 +3,8 @@
 from functools import partial
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
@@ -15,11 +14,11 @@ from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.prefix_index import first_reached
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.testing import machines
 from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
-from tests.scheduling.machines import SETTINGS, Blocks, Load, Memory
 
 
-class GroupedMemory(Memory):
+class GroupedMemory(machines.Memory):
     """A slot holds the group that wrote it, too: a block is of one group at a time."""
 
     def each(self, seq):
@@ -50,12 +49,14 @@ class GroupedMemory(Memory):
 def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(windows):
     manager = partial(BlockManager, layout=CacheLayout(windows, 7))
     machine = type(
-        "Grouped", (Blocks,), {"block_manager_cls": staticmethod(manager), "memory_cls": GroupedMemory, "NUM_BLOCKS": 14}
+        "Grouped",
+        (machines.BlockMachine,),
+        {"block_manager_cls": staticmethod(manager), "memory_cls": GroupedMemory, "NUM_BLOCKS": 14},
     )
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
+    machines.run(machine, 25, max_examples=30)
 
 
-class GroupedLoad(Load):
+class GroupedLoad(machines.Load):
     """Sequences that hold at most what the scheduler has reserved room for."""
 
     memory_cls = GroupedMemory
@@ -72,9 +73,7 @@ class GroupedLoad(Load):
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
         num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
         manager = BlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
-        self.scheduler = self.scheduler_cls(config, manager)
-        self.memory = self.memory_cls(manager)
-        self.arrived, self.num_requests = [], 0
+        self.begin_with(config, manager)
 
     def check_order(self):
         manager = self.scheduler.block_manager
@@ -85,7 +84,7 @@ class GroupedLoad(Load):
 @pytest.mark.slow
 def test_a_scheduler_with_groups_keeps_the_rules_of_any_other():
     machine = type("GroupedLoads", (GroupedLoad,), {"scheduler_cls": Scheduler})
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
+    machines.run(machine, 25, max_examples=30)
 
 
 def computed(manager, token_ids, chunk=1000, cache_salt=None):

@@ -1,12 +1,8 @@
-"""Whatever the policy: the tokens stay the same, no request waits for ever, and at the end every block is free.
-
-Classes of your own: pytest tests/scheduling/test_policies.py --scheduler-cls module.Class --block-manager-cls module.Class
-"""
+"""Whatever the policy: the tokens stay the same, no request waits for ever, and at the end every block is free."""
 
 import random
 
 import pytest
-from hypothesis import Phase
 
 from examples.least_frequently_hit import LeastFrequentlyHit
 from examples.shortest_job_first import ShortestJobFirst
@@ -18,8 +14,8 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.testing import machines
 from tests.helpers.fake_executor import FakeExecutor
-from tests.scheduling import machines
 
 
 class Contrary(Scheduler):
@@ -118,44 +114,17 @@ SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, 
 BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
 
 
-def pytest_generate_tests(metafunc):
-    for fixture, option, classes in (
-        ("scheduler_cls", "--scheduler-cls", SCHEDULERS),
-        ("block_manager_cls", "--block-manager-cls", BLOCK_MANAGERS),
-    ):
-        if fixture in metafunc.fixturenames:
-            given = class_named(option, metafunc.config.getoption(option))
-            metafunc.parametrize(fixture, [*classes, *([given] if given else [])], ids=lambda cls: cls.__name__)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
 def test_a_scheduler_keeps_every_rule_under_random_loads(scheduler_cls):
     machines.check_scheduler(scheduler_cls, max_examples=30)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
 def test_a_block_manager_keeps_every_token_and_loses_no_block(block_manager_cls):
     machines.check_block_manager(block_manager_cls, max_examples=30)
     machines.check_scheduler(Contrary, block_manager_cls, max_examples=15)
-
-
-def test_a_block_manager_that_evicts_what_is_held_would_be_seen():
-    class Wrong(BlockManager):
-        def allocate(self, seq, num_new_tokens):
-            copies = super().allocate(seq, num_new_tokens)
-            return copies[1:]  # the copy on write is forgotten
-
-    with pytest.raises(AssertionError):
-        machines.check_block_manager(Wrong, phases=[Phase.generate])
-
-
-def test_a_scheduler_that_starves_a_request_would_be_seen():
-    class Wrong(Scheduler):
-        def may_start(self, seq):
-            return seq.priority < 2
-
-    with pytest.raises(NanoinferError, match=r"Wrong starts none of \d+ waiting sequences, and none runs; order_waiting must"):
-        machines.check_scheduler(Wrong, phases=[Phase.generate])
 
 
 # ---- in the engine

@@ -7,7 +7,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from tests.scheduling import machines
+from nanoinfer.testing import machines
 
 
 def make(num_blocks=64, block_size=2, **config):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
@@ -12,7 +12,7 @@ from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from tests.scheduling import machines
+from nanoinfer.testing import machines
 
 
 def make(num_state_slots, num_blocks=8, **more):
@@ -186,15 +186,13 @@ def with_states(num_state_slots):
 BITS = st.integers(0, 1)
 
 
-class BlocksAndStates(machines.Blocks):
+class BlocksAndStates(machines.BlockMachine):
     memory_cls = States
 
     @precondition(lambda self: self.alive)
-    @rule(
-        data=st.data(), token_id=st.integers(0, 1), drafts=st.lists(st.integers(0, 1), max_size=3), accepted=st.integers(0, 3)
-    )
-    def speculate(self, data, token_id, drafts, accepted):
-        seq = self.alive[data.draw(st.integers(0, len(self.alive) - 1))]
+    @rule(choice=machines.CHOICES, token_id=BITS, drafts=st.lists(BITS, max_size=3), accepted=st.integers(0, 3))
+    def speculate(self, choice, token_id, drafts, accepted):
+        seq = self.chosen(choice)
         seq.token_ids.append(token_id)
         if not self.manager.can_allocate(seq, 1):
             seq.token_ids.pop()
@@ -213,9 +211,10 @@ class BlocksAndStates(machines.Blocks):
         for draft in drafts[:accepted]:
             seq.token_ids.append(draft)
             seq.num_computed_tokens += 1
+        self.check()
 
-    @invariant()
-    def a_slot_is_free_if_no_sequence_has_it(self):
+    def check(self):
+        super().check()
         held = {slot for seq in self.alive for slot in (seq.state_slot, *seq.state_writes.values())} - {-1}
         assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size - len(held)
 

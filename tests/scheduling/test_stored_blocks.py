@@ -5,16 +5,14 @@ from array import array
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from tests.scheduling import machines
+from nanoinfer.testing import machines
 from tests.scheduling.test_state_slots import States
 
 
@@ -243,14 +241,15 @@ def new_manager(*sizes):
     return BlockManager(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
-class StoredBlocks(machines.Blocks):
+class StoredBlocks(machines.BlockMachine):
     block_manager_cls = staticmethod(new_manager)
     memory_cls = StoredMemory
 
     @precondition(lambda self: self.manager.stored.store.contents)
-    @rule(data=st.data())
-    def lose(self, data):
-        self.manager.stored.store.discard(data.draw(st.sampled_from(sorted(self.manager.stored.store.contents))))
+    @rule(choice=machines.CHOICES)
+    def lose(self, choice):
+        keys = sorted(self.manager.stored.store.contents)
+        self.manager.stored.store.discard(keys[choice % len(keys)])
 
     @rule()
     def restart(self):
@@ -262,11 +261,12 @@ class StoredBlocks(machines.Blocks):
         self.manager = self.block_manager_cls(self.NUM_BLOCKS, self.BLOCK_SIZE)
         self.memory = self.memory_cls(self.manager)
         self.manager.stored.store.contents = contents
+        self.check()
 
 
 @pytest.mark.slow
 def test_every_token_is_where_its_block_table_says_whatever_the_store_loses():
-    run_state_machine_as_test(StoredBlocks, settings=settings(stateful_step_count=40, **machines.SETTINGS))
+    machines.run(StoredBlocks, 40)
 
 
 @pytest.mark.slow
@@ -286,4 +286,4 @@ def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
 
     classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
     machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=40, **machines.SETTINGS | {"max_examples": 50}))
+    machines.run(machine, 40, max_examples=50)

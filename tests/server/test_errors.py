@@ -261,3 +261,10 @@ def test_a_prompt_is_never_logged(server, caplog, capfd):
         server.post(COMPLETIONS, {"prompt": secret, "top_p": secret})
         server.post(COMPLETIONS, {"prompt": [secret, 5]})
     assert secret not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_ollamas_paths_are_404_with_those_to_use(server):
+    for path in ("/api/chat", "/api/generate", "/api/tags"):
+        for response in (server.post(path, {"model": "tiny-qwen3"}), server.get(path)):
+            assert_refused(response, 404, f"there is no {path}, because this server does not have ollama's API; use OpenAI's")
+            assert "/v1/chat/completions" in response.json()["error"]["message"]

@@ -81,3 +81,4 @@ def test_the_banner_names_model_dtype_context_cache_and_page(server, capfd):
     assert lines[0].startswith("tiny: float32 on cpu, context 512 tokens, KV cache ")
     assert lines[0].endswith(" 256 sequences at a time")
     assert lines[1] == "running on http://127.0.0.1:80 (OpenAI's API at /v1, a web page at /); Ctrl-C ends it"
+    assert lines[2:] == ["requests without a seed draw theirs from --seed 0"]

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from nanoinfer import AsyncLLM, SamplingParams
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tracing.recent import RecentRecorder
 from tests.helpers.contrast import POOR_CONTRASTS
 from tests.helpers.http_server import serving
@@ -374,6 +376,9 @@ def test_a_base_model_continues_the_text(visit):
         set_parameters(page, seed=5, max_tokens=8)
         text = "Once upon a time"
         params = SamplingParams(temperature=0.7, seed=5, max_tokens=8)
+        page.locator("#intro button").first.click()
+        finished(page)
+        page.click("#new")
         page.fill("#input", text)
         for _ in range(2):
             page.press("#input", "Enter")
@@ -383,6 +388,25 @@ def test_a_base_model_continues_the_text(visit):
             assert page.input_value("#input") == text
         page.click("#new")
         assert page.input_value("#input") == ""
+
+
+def test_a_bundled_model_says_what_it_can_do_with_examples_to_click(traced, visit, llm):
+    page = visit(traced)
+    set_parameters(page, seed=1, max_tokens=8)
+    assert "tells short stories for children" in page.inner_text("#intro")
+    page.get_by_text("Tell me a story about Tom").click()
+    messages = [{"role": "user", "content": "Tell me a story about Tom"}]
+    [expected] = llm.chat(messages, SamplingParams(temperature=0.7, seed=1, max_tokens=8), use_tqdm=False)[0].outputs
+    assert finished(page) == expected.text
+    assert not page.locator("#intro").is_visible()
+    page.click("#new")
+    assert page.locator("#intro").is_visible()
+
+
+def test_any_other_model_has_no_examples(visit, tmp_path):
+    folder = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "tiny-qwen3")
+    with serving(lambda: AsyncLLM(folder, seed=0)) as running:
+        assert not visit(running).locator("#intro").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,13 +1,18 @@
 """Answers with a format over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from nanoinfer import SamplingParams, StructuredOutputsParams
 from nanoinfer.chat.tools import after_thinking
+from nanoinfer.cli.options import EngineOptions
+from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.loading.checkpoint import BUNDLED
+from tests.helpers.http_server import serving
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +109,15 @@ def test_behind_a_think_block_an_error_is_about_the_format(answer_format, messag
 def test_a_closed_think_block_changes_nothing():
     params = StructuredOutputsParams(choice=["a"])
     assert after_thinking(params, "<think>\n\n</think>\n\n") is params
+
+
+def test_a_server_starts_with_a_tokenizer_that_llguidance_cannot_read_and_refuses_formats(tmp_path):
+    folder = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"decoder": None}))
+    async_llm, _ = load_server_llm(EngineOptions(model=str(folder)), ServerOptions(seed=0))
+    with serving(lambda: async_llm) as server:
+        assert server.post(COMPLETIONS, {"prompt": "Once", "max_tokens": 2}).status_code == 200
+        response = server.post(CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}})
+        assert response.status_code == 400
+        assert "not supported with this tokenizer, which llguidance cannot read" in response.json()["error"]["message"]

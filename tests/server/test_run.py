@@ -1,4 +1,4 @@
-"""What `nanoinfer serve` sets for the whole process: the switch interval, and what garbage collection leaves out."""
+"""What `nanoinfer serve` prints, and sets for the whole process: the switch interval, what garbage collection leaves out."""
 
 import json
 
@@ -64,6 +64,11 @@ def test_a_server_switches_threads_ten_times_as_often_and_exempts_what_was_loade
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     ended = forked.run_script(tmp_path / "script.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
+    banner = [line.removeprefix("INFO:     ") for line in ended.stderr.splitlines()]
+    assert banner[0].startswith("tiny-qwen3: float32 on cpu, ")
+    assert banner[1].startswith("running on http://127.0.0.1:")
+    assert banner[2].startswith("requests without a seed draw theirs from --seed ")
+    assert banner[3] == "Shutting down"  # uvicorn says nothing before
     seen = json.loads(ended.stdout.splitlines()[-1])
     unchanged = [pytest.approx(1), False, False]
     assert seen == {"importing": unchanged, "LLM": unchanged, "AsyncLLM": unchanged, "serve": [pytest.approx(0.1), True, True]}

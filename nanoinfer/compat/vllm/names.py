@@ -1,5 +1,7 @@
 """The names that vllm and vllm.config have, and nanoinfer and nanoinfer.config lack. Imported when first used."""
 
+from builtins import dict as ReasoningConfig  # LLM(reasoning_config=...) accepts the tags that it knows
+
 from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.compat.vllm.placeholders import (

@@ -7,25 +7,13 @@ are overwritten by the step that checks the drafts, and so are its states.
 Source: self-speculative decoding with quantised weights, QSpec, Zhao et al. 2024, https://arxiv.org/abs/2410.11305
 """
 
-from typing import Any
-
-from nanoinfer.engine.speculative.draft_model import Draft, DraftModelProposer
-from nanoinfer.execution.executor import Executor
+from nanoinfer.engine.speculative.twins import Draft, TwinProposer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 
-class QuantizedProposer(DraftModelProposer):
-    """Runs the rounded copy of the model, as a Proposer. The twin of a sequence has its blocks."""
-
-    def __init__(self, executor: Executor[Any]) -> None:
-        """executor: computes with the rounded copy in the model's cache."""
-        self._executor = executor
-        self._twins: dict[Sequence, Sequence] = {}
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop the twin of a sequence that has ended."""
-        self._twins.pop(seq, None)
+class QuantizedProposer(TwinProposer):
+    """Runs the rounded copy of the model in the model's cache. The twin of a sequence has its blocks."""
 
     def _twin(self, seq: Sequence) -> Sequence:
         twin = self._twins.get(seq) or self._new_twin(seq)

@@ -30,7 +30,9 @@ from nanoinfer.tracing import TokensDrafted, Tracer
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
-RECOVERY = 0.003  # how fast estimates return to INITIAL_ACCEPTANCE while a sequence drafts nothing
+# Added to an estimate at each step for which no draft pays, up to INITIAL_ACCEPTANCE. A wrong try lowers an estimate a by
+# a / 10, so the next one comes after 100 a steps. It takes the time of about a tokens, so tries take about 1% of the time.
+RECOVERY = 0.001
 COST_MEMORY = 0.95  # the weight of the old averages when a step is added to StepCost
 OUTLIER = 4  # a longer step counts as this many times the average, because something was compiled or others had the CPU
 FADING = 0.995  # decay per step that says nothing about the cost of a row, so that drafts are tried again
@@ -93,8 +95,7 @@ class StepCost:
         drafts = proposer.propose(sequences, limits)
         self._seconds_proposing = time.perf_counter() - start
         seconds = self._seconds_proposing / max(sum(map(len, drafts)), 1)
-        old = COST_MEMORY if self.seconds_per_draft_token else 0.0
-        self.seconds_per_draft_token += (1 - old) * (seconds - self.seconds_per_draft_token)
+        self.seconds_per_draft_token += (seconds - self.seconds_per_draft_token) / (2 if self.seconds_per_draft_token else 1)
         return drafts
 
     def num_that_pay(self, acceptance: float, limit: int) -> int:
@@ -210,8 +211,8 @@ class Speculator:
         acceptance = self._acceptance.setdefault(seq, self._initial_acceptance)
         num = self._cost.num_that_pay(acceptance, limit)
         if num == 0:
-            self._acceptance[seq] += RECOVERY * (INITIAL_ACCEPTANCE - acceptance)
-            self._initial_acceptance += RECOVERY * (INITIAL_ACCEPTANCE - self._initial_acceptance)
+            self._acceptance[seq] = min(acceptance + RECOVERY, INITIAL_ACCEPTANCE)
+            self._initial_acceptance = min(self._initial_acceptance + RECOVERY, INITIAL_ACCEPTANCE)
         return num
 
     def _allocate(self, seq: Sequence, limit: int) -> int:

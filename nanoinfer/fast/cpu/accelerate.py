@@ -28,7 +28,7 @@ from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinea
 from nanoinfer.fast.cpu.packs import Packed, Packs
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
-from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear
+from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear, num_copy_bytes
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -148,7 +148,7 @@ def screened_head(model: nn.Module) -> nn.Linear | None:
         return None
     if head.in_features % GROUP_SIZES[-1] or head.weight.nbytes < LEAST_BYTES:
         return None
-    num_bytes = head.weight.numel() + sum(weight.nbytes for weight in model.parameters())
+    num_bytes = num_copy_bytes(head) + sum(weight.nbytes for weight in model.parameters())
     return head if num_bytes <= available_cpu_memory() else None
 
 

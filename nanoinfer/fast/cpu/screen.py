@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear, scratch_for, write_outputs
@@ -30,6 +30,12 @@ LEAST_SCALE = 2.0**-80
 # rows, 1.3 for a row with top_k=100, 1.0 for 4 rows with 40, 0.9 for a row with 256.
 LEAST_BYTES = 2**24  # of the head
 MOST_ROWS, IDS_PER_CANDIDATE = 4, 400
+
+
+def num_copy_bytes(head: nn.Linear) -> int:
+    """Return the bytes of a head's copy in 8 bits, with a scale in fp32 for each group."""
+    group_size = next(size for size in GROUP_SIZES if head.in_features % size == 0)
+    return head.weight.numel() + 4 * head.weight.numel() // group_size
 
 
 class ScreenCall(ctypes.Structure):
@@ -71,11 +77,13 @@ class ScreenedLinear(PackedLinear):
     def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
         """See PackedLinear.write."""
         super().write(name, values, start)
-        groups = values.unflatten(1, (self._scales.shape[1], -1)).float()
-        scales = (groups.abs().amax(2) / 127).clamp(min=LEAST_SCALE)
-        integers = ((groups / scales.unsqueeze(2)).round() + 128).to(torch.uint8).flatten(1)
-        write_outputs(self._words, integers.view(torch.int32), start)
-        write_outputs(self._scales, scales, start)
+        for some in values.split(max(2**20 // self.num_in, 1)):  # so many that intermediate results take little memory
+            groups = some.unflatten(1, (self._scales.shape[1], -1)).float()
+            scales = (groups.abs().amax(2) / 127).clamp(min=LEAST_SCALE)
+            integers = ((groups / scales.unsqueeze(2)).round() + 128).to(torch.uint8).flatten(1)
+            write_outputs(self._words, integers.view(torch.int32), start)
+            write_outputs(self._scales, scales, start)
+            start += len(some)
 
     def arrays(self) -> list[Tensor]:
         """Return the tensors that hold the weights and their copy."""

@@ -198,6 +198,10 @@ inline Term term_of(Number first, Number second) {
     return first | Term(second) << 16;
 }
 
+inline Term term_at(const Number* from) {
+    return vector_at<Term>(from, LANES);
+}
+
 inline Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
     const Terms order = (Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001 + 0x100000;
     return (Terms)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
@@ -215,6 +219,10 @@ typedef Floats Terms;
 
 inline Term term_of(Number first, Number) {
     return widen(Numbers{first})[0];
+}
+
+inline Term term_at(const Number* from) {
+    return term_of(*from, 0);
 }
 
 inline Terms terms_of(const Floats* x) {
@@ -245,6 +253,9 @@ template <int NUMBERS, int VECTORS, class Stored>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Stored* vectors,
     int64_t vector_stride, int64_t num_terms, const Stored* ahead = nullptr, int num_ahead = 0) {
+    Floats own[NUMBERS][VECTORS];  // clang++ leaves an array in memory if its address is known elsewhere
+    std::memcpy(own, sums, sizeof own);
+#pragma GCC unroll 1  // clang++ would load the numbers of several terms at once, for which there are no registers
     for (int64_t term = 0; term < num_terms; term++) {
         for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++, 0, NUMBERS == 1 ? STREAMED : 3);
         Terms terms[VECTORS];
@@ -253,11 +264,12 @@ __attribute__((always_inline)) inline void multiply(
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++) {
 #pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; j++) sums[i][j] = add_products(sums[i][j], terms[j], numbers[i * number_stride]);
+            for (int j = 0; j < VECTORS; j++) own[i][j] = add_products(own[i][j], terms[j], numbers[i * number_stride]);
         }
         numbers += term_stride;
         vectors += vector_stride;
     }
+    std::memcpy(sums, own, sizeof own);
 }
 
 }  // namespace

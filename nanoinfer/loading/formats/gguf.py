@@ -52,8 +52,9 @@ BLOCK_TYPES = {
     14: BlockType("Q6_K", 256, 210),
     39: BlockType("MXFP4", 32, 17),
 }
-_OTHER_TYPES = {10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
-_OTHER_TYPES |= {22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"}
+_OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+_OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
+_OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +91,20 @@ def read_gguf(path: Path) -> GGUFFile:
             return _read(path, content)
     except (CheckpointError, UnsupportedError):
         raise
-    except (struct.error, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is cut short or damaged ({error}); download it again") from error
 
 
 @dataclass
 class _Cursor:
-    """Reads values in order. struct and the checks here raise at the end of the file."""
+    """Reads values in order. Raises: ValueError at the end of the file, and for lengths beyond it."""
 
     content: mmap.mmap
     position: int = 4  # after the magic number
     num_values: int = 0  # the number of metadata values so far
 
     def scalar(self, code: str) -> Any:
-        [value] = struct.unpack_from("<" + code, self.content, self.position)
-        self.position += struct.calcsize("<" + code)
+        [value] = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
         return value
 
     def string(self) -> str:
@@ -187,10 +187,15 @@ def _read_tensors(path: Path, cursor: _Cursor, num_tensors: int, alignment: obje
             )
         num_bytes = math.prod(shape) // block_type.num_weights * block_type.num_bytes
         start = data_start + offset
-        if 0 in shape or shape[-1] % block_type.num_weights or offset % alignment or start + num_bytes > len(cursor.content):
+        if 0 in shape or shape[-1] % block_type.num_weights or offset % alignment:
             raise WeightsError(
-                f"{shown(name)} in {path}: {block_type.name} of shape {list(shape)} at byte {start} is not in the file, which "
-                f"has {len(cursor.content)} bytes, or not whole blocks at multiples of {alignment}; download it again"
+                f"{shown(name)} in {path}: {block_type.name} of shape {list(shape)} at byte {start} is not whole blocks at "
+                f"multiples of {alignment}; download it again"
+            )
+        if start + num_bytes > len(cursor.content):
+            raise WeightsError(
+                f"{path} is cut short: it has {len(cursor.content)} bytes, and {shown(name)} ends at byte {start + num_bytes}; "
+                "download it again"
             )
         if name in tensors:
             raise WeightsError(f"{shown(name)} is in {path} twice; download it again")

@@ -13,19 +13,20 @@ import numpy as np
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.formats.gguf import GGUFFile
+from nanoinfer.models.registry import MODELS
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
-# general.architecture -> (architecture, model_type) in config.json
+# general.architecture -> architecture in config.json
 _ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),  # also for Mistral, SmolLM2, TinyLlama and Yi
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "gpt2": ("GPT2LMHeadModel", "gpt2"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
-    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
-    "qwen3next": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),  # its projections are stored like those of Qwen3.5
+    "llama": "LlamaForCausalLM",  # also for Mistral, SmolLM2, TinyLlama and Yi
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3_5MoeForCausalLM",  # its projections are stored like those of Qwen3.5
 }
 WITH_STATES = ("qwen35", "qwen35moe", "qwen3next")
 
@@ -128,10 +129,10 @@ def to_config(file: GGUFFile) -> dict[str, object]:
             raise UnsupportedError(f"{file.architecture}.{key}={shown(file.get(key))} in {file.path} is not supported")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path} has no token_embd.weight, which every model has; download it again")
-    architecture, model_type = _ARCHITECTURES[file.architecture]
+    architecture = _ARCHITECTURES[file.architecture]
     config = {
         "architectures": [architecture],
-        "model_type": model_type,
+        "model_type": MODELS[architecture][0],
         "dtype": _dtype(file),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -147,7 +148,8 @@ def to_generation_config(file: GGUFFile) -> dict[str, object]:
     """Return BOS, the padding, and the ids that end a document, a turn (eot) or a message (eom)."""
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=list(dict.fromkeys(ends)))
+    distinct = [end for i, end in enumerate(ends) if end not in ends[:i]]  # a broken file may have lists here
+    return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=distinct)
 
 
 def _dtype(file: GGUFFile) -> str:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanoinfer.errors import WeightsError, shown
 from nanoinfer.loading.formats.experts import unpack_fp4
 from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.loading.formats.gguf_families import WITH_STATES, parameter_name
@@ -48,6 +49,12 @@ class GGUFWeights(Weights):
         for stored, tensor in file.tensors.items():
             if (name := parameter_name(file, stored)) is not None:
                 self._tensors |= _parameters(name, tensor)
+        for name, tensor in self._tensors.items():
+            if len(tensor.shape) == 1 and tensor.block_type.num_weights > 1:
+                raise WeightsError(
+                    f"{shown(name)} in {file.path} has one axis and the type {tensor.block_type.name}, whose blocks are of "
+                    "matrices; download it again"
+                )
         # Mapped, not read. The mapping is private, because torch has no read-only tensors.
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)

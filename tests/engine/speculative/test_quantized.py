@@ -142,5 +142,5 @@ def test_the_memory_of_the_copy_is_counted(path_of, monkeypatch):
     num_bytes = sum(tensor.nbytes for tensor in tiny_models.build("qwen3", **WIDTHS).state_dict().values())
     monkeypatch.setattr(loader, "available_cpu_memory", lambda: num_bytes + 1000)
     LLM(path_of("qwen3"), **SETTINGS)
-    with pytest.raises(OutOfMemoryError, match="leave out speculative_config, which rounds a copy of them, or use quant"):
+    with pytest.raises(OutOfMemoryError, match=r"their copy in 4 bits, which drafts, .*; leave out speculative_config, or"):
         LLM(path_of("qwen3"), **SETTINGS, **drafting(bits=4))

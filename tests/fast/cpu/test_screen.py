@@ -1,5 +1,6 @@
 """The screened LM head: its bounds hold for weights that are made to break them, and no token changes."""
 
+import random
 from fractions import Fraction
 
 import numpy as np
@@ -13,6 +14,7 @@ from nanoinfer.fast.cpu import accelerate
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.screen import UNIT, ScreenedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from tests import random_run
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -141,6 +143,7 @@ REQUESTS = [
 ]
 
 
+SIZES = {"vocab_size": 2048, "n_embd": 96, "n_head": 8}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
@@ -153,8 +156,7 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
         return compute(head, x, k)
 
     monkeypatch.setattr(ScreenedLinear, "largest_logits", counted)
-    sizes = {"vocab_size": 2048, "n_embd": 96, "n_head": 8}
-    folder, other = tiny_models.save("gpt2", tmp_path, **sizes), tiny_models.build("gpt2", seed=1, **sizes)
+    folder, other = tiny_models.save("gpt2", tmp_path, **SIZES), tiny_models.build("gpt2", seed=1, **SIZES)
     params = [SamplingParams(max_tokens=12, seed=1, detokenize=False, **request) for request in REQUESTS]
     prompts = [{"prompt_token_ids": [3, 4, 5, 3, 4]}] * len(params)
     answers = []
@@ -169,6 +171,26 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
         assert set(sizes_of_steps) >= expected if screened_head else not sizes_of_steps
         sizes_of_steps.clear()
     assert answers[0] == answers[1]
+
+
+def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
+    """The copy keeps three of its eight bits, so that it is farther from the weights than the bound says."""
+    model = str(tiny_models.save("gpt2", tmp_path, **SIZES))
+    drafts = {"none": None, "own": random_run.DRAFTS["own"]}
+    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    assert counts["tokens"] > 200
+    assert counts["logits left out"] > 10_000
+    assert not any(count for what, count in counts.items() if what.startswith("different"))
+    write = ScreenedLinear.write
+
+    def write_too_few_bits(head, *given):
+        write(head, *given)
+        head._words.view(torch.uint8).bitwise_and_(0xE0)
+
+    monkeypatch.setattr(ScreenedLinear, "write", write_too_few_bits)
+    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    assert counts["different logits"] > 100
+    assert counts["different tokens"] > 20
 
 
 class Doubled(nn.Module):

@@ -135,6 +135,8 @@ def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(speculation.app, ["--repeats", "1"]).stdout
     assert "two streams" in shown
+    refused = CliRunner().invoke(speculation.app, ["--train-steps", "2"])
+    assert "--train-steps trains a random model, got none; give --random-model" in " ".join(refused.stderr.split())
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -1,6 +1,5 @@
 """GGUF files give the logits of transformers with the unpacked weights, and the tokens of the checkpoint they are made of."""
 
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from nanoinfer.loading.weights import StoredParameter
 from nanoinfer.models.registry import WeightRules
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import gguf_files, tiny_models
-from tests.helpers.gguf_files import floats, random_blocks
+from tests.helpers.gguf_files import bundled_metadata, floats, random_blocks
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}  # rows of whole K blocks
@@ -338,6 +337,8 @@ def test_a_variant_that_is_not_supported_is_refused_by_name(metadata, sentence, 
         ({}, {}, UnsupportedError, "architecture 'None'"),
         ({"split.count": 3}, {}, UnsupportedError, "one of 3 parts.*llama-gguf-split --merge"),
         ({}, {"x": (10, (1, 256), bytes(84))}, UnsupportedError, "'x' in .* has the type Q2_K, which is not supported; take"),
+        ({}, {"x": (15, (1, 256), bytes(292))}, UnsupportedError, "has the type Q8_K, which is not supported"),
+        ({}, {"x": (26, (1, 8), bytes(32))}, UnsupportedError, "has the type I32, which is not supported"),
         ({}, {"x": (99, (1, 256), b"")}, UnsupportedError, "'x' in .* has the type 99"),
         ({"general.architecture": "llama"}, {}, WeightsError, "has no token_embd.weight"),
     ],
@@ -352,7 +353,7 @@ def test_a_tensor_that_is_missing_or_unknown_is_reported_by_name(tmp_path):
     model = tiny_models.build("qwen3")
     tensors = gguf_files.tensors_of(model)
     tensors["blk.0.ffn_gate_exps.weight"] = tensors.pop("blk.1.ffn_up.weight")
-    with pytest.raises(WeightsError, match=r"unexpected: blk.0.ffn_gate_exps.weight\s+missing: layers.1.mlp.up_proj.weight"):
+    with pytest.raises(WeightsError, match=r"unexpected: blk.0.ffn_gate_exps.weight; missing: layers.1.mlp.up_proj.weight"):
         logits_here(save(model, tmp_path, tensors))
 
 
@@ -360,11 +361,30 @@ def test_metadata_that_is_missing_or_of_another_type_is_reported_by_name(tmp_pat
     model = tiny_models.build("qwen3")
     for changes, sentence in (
         ({"qwen3.attention.head_count": [4, 4]}, "of the wrong type|num_attention_heads"),
-        ({"qwen3.block_count": 10**9}, "num_hidden_layers in .*model.gguf is 1000000000, but the weights are"),
+        ({"qwen3.block_count": 2**31 - 1}, "num_hidden_layers in .*model.gguf must be a number >= 1 and <= 65536"),
+        ({"qwen3.block_count": 2**16}, "num_hidden_layers in .*model.gguf is 65536, but the weights are"),
         ({"qwen3.embedding_length": "48"}, "hidden_size in .* must be a number|wrong type"),
     ):
         with pytest.raises(CheckpointError, match=sentence):
             logits_here(save(model, tmp_path, **changes))
+
+
+def test_a_list_as_the_id_that_ends_a_text_is_refused(tmp_path):
+    path = save(tiny_models.build("qwen3"), tmp_path, **{"tokenizer.ggml.eos_token_id": [1, 2]})
+    with pytest.raises(CheckpointError, match=r"eos_token_id in .* must be an id or a list of ids, got \[\[1, 2\]\]"):
+        loader.load(EngineConfig(model=str(path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [("qwen3", "output_norm.weight", {}), ("gpt_oss_window", "blk.0.ffn_up_exps.bias", {"rope_parameters": YARN})],
+)
+def test_blocks_in_a_parameter_of_one_axis_are_refused(family, name, more, tmp_path):
+    model = tiny_models.build(family, hidden_size=64, **more)
+    tensors = gguf_files.tensors_of(model)
+    path = save(model, tmp_path, tensors | {name: random_blocks("Q8_0", tensors[name][1])[0]})
+    with pytest.raises(WeightsError, match=r"' in .* has one axis and the type Q8_0, whose blocks are of matrices"):
+        loader.load_model(Checkpoint.open(str(path)))
 
 
 # ---- finding the file
@@ -384,23 +404,6 @@ def test_a_folder_with_one_gguf_file_is_that_file_and_one_with_several_names_the
 
 
 # ---- the tokenizer
-
-
-def bundled_metadata(**changes):
-    """tiny-qwen3's tokenizer as llama.cpp's converter writes it."""
-    content = json.loads((BUNDLED / "tiny-qwen3" / "tokenizer.json").read_text())
-    tokens = list(content["model"]["vocab"])
-    special = {token["content"] for token in content["added_tokens"]}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
-        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-        "tokenizer.chat_template": (BUNDLED / "tiny-qwen3" / "chat_template.jinja").read_text(),
-    }
-    return metadata | changes
 
 
 TEXTS = ["Once upon a time, Lily was 12.", "<|im_start|>user\nHi<|im_end|>", "  two  spaces\n\n1234 über 😀 don't", ""]

@@ -1,4 +1,4 @@
-"""Checks of a user's own classes, for a user's own tests: check_proposer, for a source of drafts.
+"""check_proposer, which checks a source of drafts.
 
 In: a class. Out: AssertionErrors that say which promise it breaks.
 """

@@ -1,0 +1,157 @@
+"""explore() walks every schedule of a world: the engine's classes keep the promises, and a shortest run shows who does not."""
+
+import pickle
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.testing import schedules
+from nanoinfer.testing.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
+from nanoinfer.tracing import BlocksShared, Recorder, StepScheduled, TokenAppended
+from tests.scheduling.test_policies import PreemptsAlways
+
+SMALL = World(num_requests=2, num_blocks=3, max_tokens=2)
+
+
+def test_the_states_of_a_world_that_is_counted_by_hand():
+    """A request and an answer of one token: not there, waiting, finished. With an abort it also ends without a token."""
+    world = World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0, num_aborts=0)
+    assert explore(world=world)[:3] == (3, 2, 2)
+    assert explore(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("cls", "more"),
+    [
+        (Scheduler, {"num_salts": 2, "num_forks": 0}),
+        (Scheduler, {"async_scheduling": True, "max_prompt_len": 3}),
+        (Scheduler, {"num_resets": 1, "num_forks": 0}),
+        (PriorityScheduler, {"num_ranks": 2, "num_forks": 0}),
+        (PreemptsAlways, {"num_blocks": 4, "num_forks": 0, "num_aborts": 0}),
+    ],
+    ids=["salts", "async", "resets", "priority", "swaps"],
+)
+def test_every_schedule_of_a_small_world_keeps_the_promises(cls, more):
+    assert explore(cls, world=World(**vars(SMALL) | more)).num_states > 250
+
+
+@pytest.mark.long  # four minutes
+@pytest.mark.parametrize("cls", [Scheduler, DeadlineScheduler])
+def test_every_schedule_of_the_whole_world_keeps_the_promises(cls):
+    assert explore(cls).num_states > 100_000
+
+
+def test_states_with_equal_keys_have_the_same_future():
+    """Every run of five events is walked without leaving any out, and equal keys are followed by equal sets of keys."""
+    world = World(num_requests=2, num_blocks=3, max_prompt_len=3, max_tokens=2, num_aborts=0)
+    newest, followers = [schedules._dumps(State.new(world, Scheduler, BlockManager))], defaultdict(set)
+    for _ in range(4):
+        following = []
+        for saved in newest:
+            keys = []
+            for event in _every_event(saved):
+                state = pickle.loads(saved)
+                state.apply(event)
+                keys.append(state.key())
+                following.append(schedules._dumps(state))
+            followers[pickle.loads(saved).key()].add(frozenset(keys))
+        newest = following[:: 1 + len(following) // 400]
+    assert len(followers) > 50
+    assert {len(sets) for sets in followers.values()} == {1}
+
+
+def _every_event(saved):
+    state = pickle.loads(saved)
+    events = [*state.events()]
+    return [*events, *state.samples(state.plan())] if state.alive else events
+
+
+# ---- classes that break a promise
+
+
+class KeepsBlocks(BlockManager):
+    def free(self, seq):
+        seq.block_table.clear()
+
+
+class ForgetsSalts(BlockManager):
+    def match_prefix(self, token_ids, cache_salt=None):
+        return super().match_prefix(token_ids)
+
+    def cache_finished_blocks(self, seq, num_tokens):
+        seq.cache_salt, salt = None, seq.cache_salt
+        super().cache_finished_blocks(seq, num_tokens)
+        seq.cache_salt = salt
+
+
+class CopiesNothing(BlockManager):
+    def allocate(self, seq, num_new_tokens):
+        super().allocate(seq, num_new_tokens)
+        return []
+
+
+class StartsAgain(Scheduler):
+    """With chunks of one token, no block is ever full."""
+
+    def schedule(self):
+        self.restart()
+        return super().schedule()
+
+
+class NeverStartsTheSecond(Scheduler):
+    def may_start(self, seq):
+        return seq.request_id == "0" or len(seq.prompt_token_ids) == 1
+
+
+class CutsAnywhere(Scheduler):
+    def next_chunk(self, seq, num_computed_tokens=None):
+        return 1
+
+
+class KeepsWhatFailed(BlockManager):
+    def forget_cached(self, seq):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("classes", "promise", "num_events"),
+    [
+        ((Scheduler, KeepsBlocks), "a block has a reference for each block table", 2),
+        ((Scheduler, ForgetsSalts), "computed after all tokens before it", 4),
+        ((Scheduler, CopiesNothing), "computed after all tokens before it", 3),
+        ((NeverStartsTheSecond, BlockManager), "the class raised NanoinferError", 4),
+        ((CutsAnywhere, BlockManager), "prompts are cut at the grid", 2),
+        ((Scheduler, KeepsWhatFailed), "blocks of a failed request leave the prefix cache", 3),
+    ],
+    ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else "",
+)
+def test_a_shortest_run_shows_what_a_wrong_class_breaks(classes, promise, num_events):
+    world = World(num_requests=2, num_salts=2, max_tokens=2)
+    with pytest.raises(BrokenPromiseError, match=promise) as broken:
+        explore(*classes, world)
+    assert len(broken.value.events) == num_events
+    assert f"\n{num_events}. " in str(broken.value)
+
+
+def test_a_run_that_never_ends_is_found():
+    with pytest.raises(BrokenPromiseError, match="every answer ends"):
+        explore(StartsAgain, world=World(num_requests=1, chunk_size=1))
+
+
+def test_a_run_is_recorded_for_the_page_that_replays_it():
+    events = [Arrive((0, 1)), RunStep(((1, False),)), Arrive((0, 1, 0)), RunStep(((0, True), (1, False))), Abort(0)]
+    recorder = Recorder()
+    replay(Scheduler, BlockManager, World(), events, recorder)
+    assert [event.running for event in recorder.of(StepScheduled)] == [("0",), ("0", "1")]
+    assert [event.blocks for event in recorder.of(BlocksShared) if event.blocks] == [(0,)]
+    assert [event.token for event in recorder.of(TokenAppended)] == ["1", "0", "1"]
+
+
+def test_exploring_imports_no_torch():
+    code = "import sys, nanoinfer.testing.schedules; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
