@@ -236,7 +236,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 def invented_word(rng: random.Random) -> str:
     """Make up a word, such as "lobek"."""
-    word = rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(["", "", *"lnrst"])
+    word: str = rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(["", "", *"lnrst"])
     for _ in range(rng.randint(0, 2)):
         word += rng.choice("bcdfghklmnprstvwxyz") + rng.choice("aeiou") + rng.choice(["", "", *"dklmnrst"])
     return word.capitalize() if rng.random() < 0.3 else word
