@@ -1,6 +1,6 @@
 """A tool loop with OpenAI's client: the model calls a function, reads its result, and answers.
 
-First: nanoinfer serve Qwen/Qwen3-0.6B (or any server whose model has learned tools), and pip install openai.
+First: nanoinfer serve tiny-tools (or any server whose model has learned tools), and pip install openai.
 """
 
 import json

@@ -1,39 +1,38 @@
-"""A tool loop: the model calls a Python function, reads the result, and answers.
-
-The bundled model has not learned tools, so it gets a template with a place for them, and the first call is required. With
-LLM("Qwen/Qwen3-0.6B"), leave out chat_template and tool_choice: the model decides.
-"""
+"""A tool loop: the model calls a Python function, reads the result, and answers."""
 
 import json
-from typing import Literal
 
 from nanoinfer import LLM, SamplingParams, parse_chat_answer
 
-TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
 
-
-def weather(city: Literal["Oslo", "Rome"]) -> str:
-    """Look up the weather.
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
 
     Args:
-        city: The name of the city.
+        expression: Two integers with +, - or * between them.
     """
-    return {"Oslo": "snow", "Rome": "sun"}[city]
+    first, sign, second = expression.split()
+    return str({"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(first), int(second)))
 
 
-llm = LLM()
-messages = [{"role": "user", "content": "Tell me a story about the weather in Rome"}]
-params = SamplingParams(temperature=0, max_tokens=120)
-while messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
-    choice = "required" if len(messages) == 1 else "none"
-    output = llm.chat(messages, params, use_tqdm=False, chat_template=TEMPLATE, tools=[weather], tool_choice=choice)[0]
-    messages.append(parse_chat_answer(output.outputs[0].text, output.prompt))
-    for call in messages[-1].get("tool_calls", []):
-        result = weather(**json.loads(call["function"]["arguments"]))
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        print(f"{call['function']['name']}({call['function']['arguments']}) -> {result}")
-print(messages[-1]["content"])
+def dictionary(word: str) -> str:
+    """Look up the meaning of a word.
+
+    Args:
+        word: The word.
+    """
+    return {"brave": "not afraid", "shy": "afraid of new faces"}.get(word, "unknown")
+
+
+llm = LLM("tiny-tools")  # it is bundled, and has learned little else. LLM("Qwen/Qwen3-0.6B") runs in the same loop
+messages, tools = [], {"calculator": calculator, "dictionary": dictionary}
+for question in ("What is 12 + 7?", "What does brave mean?"):
+    messages.append({"role": "user", "content": question})
+    while messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+        output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=120), use_tqdm=False, tools=[*tools.values()])[0]
+        messages.append(parse_chat_answer(output.outputs[0].text, output.prompt))
+        for call in messages[-1].get("tool_calls", []):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": tools[name](**json.loads(arguments))})
+            print(f"{name}({arguments}) -> {messages[-1]['content']}")
+    print(f"{question} {messages[-1]['content']}")

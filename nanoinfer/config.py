@@ -370,8 +370,8 @@ class EngineArgs:
 
     # fmt: off
     model: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
-        'A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2"). '
-        "None is tiny-qwen3. docs/supported.md lists the families.")] = None
+        'A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2", '
+        '"tiny-tools"). None is tiny-qwen3. docs/supported.md lists the families.')] = None
     _: KW_ONLY
     tokenizer: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"),
         Doc("Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.")] = None

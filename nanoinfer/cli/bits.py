@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from nanoinfer.llm import LLM
+from nanoinfer.loading.folders import bundled_models
 from nanoinfer.sampling_params import SamplingParams
 
 PUBLISHED = Path(__file__).with_name("bits.json")
@@ -48,5 +49,5 @@ def compare() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    digests = {model: digest(model) for model in ("tiny-gpt2", "tiny-qwen3")}
+    digests = {model: digest(model) for model in bundled_models()}
     PUBLISHED.write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")

@@ -47,9 +47,9 @@ class Checkpoint:
         """Find a checkpoint and read its JSON files.
 
         Args:
-            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
-                "Qwen/Qwen3-0.6B", which is downloaded unless the hub's cache has it (HF_HUB_OFFLINE=1 uses only
-                the cache). None: tiny-qwen3.
+            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2", "tiny-tools"), or a hub
+                name such as "Qwen/Qwen3-0.6B", which is downloaded unless the hub's cache has it (HF_HUB_OFFLINE=1 uses
+                only the cache). None: tiny-qwen3.
             revision: a branch, tag or commit of the hub's repository. None: its main branch.
         """
         model = DEFAULT_MODEL if model is None else model

@@ -127,8 +127,8 @@ def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monk
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--owner--tiny").mkdir()
     (tmp_path / "datasets--owner--data").mkdir()
-    assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3"]
-    assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "owner/tiny"]
+    assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]
+    assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools", "owner/tiny"]
     assert commands.complete_models("/tmp") == []  # paths are the shell's
 
 

@@ -42,7 +42,7 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     download(cache, "someone/tokenizer-only", {"tokenizer.json": b"{}"})
     download(cache, "someone/stories", {"data.json": b"[]"}, kind="datasets")
     found = {model.name: model for model in inspect.installed_models()}
-    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/falcon", "someone/good", "someone/tokenizer-only"]
+    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "tiny-tools", "someone/falcon", "someone/good", "someone/tokenizer-only"]
     good = found["someone/good"]
     assert (good.architecture, good.unsupported_reason) == ("GPT2LMHeadModel", None)
     assert good.num_parameters == found["tiny-gpt2"].num_parameters > 1e6
@@ -67,4 +67,4 @@ def test_json_has_what_the_table_has(cache):
 
 def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):
     monkeypatch.setattr(inspect, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path / "none"))
-    assert [model.name for model in inspect.installed_models()] == ["tiny-gpt2", "tiny-qwen3"]
+    assert [model.name for model in inspect.installed_models()] == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]

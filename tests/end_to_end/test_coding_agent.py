@@ -77,6 +77,35 @@ def test_a_bug_is_found_mended_and_tried(folder):
     assert all(tool["function"]["strict"] for tool in server.bodies[0]["tools"])
 
 
+@pytest.fixture(scope="module")
+def tools_url():
+    """A server of the bundled model that has learned tools."""
+    for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2", "llguidance"):
+        pytest.importorskip(name)
+    from nanoinfer import AsyncLLM
+    from tests.helpers import http_server
+
+    with http_server.serving(lambda: AsyncLLM("tiny-tools", seed=0)) as server:
+        yield server.url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "step", "answer"),
+    [
+        ("Which files are there?", "list_files({}) -> notes.txt (13)", "The files are:\nnotes.txt (13)"),
+        ("What is in notes.txt?", 'read_file({"path": "notes.txt"}) -> the red kite', "notes.txt says:\nthe red kite"),
+        ("Run ls", 'run_command({"command": "ls"}) -> exit status 0', "Done: exit status 0\nnotes.txt"),
+    ],
+)
+def test_the_bundled_model_does_what_the_guide_says(tools_url, tmp_path, capsys, task, step, answer):
+    (tmp_path / "notes.txt").write_text("the red kite\n", encoding="utf-8")
+    agent = load()
+    client = agent.OpenAI(base_url=f"{tools_url}/v1", api_key="none")
+    assert agent.work(client, agent.Workspace(tmp_path, asks=False), task, max_turns=3).strip() == answer
+    assert capsys.readouterr().out == f"{step}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -1,6 +1,5 @@
 """Every example runs, offline and without a warning, and is short. Those with a client have a server of their own."""
 
-import json
 import os
 import socket
 import subprocess
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import fake_server, forked
+from nanoinfer import AsyncLLM
+from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +34,16 @@ SAYS = {
     "custom_model": ["log-probability -14.9", "log-probability -71.3"],
     "tracing_to_html": ["found its beginning in blocks (0,)", "u = "],
     "tensor_parallel": ["the text of one process: True", "one process: 262,144", "each of two: 131,072"],
-    "tool_loop": ['weather({"city": "', ") -> "],
+    "tool_loop": [
+        'calculator({"expression": "12 + 7"}) -> 19\n',
+        "= 19\n",
+        'dictionary({"word": "brave"}) -> ',
+        "means: not afraid\n",
+    ],
     "benchmark": [" 64 sequences"],
     "openai_client": ["[24 tokens, length]", "the same text: True"],
     "openai_structured_output": [" years old"],
-    "openai_tool_loop": ['weather({"city": "Rome"}) -> sun\n', "The sun is out."],
+    "openai_tool_loop": ['weather({"city": "Rome"}) -> sun\n', "The weather in Rome is sun\n"],
     "ray_data_http": ["Lily: ", "Tom: "],
     "ray_serve": ["Lily"],
 }
@@ -46,14 +51,6 @@ SAYS = {
 
 def test_every_example_is_known_here():
     assert {path.stem for path in EXAMPLES} == set(SAYS)
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-
-
-def chat_answer(message):
-    return fake_server.reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +63,19 @@ def server_url():
         yield server.url
 
 
+@pytest.fixture(scope="module")
+def tools_url(server_url):
+    """The server of a model that has learned tools."""
+    from tests.helpers import http_server
+
+    with http_server.serving(lambda: AsyncLLM("tiny-tools", seed=0)) as server:
+        yield server.url
+
+
 @pytest.fixture
 def environment(path, request):
-    """The bundled model has not learned tools, so a script calls them instead."""
     if path.stem == "openai_tool_loop":
-        pytest.importorskip("openai")
-        with fake_server.serving(
-            chat_answer(CALLS), chat_answer({"role": "assistant", "content": "The sun is out."})
-        ) as server:
-            yield {"OPENAI_BASE_URL": server.url + "/v1"}
-            assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "tool"]
-            assert json.loads(server.bodies[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Rome"}
+        yield {"OPENAI_BASE_URL": request.getfixturevalue("tools_url") + "/v1"}
     elif path.stem == "ray_serve":
         pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
         pytest.importorskip("openai")

@@ -1,22 +1,28 @@
 """The bundled models: their files, the same greedy text in transformers, and the quality that their cards report."""
 
+import itertools
 import json
+import random
 import re
 
 import pytest
 import torch
 import transformers
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams, parse_chat_answer
 from nanoinfer.lab import stories
 from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
+from tools.calls.documents import write_conversation
 from tools.stories import measure
 
 pytestmark = pytest.mark.slow
 
-NAMES = ["tiny-gpt2", "tiny-qwen3"]
+STORY_MODELS = ["tiny-gpt2", "tiny-qwen3"]
+NAMES = [*STORY_MODELS, "tiny-tools"]
 CHAT = [{"role": "user", "content": "Tell me a story about Nora"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
+of_tools = pytest.mark.parametrize("name", ["tiny-tools"], indirect=True)
+of_stories = pytest.mark.parametrize("name", STORY_MODELS, indirect=True)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -50,7 +56,7 @@ def sampled_stories(llm, temperature, half=60):
     return list(zip(texts[:half], heroes, strict=True)) + [("Once" + text, None) for text in texts[half:]]
 
 
-def test_both_are_on_the_list():
+def test_all_are_on_the_list():
     assert bundled_models() == NAMES
 
 
@@ -60,10 +66,13 @@ def test_the_config_is_that_of_the_family(name):
         assert (config["architectures"], config["n_positions"]) == (["GPT2LMHeadModel"], 512)
         assert config.get("tie_word_embeddings", True)
     else:
-        assert (config["architectures"], config["max_position_embeddings"]) == (["Qwen3ForCausalLM"], 512)
-        assert not config["tie_word_embeddings"]
+        is_of_tools = name == "tiny-tools"
+        length = 1024 if is_of_tools else 512
+        assert (config["architectures"], config["max_position_embeddings"]) == (["Qwen3ForCausalLM"], length)
+        assert config["tie_word_embeddings"] == is_of_tools
         assert config["num_attention_heads"] == 2 * config["num_key_value_heads"]
-    assert 1900 <= config["vocab_size"] <= 2100
+    assert config["dtype"] == "float32"
+    assert config["vocab_size"] == 1024 if name == "tiny-tools" else 1900 <= config["vocab_size"] <= 2100
 
 
 def test_the_files_are_small_and_whole(name):
@@ -72,7 +81,7 @@ def test_the_files_are_small_and_whole(name):
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
-    assert sum(files.values()) <= 6e6
+    assert sum(files.values()) <= (2e6 if name == "tiny-tools" else 6e6)
 
 
 def test_the_package_is_small():
@@ -81,7 +90,11 @@ def test_the_package_is_small():
 
 def test_the_defaults_of_sampling_and_both_ends(llm, name):
     config = json.loads((BUNDLED / name / "generation_config.json").read_text())
-    assert (config["temperature"], config["max_new_tokens"], config["do_sample"]) == (0.7, 200, True)
+    assert (config["temperature"], config["max_new_tokens"], config["do_sample"]) == (
+        0.1 if name == "tiny-tools" else 0.7,
+        200,
+        True,
+    )
     tokenizer = llm.get_tokenizer()
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
 
@@ -108,6 +121,7 @@ def test_greedy_text_is_the_same_in_transformers(llm, peer):
         assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@of_stories
 def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_turn(llm):
     questions = ("Tell me a story about {}", "Please tell me a story about {}.", "Can you tell me a story about {}?")
     asked = [(question.format(hero), hero) for question in questions for hero in ("Nora", "Hugo")]
@@ -119,12 +133,14 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
         assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
 
 
+@of_stories
 def test_the_loss_is_within_6_percent_of_the_entropy(peer, monkeypatch):
     monkeypatch.setattr(measure, "NUM_DOCUMENTS", 150)  # the card's loss is over 1,000
     entropy, loss = measure.entropy_and_loss(*peer)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
 
+@of_stories
 def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm):
     samples = sampled_stories(llm, 0.7)
     usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=25))
@@ -134,6 +150,7 @@ def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm)
     assert wild.are_stories < usual.are_stories - 0.1
 
 
+@of_stories
 def test_the_card_has_the_training_command_and_a_row_per_temperature(card, name):
     assert f"python -m tools.stories.train --model {name}" in card
     assert re.search(r"\d+ steps of \d+ tokens, \d+ minutes on ", card)
@@ -144,6 +161,7 @@ def test_the_card_has_the_training_command_and_a_row_per_temperature(card, name)
     assert "MIT" in card
 
 
+@of_stories
 def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that_one(llm):
     """Two stories run side by side. Once their prompts are in the cache, each is given the other's first block.
 
@@ -172,3 +190,53 @@ def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that
         assert not reading.is_complete
         assert hero in reading.expected[0]  # the grammar knows which name is expected, and where
     assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+
+
+def drawn(kind, num):
+    """Held-out conversations of one question that needs a call, without thoughts."""
+    rng = random.Random(f"{kind} of this test")
+    conversations = (write_conversation(rng, kind=kind) for _ in itertools.count())
+    roles = ["user", "assistant", "tool", "assistant"]
+    fitting = (one for one in conversations if [message["role"] for message in one.messages] == roles)
+    return list(itertools.islice((one for one in fitting if not one.messages[1]["reasoning_content"]), num))
+
+
+def replies(llm, conversations, end, budget=None, **variables):
+    """What the model says after the messages of each conversation up to end, as messages."""
+    prompts = []
+    for conversation in conversations:
+        tools = [{"type": "function", "function": function} for function in conversation.functions]
+        prompts.append(llm.render_chat(conversation.messages[:end], tools=tools, chat_template_kwargs=variables))
+    params = SamplingParams(temperature=0, max_tokens=200, thinking_token_budget=budget)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [parse_chat_answer(output.outputs[0].text, output.prompt) for output in outputs]
+
+
+def num_right_calls(messages, conversations):
+    right = 0
+    for message, conversation in zip(messages, conversations, strict=True):
+        [expected], calls = conversation.messages[1]["tool_calls"], message.get("tool_calls", [])
+        found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        right += found == [(expected["function"]["name"], json.dumps(expected["function"]["arguments"]))]
+    return right
+
+
+@of_tools
+@pytest.mark.parametrize(("kind", "least"), [("calculator", 22), ("dictionary", 22), ("files", 18), ("an action", 15)])
+def test_most_of_30_questions_lead_to_the_right_call_and_its_result_to_the_answer(llm, kind, least):
+    conversations = drawn(kind, 30)
+    assert num_right_calls(replies(llm, conversations, 1), conversations) >= least
+    answers = zip(replies(llm, conversations, 3), conversations, strict=True)
+    assert sum(answer["content"] == conversation.messages[3]["content"] for answer, conversation in answers) >= least
+
+
+@of_tools
+def test_a_thought_names_the_tool_and_a_budget_ends_it_before_the_call(llm):
+    conversations = drawn("calculator", 20)
+    thinking = replies(llm, conversations, 1, enable_thinking=True)
+    names = [conversation.messages[1]["tool_calls"][0]["function"]["name"] for conversation in conversations]
+    assert sum(f"I need {name} for " in message["reasoning"] for message, name in zip(thinking, names, strict=True)) >= 17
+    cut = replies(llm, conversations, 1, budget=4, enable_thinking=True)
+    assert all(len(short["reasoning"]) < len(long["reasoning"]) for short, long in zip(cut, thinking, strict=True))
+    for messages in (thinking, cut):
+        assert num_right_calls(messages, conversations) >= 10

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def build_qwen3(vocab_size: int, eos: int) -> PreTrainedModel:
 
 
 BUILDERS = {"tiny-gpt2": build_gpt2, "tiny-qwen3": build_qwen3}
+LossOfStep = Callable[[PreTrainedModel, PreTrainedTokenizerFast, int, int], Tensor]
 
 
 def generation_config(tokenizer: PreTrainedTokenizerFast) -> transformers.GenerationConfig:
@@ -141,7 +143,17 @@ def generation_config(tokenizer: PreTrainedTokenizerFast) -> transformers.Genera
     )
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, state_file: Path) -> float:
+def story_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, step: int, steps: int) -> Tensor:
+    """Compute the loss of a step on stories, of the course that the step belongs to."""
+    course = next(course for course in COURSES if step < course.until * steps)
+    input_ids = make_batch(tokenizer, course, step).to(model.device)
+    is_recalled = recalled_tokens(tokenizer).to(model.device)
+    return next_token_loss(model, input_ids, torch.where(is_recalled, course.recall_weight, 1.0))
+
+
+def train(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, state_file: Path, loss_of: LossOfStep = story_loss
+) -> float:
     """Train with a warm-up and then a cosine decay to zero.
 
     Muon makes every update of a block's matrix orthogonal (Jordan 2024, https://kellerjordan.github.io/posts/muon/). With it,
@@ -155,6 +167,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
         tokenizer: encodes the documents.
         steps: the total number, also of a continued run.
         state_file: gets the state every STEPS_BETWEEN_SAVES steps. If it exists, the run continues from it.
+        loss_of: the loss of a step, given the model, the tokenizer, the step and the number of steps.
 
     Returns:
         The minutes that the training took.
@@ -171,11 +184,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
     first_step, seconds = load_state(state_file, run, parts) if state_file.exists() else (0, 0.0)
     model.train()
     started = time.perf_counter() - seconds
-    is_recalled = recalled_tokens(tokenizer).to(model.device)
     for step in (progress := tqdm(range(first_step, steps), initial=first_step, total=steps, desc=state_file.parent.name)):
-        course = next(course for course in COURSES if step < course.until * steps)
-        input_ids = make_batch(tokenizer, course, step).to(model.device)
-        loss = next_token_loss(model, input_ids, torch.where(is_recalled, course.recall_weight, 1.0))
+        loss = loss_of(model, tokenizer, step, steps)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -216,6 +226,7 @@ def next_token_loss(model: PreTrainedModel, input_ids: Tensor, weights: Tensor) 
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), weights)
 
 
+@lru_cache(1)
 def recalled_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Whether each token id [vocab_size] is one of RECALLED_WORDS, with or without a leading space or a capital."""
     spelled = [space + word for name in RECALLED_WORDS for word in {name, name.capitalize()} for space in ("", " ")]

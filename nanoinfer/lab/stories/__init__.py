@@ -1,4 +1,4 @@
-"""The stories that the bundled models learned from: the cast, and writing and reading a story.
+"""The stories that tiny-qwen3 and tiny-gpt2 learned from: the cast, and writing and reading a story.
 
 A story is an opening, something about the hero, a day, a plot, and an ending. rules.txt has the sentences, and grammar.py says
 how to read their blanks. Every sentence was written for nanoinfer. Only a model that attends to the earlier
@@ -10,7 +10,7 @@ text can get these right:
 - A present is found with its new owner. What is lost, counted or promised keeps its colour and its number.
 
 grammar.py gives the exact probability of any text, and the place where a text stops being a story. So a model can be compared
-with the truth. tools/stories in the repository trained the bundled models (loading/bundled) and measured them.
+with the truth. tools/stories in the repository trained the two models (loading/bundled) and measured them.
 """
 
 import random
