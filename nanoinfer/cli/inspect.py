@@ -12,6 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
+from torch import nn
 
 from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.cli.options import print_table
@@ -91,13 +92,7 @@ def examine(
             found.num_parameters = sum(weight.numel() for weight in parameters.values())
             place_weights(built, weights, built.weight_rules, run_dtype)
             if device.type == "cpu":
-                if (head := screened_head(built)) is not None:
-                    found.num_head_copy_bytes = num_copy_bytes(head)
-                with suppress(UnsupportedError):  # raised for a layer whose inputs have no groups
-                    check_sizes(built)
-                    found.num_quantized_bytes = {name: num_weight_bytes(built, name) for name in BITS}
-                    found.num_tied_bytes = {name: num_tied_bytes(built, name) for name in BITS}
-                    found.num_draft_bytes = {bits: num_linear_bytes(built, bits) for bits in BITS.values()}
+                _add_copies(found, built)
         tokenizer = loader.load_tokenizer(checkpoint.path, checkpoint.gguf)
         found.has_tokenizer = tokenizer is not None
         found.has_chat_template = tokenizer is not None and bool(tokenizer.get_chat_template())
@@ -121,6 +116,17 @@ def examine(
                 num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state
                 found.num_bytes = found.num_peak_bytes + num_users * num_bytes_per_user
     return found
+
+
+def _add_copies(found: Inspection, model: nn.Module) -> None:
+    """Add the bytes of what a CPU makes of the weights, besides laying them out: rounded layers and copies."""
+    if (head := screened_head(model)) is not None:
+        found.num_head_copy_bytes = num_copy_bytes(head)
+    with suppress(UnsupportedError):  # raised for a layer whose inputs have no groups
+        check_sizes(model)
+        found.num_quantized_bytes = {name: num_weight_bytes(model, name) for name in BITS}
+        found.num_tied_bytes = {name: num_tied_bytes(model, name) for name in BITS}
+        found.num_draft_bytes = {bits: num_linear_bytes(model, bits) for bits in BITS.values()}
 
 
 def _open(model: str, revision: str | None) -> Checkpoint:
