@@ -316,7 +316,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/load", response_model=schemas.Load)
+    @app.get("/load", response_model=schemas.ServerLoad)
     async def load() -> Response:
         return json_response({"server_load": async_llm.num_unfinished_answers})
 

@@ -86,7 +86,8 @@ def read_certificate(certfile: str | None, keyfile: str | None) -> ssl.SSLContex
 def url_of(bound: socket.socket, *, is_https: bool) -> str:
     """Return the URL under which this machine reaches a socket, or the path of a Unix socket.
 
-    >>> url_of(bind("127.0.0.1", 0)[0], is_https=True)  # doctest: +ELLIPSIS
+    >>> with bind("127.0.0.1", 0)[0] as bound:
+    ...     url_of(bound, is_https=True)  # doctest: +ELLIPSIS
     'https://127.0.0.1:...'
     """
     if bound.family == socket.AF_UNIX:

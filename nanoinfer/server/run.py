@@ -72,14 +72,16 @@ class Server(uvicorn.Server):
             ssl_context_factory=None if ssl_context is None else lambda config, default: ssl_context,
         )
         super().__init__(config)
-        logger.setLevel(logging.WARNING)  # the banner says what uvicorn would say when it starts
+        self._log_level = logger.level
+        logger.setLevel(logging.WARNING)  # until it has started: the banner says what uvicorn would say
         self._async_llm = async_llm
         self._settings = settings
         self._shutdown_timeout = shutdown_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.config.configure_logging()  # sets the level that it had
+        if logger.level == logging.WARNING:  # nobody has set another one
+            logger.setLevel(self._log_level)
         assert sockets, "they are bound before the model is loaded"
         url = url_of(sockets[0], is_https=self.config.is_ssl)
         for line in banner(self._async_llm, self._settings, url).splitlines():

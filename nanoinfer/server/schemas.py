@@ -270,14 +270,14 @@ class TextsAnswer(TypedDict):
     usage: TextsUsage
 
 
-class Embedding(TypedDict):
+class EmbeddingItem(TypedDict):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
 class Embeddings(TextsAnswer):
-    data: list[Embedding]
+    data: list[EmbeddingItem]
 
 
 class Score(TypedDict):
@@ -333,7 +333,7 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-class Load(TypedDict):
+class ServerLoad(TypedDict):
     server_load: int
 
 

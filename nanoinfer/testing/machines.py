@@ -3,14 +3,10 @@
 In: a class, and Hypothesis (pip install hypothesis). Out: an AssertionError that says which rule the class breaks, under the
 shortest run that breaks it.
 
-Both machines keep a model of the memory: what a real cache would hold in each slot. A token's keys and values depend on all
-tokens before it, so a slot holds the tuple of these. If every slot that a step reads holds what it should, the tokens are those
-of any other policy. Only public names of the two classes are used.
-
-Whatever a run draws is an argument of a rule, so that a printed run is complete.
+Both machines keep the model of the memory in rules.py. Whatever a run draws is an argument of a rule, so that a printed run is
+complete. For every run of a small world, see schedules.py.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import Phase, settings
@@ -22,6 +18,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+from nanoinfer.testing.rules import Memory, names, run_step
 
 SETTINGS: dict[str, Any] = {
     "max_examples": 100,
@@ -34,47 +31,6 @@ SETTINGS: dict[str, Any] = {
 TOKENS = st.integers(0, 1)  # few ids, so that prefixes are equal often
 FEW_RULES = 6
 CHOICES = st.integers(0, 9)  # of a sequence: its index, modulo their number
-
-
-def _names(sequences: Iterable[Sequence]) -> str:
-    return ", ".join(seq.sequence_id for seq in sequences)
-
-
-class Memory:
-    """The slots of a cache."""
-
-    def __init__(self, manager: BlockManager) -> None:
-        self.manager = manager
-        self.slots: list[Any] = [None] * (manager.num_blocks * manager.block_size)
-
-    def slot(self, seq: Sequence, i: int) -> int:
-        return seq.block_table[i // self.manager.block_size] * self.manager.block_size + i % self.manager.block_size
-
-    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        size = self.manager.block_size
-        for source, target in copies:
-            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
-
-    def write(self, seq: Sequence, first: int, end: int) -> None:
-        for i in range(first, end):
-            self.slots[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])
-
-    def check(self, seq: Sequence, end: int) -> None:
-        """Check that every one of the sequence's first `end` tokens is where its block table says."""
-        for i in range(end):
-            block = seq.block_table[i // self.manager.block_size]
-            found, expected = self.slots[self.slot(seq, i)], tuple(seq.token_ids[: i + 1])
-            assert found == expected, (
-                f"block {block} must hold token {i} of sequence {seq.sequence_id}, which follows from {expected}, but it "
-                f"holds {'nothing' if found is None else f'what follows from {found}'}"
-            )
-
-    def capacity(self) -> int:
-        """Return the tokens of the longest sequence that fits alone."""
-        return self.manager.num_blocks * self.manager.block_size
-
-    def held(self, seq: Sequence) -> set[int]:
-        return set(seq.block_table)
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -163,7 +119,7 @@ class BlockMachine(RuleBasedStateMachine):
         held = {block for seq in self.alive for block in self.memory.held(seq)}
         num_free, expected = self.manager.num_free_blocks, self.NUM_BLOCKS - len(held)
         assert num_free == expected, (
-            f"num_free_blocks must be {expected}, because the block tables of {_names(self.alive) or 'no sequence'} have "
+            f"num_free_blocks must be {expected}, because the block tables of {names(self.alive) or 'no sequence'} have "
             f"{len(held)} of {self.NUM_BLOCKS} blocks, got {num_free}"
         )
 
@@ -245,42 +201,9 @@ class Load(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.unfinished))
     @rule(token_id=TOKENS)
     def step(self, token_id: int) -> None:
-        scheduler, manager, config = self.scheduler, self.scheduler.block_manager, self.scheduler.config
-        was_decoding = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1]
-        plan = scheduler.schedule()
-        scheduled = {item.sequence: item.num_new_tokens for item in plan.scheduled}
-        assert scheduled or plan.preempted, f"a step must compute or preempt a sequence of {_names(self.unfinished)}"
-        left_out = [seq for seq in was_decoding if seq not in scheduled and seq not in plan.preempted]
-        assert not left_out, f"a step must compute or preempt each running sequence with one new token, not {_names(left_out)}"
-        both = [seq for seq in plan.preempted if seq in scheduled]
-        assert not both, f"a step must not compute what it preempts, got {_names(both)}"
-        limit, num_tokens = config.max_num_batched_tokens, plan.num_prefill_tokens
-        assert num_tokens <= limit, (
-            f"a step must compute at most {limit} prompt tokens (max_num_batched_tokens), got {num_tokens}"
-        )
-        running = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING]
-        assert len(running) == len(scheduler.running), (
-            f"scheduler.running must have the sequences whose status is RUNNING, {_names(running)}, got "
-            f"{_names(scheduler.running)}"
-        )
-        limit = config.max_num_seqs
-        assert len(running) <= limit, f"at most {limit} sequences must run (max_num_seqs), got {_names(running)}"
+        scheduler = self.scheduler
+        plan = run_step(scheduler, self.memory, self.unfinished)
         self.check_order()
-        self.memory.copy(plan.block_copies)
-        for seq, num_new in scheduled.items():
-            end, grid = seq.num_computed_tokens + num_new, config.chunk_grid
-            assert end == len(seq.token_ids) or end % grid == 0, (
-                f"a chunk must end with the sequence, at {len(seq.token_ids)}, or at a multiple of {grid} (chunk_grid), but "
-                f"that of sequence {seq.sequence_id} ends at {end}"
-            )
-            num_blocks = -(-end // manager.block_size)
-            assert len(seq.block_table) >= num_blocks, (
-                f"sequence {seq.sequence_id} must have {num_blocks} blocks for {end} tokens, got {seq.block_table}"
-            )
-            self.memory.write(seq, seq.num_computed_tokens, end)
-        for seq, num_new in scheduled.items():
-            self.memory.check(seq, seq.num_computed_tokens + num_new)
-        scheduler.commit(plan)
         for seq, _ in plan.rows:
             scheduler.append(seq, (token_id + seq.index) % 2)
             if len(seq.token_ids) >= seq.max_num_tokens:
@@ -298,7 +221,7 @@ class Load(RuleBasedStateMachine):
             if not self.unfinished:
                 break
             self.step(0)
-        assert not self.unfinished, f"every sequence must end: after {most_steps} steps {_names(self.unfinished)} have not"
+        assert not self.unfinished, f"every sequence must end: after {most_steps} steps {names(self.unfinished)} have not"
         num_unfinished, manager = self.scheduler.num_unfinished, self.scheduler.block_manager
         assert num_unfinished == 0, f"after every sequence has ended, num_unfinished must be 0, got {num_unfinished}"
         num_free, num_blocks = manager.num_free_blocks, manager.num_blocks
@@ -321,7 +244,7 @@ def check_block_manager(
 
     Args:
         block_manager_cls: the class, or a staticmethod that returns an instance.
-        machine: a subclass of Blocks with further rules.
+        machine: a subclass of BlockMachine with further rules.
         options: settings of Hypothesis, such as max_examples (default: 100 runs).
 
     Raises:

@@ -40,6 +40,7 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
+from nanoinfer.testing.rules import Memory, run_step
 
 PARAMS = SamplingParams()
 
@@ -213,15 +214,39 @@ def require(holds: object, promise: str) -> None:
 Slot = tuple[str | None, tuple[int, ...]]  # a salt, and all tokens up to that of the slot
 
 
+class SaltedMemory(Memory):
+    """A slot holds the salt, and all tokens up to its own."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        super().__init__(manager)
+        self.unread: list[tuple[Sequence, int, bool]] = []  # with async_scheduling: sampled, and not yet appended
+
+    def tokens(self, seq: Sequence) -> tuple[int, ...]:
+        """Return the sequence's tokens with those that only the device knows."""
+        return (*seq.token_ids, *(token_id for other, token_id, _ in self.unread if other is seq))
+
+    def last(self, block: int) -> Slot:
+        """Return the content of a full block's last slot."""
+        content: Slot = self.slots[(block + 1) * self.manager.block_size - 1]
+        return content
+
+    def content(self, seq: Sequence, i: int) -> Slot:
+        return _content(seq.cache_salt, self.tokens(seq)[: i + 1])
+
+
+@cache
+def _content(salt: str | None, token_ids: tuple[int, ...]) -> Slot:
+    return salt, token_ids  # the same object for all slots, which pickle then writes once
+
+
 @dataclass(slots=True)
 class State:
     """A state: the scheduler, what its blocks would hold, and what has happened so far."""
 
     world: World
     scheduler: Scheduler
-    slots: list[Slot | None]
+    memory: "SaltedMemory"
     alive: list[Sequence] = field(default_factory=list)  # unfinished sequences, the oldest first
-    unread: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # with async_scheduling: sampled, not yet appended
     num_arrived: int = 0
     num_forked: int = 0
     num_aborted: int = 0
@@ -238,7 +263,7 @@ class State:
         size = world.chunk_size
         config = SchedulerConfig(max_num_seqs=world.max_num_seqs, max_num_batched_tokens=size, chunk_size=size)
         manager = block_manager_cls(world.num_blocks, world.block_size, tracer=tracer)
-        return cls(world, scheduler_cls(config, manager, tracer), [None] * (world.num_blocks * world.block_size))
+        return cls(world, scheduler_cls(config, manager, tracer), SaltedMemory(manager))
 
     # ---- what can happen
 
@@ -263,10 +288,10 @@ class State:
 
     def samples(self, plan: StepPlan) -> Iterator[RunStep]:
         """Yield what a step with this plan can sample."""
-        ending = {seq for seq, _, is_last in self.unread if is_last}
+        ending = {seq for seq, _, is_last in self.memory.unread if is_last}
         every = [(token_id, False) for token_id in range(self.world.num_token_ids)] + [(0, True)]
         rows = [
-            [(0, True)] if seq in ending or len(self._tokens_of(seq)) + 1 == seq.max_num_tokens else every
+            [(0, True)] if seq in ending or len(self.memory.tokens(seq)) + 1 == seq.max_num_tokens else every
             for seq, _ in plan.rows
         ]
         return map(RunStep, itertools.product(*rows))
@@ -315,50 +340,26 @@ class State:
                 failed = [(seq.cache_salt, tuple(seq.token_ids[: end * size])) for end in range(1, len(seq.prefix_keys) + 1)]
             self._finish(seq, has_failed=event.has_failed)
             for block in self._cached():
-                require(self.slots[block * size + size - 1] not in failed, "blocks of a failed request leave the prefix cache")
+                require(self.memory.last(block) not in failed, "blocks of a failed request leave the prefix cache")
 
     def reset(self, event: Reset) -> None:
         self.num_resets += 1
         if event.what == "restart":
-            self.unread.clear()
+            self.memory.unread.clear()
             self.scheduler.restart()
         else:
             self.scheduler.block_manager.reset_prefix_cache()
             require(not self._cached(), "reset_prefix_cache leaves no block in the prefix cache")
 
     def plan(self) -> StepPlan:
-        """Schedule and compute a step, and commit it."""
-        scheduler, size = self.scheduler, self.world.block_size
-        decoding = [seq for seq in scheduler.running if seq.num_new_tokens == 1 and seq.num_tokens < seq.max_num_tokens]
-        plan = scheduler.schedule()
-        scheduled = {item.sequence: item.num_new_tokens for item in plan.scheduled}
-        require(scheduled or plan.preempted or self.unread, "a step computes something or preempts a sequence")
-        require(all(seq in scheduled or seq in plan.preempted for seq in decoding), "a decode step always runs (rule 2)")
-        require(not scheduled.keys() & {*plan.preempted}, "a preempted sequence is not scheduled")
-        require(plan.num_prefill_tokens <= scheduler.config.max_num_batched_tokens, "prompts keep to the budget (rule 2)")
-        require(len(scheduler.running) <= scheduler.config.max_num_seqs, "at most max_num_seqs sequences run")
-        for source, target in plan.block_copies:
-            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
-        for seq, num_new in scheduled.items():
-            end, tokens = seq.num_computed_tokens + num_new, self._tokens_of(seq)
-            require(end == len(tokens) or end % scheduler.config.chunk_grid == 0, "prompts are cut at the grid (rule 3)")
-            require(len(seq.block_table) * size >= end, "each token of a step has a slot")
-            for index in range(seq.num_computed_tokens, end):
-                self.slots[seq.block_table[index // size] * size + index % size] = _slot(seq.cache_salt, tokens[: index + 1])
-        for seq, num_new in scheduled.items():
-            tokens = self._tokens_of(seq)
-            for index in range(seq.num_computed_tokens + num_new):
-                held = self.slots[seq.block_table[index // size] * size + index % size]
-                promise = "each slot that a step reads holds its token, computed after all tokens before it"
-                require(held == (seq.cache_salt, tokens[: index + 1]), promise)
-        scheduler.commit(plan)
-        return plan
+        """Schedule, compute and commit a step."""
+        return run_step(self.scheduler, self.memory, self.alive, len(self.memory.unread))
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:
         """Append the tokens of a step, or those of the step before with async_scheduling."""
         sampled = [(seq, token_id, is_last) for (seq, _), (token_id, is_last) in zip(plan.rows, event.sampled, strict=True)]
         if self.world.async_scheduling:
-            sampled, self.unread = self.unread, sampled
+            sampled, self.memory.unread = self.memory.unread, sampled
         for seq, token_id, is_last in sampled:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.append(seq, token_id)
@@ -391,9 +392,9 @@ class State:
         """Return all tokens that a prompt can meet."""
         tree = TokenTree()
         for seq in self.alive:
-            tree.add(seq.cache_salt, self._tokens_of(seq))
+            tree.add(seq.cache_salt, self.memory.tokens(seq))
         for block in self._cached():
-            tree.add(*self._content(block))
+            tree.add(*self.memory.last(block))
         return tree
 
     def key(self) -> bytes:
@@ -403,19 +404,19 @@ class State:
         held = [block for seq in scheduler.running for block in seq.block_table]
         numbers = {block: number for number, block in enumerate(dict.fromkeys([*held, *pool.reusable, *pool.empty]))}
         ages = {name: age for age, name in enumerate(dict.fromkeys(seq.request_id for seq in self.alive))}
-        unread = {seq: is_last for seq, _, is_last in self.unread if seq.request_id in ages}
+        unread = {seq: is_last for seq, _, is_last in self.memory.unread if seq.request_id in ages}
 
         def describe(seq: Sequence) -> tuple[object, ...]:
             return (
                 (ages[seq.request_id], seq.index, seq.priority, len(seq.prompt_token_ids), seq.num_pending_tokens),
                 (seq.num_computed_tokens, seq.num_tokens > seq.num_tokens_at_start, len(seq.prefix_keys), len(seq.forks)),
-                (tree.add(seq.cache_salt, self._tokens_of(seq)), [numbers[block] for block in seq.block_table]),
+                (tree.add(seq.cache_salt, self.memory.tokens(seq)), [numbers[block] for block in seq.block_table]),
                 unread.get(seq),
             )
 
         parts = (
             [[*map(describe, queue)] for queue in (scheduler.running, scheduler.waiting)],
-            [tree.add(*self._content(block)) if pool.contents[block] else None for block in numbers],
+            [tree.add(*self.memory.last(block)) if pool.contents[block] else None for block in numbers],
             (len(pool.reusable), self.num_arrived, self.num_forked, self.num_aborted, self.num_resets),
             [_dumps(more) for more in (_own_attributes(scheduler, Scheduler), _own_attributes(manager, BlockManager)) if more],
         )
@@ -425,17 +426,8 @@ class State:
         """Return the unfinished sequences of each request, the oldest first."""
         return [[*group] for _, group in itertools.groupby(self.alive, key=lambda seq: seq.request_id)]
 
-    def _tokens_of(self, seq: Sequence) -> tuple[int, ...]:
-        """Return the sequence's tokens with those that only the device knows."""
-        return (*seq.token_ids, *(token_id for other, token_id, _ in self.unread if other is seq))
-
     def _cached(self) -> list[int]:
         return [block for block, content in enumerate(self.scheduler.block_manager.blocks.contents) if content]
-
-    def _content(self, block: int) -> Slot:
-        content = self.slots[(block + 1) * self.world.block_size - 1]
-        assert content is not None, "a block in the prefix cache was computed"
-        return content
 
     def _finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
@@ -544,18 +536,13 @@ class _Graph:
                     path[following] = iter(self._by_steps.get(following, ()))
 
     def broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
-        promise = str(error) if isinstance(error, BrokenPromiseError) else f"the class raised {type(error).__name__}: {error}"
+        promise = str(error) if isinstance(error, AssertionError) else f"the class raised {type(error).__name__}: {error}"
         broken = BrokenPromiseError("\n".join([promise, "A shortest run:", *(f"{n}. {e}" for n, e in enumerate(events, 1))]))
         broken.world, broken.events = self.world, events
         return broken
 
 
 # ---- copies of states
-
-
-@cache
-def _slot(salt: str | None, token_ids: tuple[int, ...]) -> Slot:
-    return salt, token_ids  # the same object for each copy, which pickle then writes once
 
 
 @cache

@@ -40,10 +40,11 @@ class Terminal:
         shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1']
         self._main, self._side = pty.openpty()
         termios.tcsetwinsize(self._side, (24, columns))
+        given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self._process = subprocess.Popen(
             [*shell, os.ttyname(self._side), sys.executable, "-c", code],
             start_new_session=True,
-            env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state)} | environment,
+            env=given | {"TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state)} | environment,
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end inside a character
         self._screen = ""

@@ -137,18 +137,20 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(qwen3_path, tmp
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3_path)
     file = str(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata_of(model.config), gguf_files.tensors_of(model)))
     quantised = edited(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    unknown = edited(tmp_path / "unknown", model_type="mystery")
     for model, more, error, words in (
         (file, {}, InvalidValueError, "unquantised safetensors, got '.*a.gguf'; name the checkpoint that .* with --against"),
         (quantised, {}, InvalidValueError, "unquantised safetensors, got '.*gptq'; name the checkpoint that .* with --against"),
         (None, {"against": file}, InvalidValueError, "unquantised safetensors, got '.*a.gguf'; name an unquantised one"),
         (None, {"against": str(qwen3_path)}, InvalidValueError, "must have the 1959 tokens .*, got '.*' with 96"),
         (None, {"variants": "bf16"}, InvalidValueError, "variants must be names of float32, bfloat16, .* got 'bf16' on cpu"),
-        (unknown, {}, UnsupportedError, "transformers .* does not know the model in .*mystery.*; install a newer version"),
         (str(qwen3_path), {}, UnsupportedError, "has no tokenizer files, such as tokenizer.json; add them"),
     ):
         with pytest.raises(error, match=words):
             verify.examine(model, device="cpu", **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoConfig, "from_pretrained", {}.__getitem__)
+        with pytest.raises(UnsupportedError, match=r"transformers .* does not know the model in .*; install a newer version"):
+            verify.examine(None, device="cpu")
     monkeypatch.setattr(verify, "available_cpu_memory", lambda: 10**6)
     with pytest.raises(OutOfMemoryError, match=r"needs 0\.0 GB .* in float32, and 0\.0 GB .*; verify a smaller"):
         verify.examine(None, device="cpu")

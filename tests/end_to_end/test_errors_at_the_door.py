@@ -126,7 +126,7 @@ def test_params_of_beams_and_of_sampling_are_not_taken_for_each_other(ids_llm, m
         ({"stages": [*STAGES, None]}, InvalidTypeError, "stages must be a list of functions"),
         ({"stages": STAGES[0]}, InvalidTypeError, "stages must be a list of functions"),
         ({"stages": STAGES[1:]}, InvalidValueError, "stages lacks keep_allowed, so parameters would be ignored"),
-        ({"stages": "abc"}, InvalidTypeError, "stages must be a list of functions"),
+        ({"stages": "abc"}, InvalidValueError, "stages must be a list of functions or its name, such as .*, got 'abc'"),
         ({"logprobs_mode": "cooked"}, InvalidValueError, "logprobs_mode must be 'raw', 'raw_logprobs', "),
         ({"logprobs_mode": None}, InvalidValueError, "logprobs_mode must be 'raw', .* or 'processed_logits', got None"),
         ({"logprob_mode": "raw"}, InvalidTypeError, "no argument 'logprob_mode'; did you mean logprobs_mode?"),

@@ -32,7 +32,11 @@ class GroupedMemory(machines.Memory):
                 self.slots[table[i // size] * size + i % size] = group, tuple(seq.token_ids[: i + 1])
 
     def check(self, seq, end):
-        """Every token that a query at the end, which may be of this step, reaches is where the group's table says."""
+        """Every token that a query at the end, which may be of this step, reaches is where the group's table says.
+
+        A sequence holds at most what the scheduler has reserved room for.
+        """
+        assert len(self.held(seq)) <= self.manager.num_blocks_for(seq.max_num_tokens)
         size, position = self.manager.block_size, min(end, seq.num_computed_tokens)
         for group, table, window in self.each(seq):
             for i in range(0 if window is None else max(position - window + 1, 0), end):
@@ -57,8 +61,6 @@ def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(wind
 
 
 class GroupedLoad(machines.Load):
-    """Sequences that hold at most what the scheduler has reserved room for."""
-
     memory_cls = GroupedMemory
 
     @initialize(
@@ -74,11 +76,6 @@ class GroupedLoad(machines.Load):
         num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
         manager = BlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
         self.begin_with(config, manager)
-
-    def check_order(self):
-        manager = self.scheduler.block_manager
-        for seq in self.scheduler.running:
-            assert len(self.memory.held(seq)) <= manager.num_blocks_for(seq.max_num_tokens)
 
 
 @pytest.mark.slow

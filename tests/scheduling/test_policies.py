@@ -156,6 +156,7 @@ def expected():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
 def test_the_tokens_are_the_same_under_every_scheduler(scheduler_cls, expected):
     tokens, num_preemptions = run(num_blocks=30, scheduler_cls=scheduler_cls)
     assert tokens == expected
@@ -163,6 +164,7 @@ def test_the_tokens_are_the_same_under_every_scheduler(scheduler_cls, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
 def test_the_tokens_are_the_same_under_every_block_manager(block_manager_cls, expected):
     assert run(num_blocks=30, block_manager_cls=block_manager_cls)[0] == expected
 

@@ -123,7 +123,7 @@ def test_a_rule_that_a_scheduler_breaks_is_named(scheduler_cls, error, rule):
     [
         (check_block_manager, ForgetsCopies, 5),
         (check_block_manager, SharesWithOtherTexts, 5),
-        (check_scheduler, ExceedsThePlaces, 5),
+        (check_scheduler, ExceedsThePlaces, 8),
     ],
 )
 def test_a_run_that_breaks_a_rule_is_short(check, policy, most_calls):

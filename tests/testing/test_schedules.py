@@ -122,10 +122,10 @@ class KeepsWhatFailed(BlockManager):
     ("classes", "promise", "num_events"),
     [
         ((Scheduler, KeepsBlocks), "a block has a reference for each block table", 2),
-        ((Scheduler, ForgetsSalts), "computed after all tokens before it", 4),
-        ((Scheduler, CopiesNothing), "computed after all tokens before it", 3),
+        ((Scheduler, ForgetsSalts), "must hold token", 4),
+        ((Scheduler, CopiesNothing), "must hold token", 3),
         ((NeverStartsTheSecond, BlockManager), "the class raised NanoinferError", 4),
-        ((CutsAnywhere, BlockManager), "prompts are cut at the grid", 2),
+        ((CutsAnywhere, BlockManager), "a chunk must end with the sequence", 2),
         ((Scheduler, KeepsWhatFailed), "blocks of a failed request leave the prefix cache", 3),
     ],
     ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else "",
