@@ -33,7 +33,7 @@ def check_scheduler(
 ) -> None:
     """Check every schedule of three requests, four blocks and two places: no block lost, no request starved, no wrong token.
 
-    If a promise is broken, print a shortest run that breaks it, and write a page that replays it. Takes some minutes.
+    If a promise is broken, print a shortest run that breaks it, and write a page that replays it. Takes a minute or two.
     """
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
