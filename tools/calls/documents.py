@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer.lab import stories
+from tools.stories.documents import MESSAGE_END, train_bpe
 
 VOCAB_SIZE = 1024
 NUM_TOKENIZER_DOCUMENTS = 4000
 MAX_LENGTH = 1024  # the longest input of the model, in tokens
 
-END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 # A word has the same tokens after a space and in quotes, and each digit is a token. So copying needs no spelling.
 CHUNKS = r'\p{L}+|\p{N}|[{}\[\]":,\s]+|.'
@@ -193,30 +193,13 @@ def write_conversation(rng: random.Random, *, is_easy: bool = False, kind: str |
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE vocabulary on the words of the conversations. It has all 256 bytes, so it can spell any text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(CHUNKS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(TAGS),
-        special_tokens=[END_OF_TEXT, MESSAGE_START, MESSAGE_END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     rng = random.Random(seed)
     conversations = (write_conversation(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS))
-    bpe.train_from_iterator((text for conversation in conversations for text in _texts(conversation)), trainer)
-    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=[MESSAGE_START, MESSAGE_END],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_LENGTH,
+    texts = (text for conversation in conversations for text in _texts(conversation))
+    chunks = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(CHUNKS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
+    return train_bpe(texts, chunks, VOCAB_SIZE, chat_template=CHAT_TEMPLATE, max_length=MAX_LENGTH, tags=TAGS)
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

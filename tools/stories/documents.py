@@ -2,9 +2,10 @@
 
 import math
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer.lab import stories
@@ -73,24 +74,50 @@ def write_document(rng: random.Random) -> Document:
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE vocabulary. It has all 256 bytes, so that it can spell any text, emoji and CJK included."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    every_byte, special_tokens = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT, MESSAGE_START, MESSAGE_END]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=special_tokens, initial_alphabet=every_byte, show_progress=False
-    )
     rng = random.Random(seed)
     # Without the chat markers. They are special tokens, and no merge should be spent on their spelling.
     documents = (write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS))
     texts = (f"user\n{d.question}\nassistant\n{d.story}" if d.question else d.story for d in documents)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return train_bpe(texts, bytes_of, VOCAB_SIZE, chat_template=CHAT_TEMPLATE, max_length=SEQUENCE_LENGTH)
+
+
+def train_bpe(
+    texts: Iterable[str],
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    vocab_size: int,
+    *,
+    chat_template: str,
+    max_length: int,
+    tags: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE vocabulary on texts, with the special tokens of a chat.
+
+    Args:
+        texts: the texts, without special tokens.
+        pre_tokenizer: cuts a text into pieces of bytes, which no merge crosses.
+        vocab_size: the number of tokens, with the special tokens and the tags.
+        chat_template: the tokenizer's chat template.
+        max_length: the longest input of the model, in tokens.
+        tags: further tokens, which decoding keeps.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizer
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(tags),
+        special_tokens=[END_OF_TEXT, MESSAGE_START, MESSAGE_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[MESSAGE_START, MESSAGE_END],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
-        model_max_length=SEQUENCE_LENGTH,
+        model_max_length=max_length,
     )
