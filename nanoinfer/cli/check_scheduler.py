@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nanoinfer.cli.options import AsJson, expand_options, print_result
+from nanoinfer.cli.options import AsJson, expand_options, import_modules, print_result
 from nanoinfer.config import class_named
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, suggest
 
@@ -37,12 +37,14 @@ def check_scheduler(
     """
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
-    from nanoinfer.testing.schedules import BrokenPromiseError, Explored, World, explore, replay
+    from nanoinfer.testing.schedules import BrokenPromiseError, World, explore, replay
     from nanoinfer.tracing import Recorder, StepScheduled
 
-    def print_seen(seen: Explored) -> None:
-        print(f"{seen.num_states:,} states, {seen.num_transitions:,} transitions, no promise broken. {seen.seconds:.0f} s")
+    def print_seen(seen: dict[str, float]) -> None:
+        counts = f"{seen['num_states']:,} states, {seen['num_transitions']:,} transitions"
+        print(f"{counts}, no promise broken. {seen['seconds']:.0f} s")
 
+    import_modules(None, scheduler, block_manager_cls)
     scheduler_class = class_named("MODULE:CLASS", scheduler) or Scheduler
     manager_class = class_named("block_manager_cls", block_manager_cls) or BlockManager
     for given, base in (scheduler_class, Scheduler), (manager_class, BlockManager):
@@ -57,7 +59,7 @@ def check_scheduler(
                 sizes,
                 lambda seen: status.update(f"Exploring: {seen.num_states:,} states after {seen.num_events} events"),
             )
-            return print_result(seen, as_json, print_seen)
+            return print_result(seen._asdict(), as_json, print_seen)
         except BrokenPromiseError as broken:
             error = broken
     recorder = Recorder()

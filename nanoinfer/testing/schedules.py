@@ -245,7 +245,7 @@ class State:
 
     world: World
     scheduler: Scheduler
-    memory: "SaltedMemory"
+    memory: SaltedMemory
     alive: list[Sequence] = field(default_factory=list)  # unfinished sequences, the oldest first
     num_arrived: int = 0
     num_forked: int = 0
