@@ -41,6 +41,10 @@ NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a fur
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
+FIGURE_CODE = re.compile(
+    r'(celltag_figure\s*">\s*)(<div class="jp-Cell-inputWrapper".*?)(?=<div class="jp-Cell-outputWrapper")', re.DOTALL
+)
+CELL = '<div class="jp-Cell '
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 
@@ -143,8 +147,19 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub(r'href="\.\./docs/(\w+)\.md"', r'href="../../docs/\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
-    content = FIGURE.sub(named, content)
+    content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
+
+
+def folded(content: str) -> str:
+    """Fold what Jupyter shows folded: the code of figures, and sections of questions, which end at the next heading."""
+    fold = '<details class="fold"><summary>{}</summary>'.format
+    content = FIGURE_CODE.sub(rf"\1{fold('the code of this figure')}\2</details>", content)
+    if (at := content.find("celltag_questions")) >= 0:
+        start = content.index(CELL, at)
+        end = content.rindex(CELL, start, content.index("<h2", start))
+        content = f"{content[:start]}{fold('the answers')}{content[start:end]}</details>{content[end:]}"
+    return content
 
 
 def on_post_build(config: MkDocsConfig) -> None:

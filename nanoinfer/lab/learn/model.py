@@ -93,7 +93,7 @@ TASKS = [
     Task(
         "rotary",
         Function("nanoinfer.models.layers", "apply_rotary"),
-        "02",
+        "01",
         "turn pairs of numbers by an angle that grows with the position.\n\n"
         "The pair of number i is (x[i], x[i + head_dim/2]). By an angle of 90 degrees (cos 0, sin 1), [1, 2] becomes [-2, 1].",
         (
@@ -134,7 +134,7 @@ TASKS = [
     Task(
         "eight_bits",
         Function("nanoinfer.loading.quantization", "_in_eight_bits"),
-        "04",
+        "d4",
         "round a weight to 8 bits, one scale per group.\n\n"
         "Returns integers in uint8 where 128 means 0 (groups joined again), the scales [out, groups], and the zeros (128).\n"
         "A group [1.27, -0.64] has the scale 0.01 and the integers 255 and 64.",

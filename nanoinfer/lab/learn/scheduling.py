@@ -347,7 +347,7 @@ TASKS = [
     Task(
         "pack",
         Function("nanoinfer.execution.forward_batch", "_pack"),
-        "02",
+        "03",
         "put the new tokens of all sequences into one row, each with its position and its slot.\n\n"
         "Token i of a sequence has the slot block_table[i // block_size] * block_size + i % block_size. With blocks of 4 and\n"
         "a table [7, 2], token 5 has slot 9. Draft tokens follow the new token, each as a query of its own.",
