@@ -42,7 +42,7 @@ LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
 FIGURE_CODE = re.compile(
-    r'(celltag_figure\s*">\s*)(<div class="jp-Cell-inputWrapper".*?)(?=<div class="jp-Cell-outputWrapper")', re.DOTALL
+    r'(celltag_figure"[^>]*>\s*)(<div class="jp-Cell-inputWrapper".*?)(?=<div class="jp-Cell-outputWrapper")', re.DOTALL
 )
 CELL = '<div class="jp-Cell '
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
