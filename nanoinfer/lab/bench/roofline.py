@@ -81,7 +81,7 @@ class Phase:
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure the bandwidth and the GEMM rates, each as the best of ten.
 
-    The rates are those of square matrix products of GEMM_SIZE, or of a quarter of it if that is faster, because a cache holds it.
+    The rates are those of square matrix products of GEMM_SIZE, or of a quarter of it if that is faster, as a cache holds it.
     torch computes them, or on a CPU the engine's kernel if it is faster.
     dtype: a dtype to measure besides fp32 and bf16.
     """
