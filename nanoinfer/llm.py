@@ -204,7 +204,8 @@ class LLM:
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, and no structured output. With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
-            lora_request, priority: as in generate.
+            lora_request: as in generate.
+            priority: as in generate.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
