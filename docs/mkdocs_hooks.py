@@ -48,7 +48,6 @@ NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a fur
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
-CODE = re.compile(r'<(?:div class="jp-Cell jp-CodeCell|div class="[^"]*highlight|details class="[^"]*mkdocstrings-source)')
 PYODIDE = "0.28.3"  # the version of the package on npm
 PYODIDE_FILES = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
@@ -148,7 +147,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
     content = with_data(content)
     if page.file.src_uri.startswith(("notebooks/", "api.")):
-        content = CODE.sub(lambda tag: tag[0].replace(" ", " data-search-exclude ", 1), content)
+        content = content.replace("<pre", "<pre data-search-exclude")  # of the code, and of what it prints
     if not page.file.src_uri.endswith(".ipynb"):
         return content
 
