@@ -1,4 +1,5 @@
-"""Functions that pages of the site call in the reader's browser: the scheduler game with an order of the reader's own.
+"""Functions that pages of the site call in the reader's browser: the tasks of `nanoinfer learn` that need no tensors, and the
+scheduler game with an order of the reader's own.
 
 In: numbers, and Python code as text. Out: JSON. Pyodide imports this file with the package's Python files (python_worker.js),
 and without torch and numpy. An error's last line is shown to the reader.
@@ -12,6 +13,8 @@ from typing import Any
 
 import scheduler_game as game
 
+from nanoinfer.lab.learn.check import check
+from nanoinfer.lab.learn.track import TRACK, find
 from nanoinfer.scheduling.sequence import Sequence
 
 # What the reader changes.
@@ -73,3 +76,16 @@ def play_own_order(code: str, trace: int, *chosen: int) -> str:
         raise MistakeError(described(error)) from error
     finally:
         del game.ORDERS[OWN]
+
+
+def tasks() -> dict[str, Any]:
+    """What the page shows of each task."""
+    shown = [task for task in TRACK if "torch" not in task.text]
+    return {"tasks": [{"name": task.name, "title": task.title, "code": task.text, "hints": task.hints} for task in shown]}
+
+
+def check_task(name: str, code: str) -> str:
+    """Compare the reader's function with the engine's. Returns "passed", or the smallest case in which they differ."""
+    task = find(name)
+    failure = check(task, function_in(code, task.function.name))
+    return json.dumps("passed" if failure is None else str(failure))

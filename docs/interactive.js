@@ -221,11 +221,11 @@ const interactive = (() => {
 
   const tasks = (figure, { tasks }) => {
     const show = () => {
-      const { name, code, hints, lesson } = tasks[which.read()];
+      const { name, code, hints } = tasks[which.read()];
       const more = hints.map((text, i) => make("details", {}, make("summary", {}, `Hint ${i + 1}`), text));
       page.replaceChildren(editor(name, `Your ${name}`, code, source => callPython("check_task", name, source)), ...more);
     };
-    const which = choice("Task", tasks.map(one => `${one.name}: ${one.about}`), 0, show), page = make("div");
+    const which = choice("Task", tasks.map(one => `${one.name}: ${one.title}`), 0, show), page = make("div");
     figure.replaceChildren(which.element, page);
     show();
   };

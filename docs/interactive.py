@@ -66,7 +66,8 @@ def with_data(page: str) -> str:
 
 def python_archive() -> bytes:
     """A zip archive of the package's Python files, of what they need without torch, and of browser.py with its game."""
-    roots = {path: ROOT for path in [ROOT / "BENCHMARKS.md", *FOLDER.glob("*.py"), *ROOT.glob("nanoinfer/**/*.py")]}
+    patterns = ("BENCHMARKS.md", "docs/*.py", "nanoinfer/**/*.py", "nanoinfer/**/*.toml")
+    roots = {path: ROOT for pattern in patterns for path in ROOT.glob(pattern)}
     types = Path(annotated_types.__file__).parent
     roots |= {path: types.parent for path in [*types.glob("*.py"), Path(typing_extensions.__file__)]}
     file = io.BytesIO()
