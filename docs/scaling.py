@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.config import CacheConfig
 from nanoinfer.lab.bench.random_models import RANDOM_MODELS
 from nanoinfer.lab.bench.roofline import Machine, Part, count
