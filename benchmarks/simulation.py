@@ -2,8 +2,8 @@
 
 python -m benchmarks.simulation FOLDER --model config.json --hardware hardware.json --settings default= seqs4=max_num_seqs=4
 
-FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. A prediction is compared with the median of the repeats. The bound of
-its error is 15%, or the range of the repeats divided by their median if that is larger.
+FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. A prediction is compared with the median of the repeats. The bound
+of its error is 15%, or the range of the repeats divided by their median if that is larger.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LEAST_BOUND = 0.15
 
 def measured_ms(run: MeasuredRun) -> list[float]:
     """Return the FIGURES of a run."""
-    found = percentiles(run.ttft_s), percentiles([seconds for seconds in run.tpot_s if seconds is not None])
+    found = percentiles(run.ttft_s), percentiles(run.tpot_s)
     return [value for one in found if one is not None for value in (one.p50, one.p99)]
 
 

@@ -50,7 +50,7 @@ def simulate(
     model: ConfigModel = None,
     hardware: Annotated[
         str,
-        typer.Option(help="H100, H200, MI300X, M4, laptop, or a file of `nanoinfer bench roofline --json` or `nanoinfer bench calibrate`."),
+        typer.Option(help="H100, H200, MI300X, M4, laptop, or a file of `bench roofline --json` or `bench calibrate`."),
     ] = "H100",
     picked: WorkloadOptions,
     engine: SimulatedOptions,
@@ -72,7 +72,7 @@ def simulate(
     from nanoinfer.lab.simulate.simulator import requests_of
 
     sizes, machine, settings = read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine))
-    engines = {
+    engines: dict[str, Any] = {
         "num_engines": num_engines,
         "num_prefill_engines": num_prefill_engines,
         "enable_expert_parallel": enable_expert_parallel,
@@ -98,7 +98,10 @@ def simulate(
 @options.expand_options
 def calibrate(
     *,
-    reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many.")],
+    reports: Annotated[
+        list[Path],
+        typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
+    ],
     model: ConfigModel = None,
     hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
     engine: SimulatedOptions,

@@ -2,12 +2,12 @@
 
 In: a model's sizes, a Hardware, the engine's settings, Requests. Out: a Result with the times of each request.
 
-The loop is that of LLMEngine.step, with costs.py in the place of the executor: with async_scheduling a step is planned before the
-tokens of the step before are known, and the host's work runs while the device computes. A step ends when its tokens are known.
+The loop is that of LLMEngine.step, with costs.py in the place of the executor: with async_scheduling a step is planned before
+the tokens of the step before are known, and the host works while the device computes.
 
 Between two events, the steps of decoding differ only in the lengths of the sequences. So they are advanced together: only
-sequences that begin or fill a block are looked at. Events are arrivals, ends of answers, and blocks that may run out. The figures
-are those of single steps.
+sequences that begin or fill a block are looked at. Events are arrivals, ends of answers, and blocks that may run out. The
+figures are those of single steps.
 """
 
 import itertools
@@ -277,8 +277,8 @@ class Simulation:
         if num_prompt + request.output_len > self._max_model_len or num_needed > self.block_manager.num_blocks:
             room = self.block_manager.num_blocks * self.block_manager.block_size
             raise InvalidValueError(
-                f"a request of {num_prompt} + {request.output_len} tokens is too long: max_model_len is {self._max_model_len}, and "
-                f"the KV cache has room for {room} tokens; pick a shorter one, or raise kv_cache_memory"
+                f"a request of {num_prompt} + {request.output_len} tokens is too long: max_model_len is {self._max_model_len}, "
+                f"and the KV cache has room for {room} tokens; pick a shorter one, or raise kv_cache_memory"
             )
         seq = Sequence(
             str(self._num_requests),
@@ -465,7 +465,9 @@ class _DecodeSteps:
 def _check_simulated(settings: EngineArgs) -> None:
     for one in fields(settings):
         if one.name not in SIMULATED and getattr(settings, one.name) != one.default:
-            raise UnsupportedError(f"{one.name} is not simulated; leave it out. These settings are: {', '.join(sorted(SIMULATED))}")
+            raise UnsupportedError(
+                f"{one.name} is not simulated; leave it out. These settings are: {', '.join(sorted(SIMULATED))}"
+            )
 
 
 def _overrides_only(given: type, base: type, allowed: set[str]) -> bool:
@@ -504,7 +506,7 @@ def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[
     )
     if num_blocks < most_blocks(1, sizes.cache.windows, block_size, chunk_size):
         raise InvalidValueError(
-            f"{costs.hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, which must hold the weights, {weights / 1e9:.1f} GB, "
+            f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "
             f"and a KV cache, got {max(memory, 0) / 1e9:.1f} GB for it; raise tensor_parallel_size, or pick other hardware"
         )
     return num_blocks, num_state_slots
