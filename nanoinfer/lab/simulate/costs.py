@@ -147,7 +147,8 @@ class ModelSizes:
         for window, num_layers in self._layers_of:
             width = context if window is None else min(window, context)
             work.num_keys += min(context, width + num_new - 1) * num_layers
-            work.num_pairs += (_seen(context, width) - _seen(context - num_new, width)) * num_layers
+            num_seen = width if num_new == 1 else _seen(context, width) - _seen(context - num_new, width)
+            work.num_pairs += num_seen * num_layers
 
     def grow(self, work: Work, starts: ListLike[int], num_steps: int) -> None:
         """Change the work of a decode step into that of the next step of the same sequences.
