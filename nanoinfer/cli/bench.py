@@ -81,7 +81,7 @@ class WorkloadOptions:
         typer.Option(
             metavar="FILE",
             help="Recorded requests: JSON lines with timestamp (ms), input_length, output_length and perhaps hash_ids, as in "
-            "Mooncake's traces. --num-prompts takes the first ones.",
+            "Mooncake's traces, or a CSV file of Azure's. --num-prompts takes the first ones.",
         ),
     ] = None
     num_prompts: Annotated[
@@ -90,6 +90,13 @@ class WorkloadOptions:
     input_len: Annotated[str, typer.Option(help="Tokens per prompt: 128, or drawn from 16-256.")] = "128"
     output_len: Annotated[str, typer.Option(help="Tokens per answer, in the same form.")] = "128"
     request_rate: Annotated[float, typer.Option(help="Requests per second, at random times; inf is all at once.")] = math.inf
+    burstiness: Annotated[
+        float, typer.Option(help="1 is a Poisson process. Below 1, requests come in bursts, above 1 more evenly.")
+    ] = 1.0
+    turns: Annotated[
+        int, typer.Option(min=1, help="Requests of a session. Each prompt repeats the session and adds --input-len.")
+    ] = 1
+    think_time: Annotated[float, typer.Option(help="Mean seconds between two requests of a session.")] = 10.0
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
     top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
@@ -116,21 +123,23 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     if picked.trace is not None:
         if picked != WorkloadOptions(trace=picked.trace, num_prompts=picked.num_prompts, **sampling):
             raise InvalidValueError(
-                "--trace gives the lengths and the arrivals; leave --workload, --input-len, --output-len, --request-rate and "
-                "--seed out"
+                "--trace gives the lengths and the arrivals; leave --workload, --input-len, --output-len, --request-rate, "
+                "--burstiness, --turns, --think-time and --seed out"
             )
         return [workloads.recorded(picked.trace, num_prompts=picked.num_prompts, sampling=sampling)]
     if picked.num_prompts is None:
         if picked != WorkloadOptions(workload=picked.workload):
             raise InvalidValueError(
-                "--input-len, --output-len, --request-rate, --temperature, --top-k, --top-p and --seed describe a workload of "
-                "your own; give --num-prompts, too"
+                "--input-len, --output-len, --request-rate, --burstiness, --turns, --think-time, --temperature, --top-k, "
+                "--top-p and --seed describe a workload of your own; give --num-prompts, too"
             )
         return workloads.named(picked.workload or DEFAULT_WORKLOADS)
     if picked.workload is not None:
         raise InvalidValueError("give --workload, or --num-prompts for a workload of your own, not both")
-    lengths = {name: getattr(picked, name) for name in ("num_prompts", "input_len", "output_len", "request_rate", "seed")}
-    return [workloads.described(sampling=sampling, **lengths)]
+    described = asdict(picked)
+    for name in ("workload", "trace", *sampling):
+        del described[name]
+    return [workloads.described(sampling=sampling, **described)]
 
 
 @app.command(cls=Command)
@@ -329,9 +338,10 @@ def serve(
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
     from nanoinfer.lab.bench import serve as measurement
+    from nanoinfer.lab.bench.timing import parse_goodput
     from nanoinfer.server.client import Client
 
-    limits = measurement.parse_goodput(goodput or [])
+    limits = parse_goodput(goodput or [])
     workloads = pick_workloads(picked)
     client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"), timeout=timeout)
     target = measurement.Target(
