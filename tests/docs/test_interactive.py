@@ -80,7 +80,7 @@ def test_a_game_is_worth_playing(data):
 
 
 def markers():
-    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9d]*.ipynb")):
         cells = nbformat.read(path, as_version=4).cells
         for i, cell in enumerate(cells):
             if cell.cell_type == "markdown":
@@ -154,7 +154,7 @@ def figure(kind, inside="", **attributes):
 
 def cell_with(name):
     """The functions of a name in the notebooks' cells, by the name."""
-    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9d]*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "code" and f"def {name}(" in cell.source:
                 functions = [node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef)]
