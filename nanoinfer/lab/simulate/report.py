@@ -83,7 +83,7 @@ def find(run: Callable[[Choice], Run], grid: Mapping[str, Sequence[Any]], start:
     while True:
         before = best
         for name, values in grid.items():
-            runs = [run(best.choice | {name: value}) for value in values]
+            runs = [run(best.choice | {name: value}) for value in values if value != best.choice[name]]
             tried += runs
             best = max([best, *runs], key=lambda one: one.figures.goodput_requests_per_s or 0.0)
         if best is before:
