@@ -19,6 +19,7 @@ from nanoinfer.cli.generate import generate
 from nanoinfer.cli.learn import app as learn_app
 from nanoinfer.cli.options import AsJson, Model, busy, expand_options, print_result
 from nanoinfer.cli.serve import serve
+from nanoinfer.cli.simulate import simulate
 from nanoinfer.config import EngineArgs
 
 app = typer.Typer(
@@ -170,6 +171,9 @@ nanoinfer explain --demo preemption""",
     models: "nanoinfer models",
     inspect: "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096",
     check_scheduler: "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
+    simulate: """\
+nanoinfer simulate -m config.json --hardware H100 --num-prompts 200 --request-rate 20 --input-len 500 --output-len 100
+nanoinfer bench roofline --json > here.json; nanoinfer simulate --hardware here.json --workload B16""",
     doctor: "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
     verify: """\
 nanoinfer verify -m Qwen/Qwen3-0.6B
