@@ -57,6 +57,7 @@ RandomModel = Annotated[
     ),
 ]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
+Goodput = Annotated[list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
 
@@ -277,15 +278,11 @@ def _show_throughput(results: "list[Measurement[Figures]]") -> None:
 
 
 def _show_percentiles(results: "list[Measurement[F]]") -> None:
-    print_percentiles([(result.workload.name, asdict(result.figures)) for result in results])
-
-
-def print_percentiles(results: list[tuple[str, dict[str, Any]]]) -> None:
-    """Print every latency of each workload. results: a workload's name, and its Figures as a dict."""
+    """Print every latency of each workload."""
     rows = [
-        (workload, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
-        for workload, figures in results
-        for name, percentiles in figures.items()
+        (result.workload.name, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
+        for result in results
+        for name, percentiles in asdict(result.figures).items()
         if name.endswith("_ms") and percentiles is not None
     ]
     options.print_table(("workload", "figure", "mean ms", "p50 ms", "p95 ms", "p99 ms"), rows)
@@ -336,9 +333,7 @@ def serve(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum requests in flight. Default: no limit.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send words to /chat/completions, not ids to /completions.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length. OpenAI's servers refuse the field.")] = True,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')
-    ] = None,
+    goodput: Goodput = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte after which a request has failed.")] = 600,
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs, each after a request to warm up.")] = 1,
     as_json: options.AsJson = False,

@@ -55,12 +55,11 @@ class Run:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "settings": self.choice,
+            "choice": self.choice,
             "figures": self.figures,
             "counts": dict(self.result.counts),
-            "num_steps": self.result.num_steps,
-            "device_utilization": self.result.device_s / self.result.end_s,
             "cost_per_million_output_tokens": self.cost,
+            **{name: getattr(self.result, name) for name in ("num_steps", "num_blocks", "device_s")},
         }
 
 
@@ -97,11 +96,10 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows. Columns without a value are left out."""
     columns: dict[str, Callable[[Run], object]] = {
         **{name: lambda run, name=name: run.choice[name] for name in runs[0].choice},
-        "req/s": lambda run: run.figures.requests_per_s,
         "out tok/s": lambda run: run.figures.output_tokens_per_s,
         **{
             f"{figure.upper()} {percentile} ms": lambda run, figure=figure, percentile=percentile: _percentile(run, figure, percentile)
-            for figure in ("ttft", "tpot", "itl")
+            for figure in TITLES
             for percentile in ("p50", "p99")
         },
         "goodput/s": lambda run: run.figures.goodput_requests_per_s,
