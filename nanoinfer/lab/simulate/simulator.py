@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, fields, replace
+from types import FunctionType
 
 from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
 from nanoinfer.engine.llm_engine import scheduling_classes
@@ -43,9 +44,10 @@ SIMULATED = {
     *("scheduling_policy", "scheduler_cls", "block_manager_cls", "enable_chunked_prefill", "chunk_size", "max_model_len"),
     *("kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization", "enable_prefix_caching", "async_scheduling"),
 }
-# The methods of Scheduler that a policy may override while steps are advanced together: they are called when a sequence starts
-# or blocks run out. A class that overrides others runs in single steps.
+# The methods that a class may override while steps are advanced together: they are called when a sequence starts or blocks run
+# out. A class that overrides others runs in single steps.
 POLICY_METHODS = {"order_waiting", "may_start", "num_reserved_blocks", "choose_victim", "to_preempt"}
+CACHE_METHODS = {"choose_evicted", "start", "evict"}
 _PARAMS = SamplingParams()
 
 
@@ -221,7 +223,12 @@ class Simulation:
         self._arriving: Iterator[Request] = iter(())
         self._next: tuple[float, Request] | None = None  # the next request, and when the scheduler gets it
         self._num_requests = 0
-        self._can_advance = on_step is None and self.block_manager.state_slots is None and _keeps_rules(scheduler_cls)
+        self._can_advance = (
+            on_step is None
+            and self.block_manager.state_slots is None
+            and _overrides_only(scheduler_cls, Scheduler, POLICY_METHODS)
+            and _overrides_only(block_manager_cls, BlockManager, CACHE_METHODS)
+        )
 
     def run(self, requests: Iterable[Request]) -> Result:
         """Answer all requests. Raises: InvalidValueError: a request is too long, or arrives before the one before it."""
@@ -461,9 +468,9 @@ def _check_simulated(settings: EngineArgs) -> None:
             raise UnsupportedError(f"{one.name} is not simulated; leave it out. These settings are: {', '.join(sorted(SIMULATED))}")
 
 
-def _keeps_rules(scheduler_cls: type[Scheduler]) -> bool:
-    methods = {name for name in vars(Scheduler) if not name.startswith("__")} - POLICY_METHODS
-    return all(getattr(scheduler_cls, name) is getattr(Scheduler, name) for name in methods)
+def _overrides_only(given: type, base: type, allowed: set[str]) -> bool:
+    methods = {name for name, value in vars(base).items() if isinstance(value, FunctionType)} - allowed
+    return all(getattr(given, name) is getattr(base, name) for name in methods)
 
 
 def _costs_of(sizes: ModelSizes, hardware: Hardware, config: EngineConfig, *, enable_expert_parallel: bool) -> StepCosts:
