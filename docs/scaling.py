@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanoinfer.config import CacheConfig
 from nanoinfer.lab.bench.random_models import RANDOM_MODELS
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work, work_of
+from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, work_of
 from nanoinfer.lab.simulate.hardware import HARDWARE
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -48,25 +48,15 @@ def num_users(sizes: ModelSizes, ranks: int, context: int) -> int:
     return int(left // (context * sizes.cache.bytes_per_token(DTYPE)))
 
 
-def work(sizes: ModelSizes, *, num_seqs: int, num_new: int) -> Work:
-    """A step of sequences of CONTEXT tokens, num_new of each new."""
-    return work_of(sizes, [(num_new, CONTEXT)] * num_seqs)
-
-
 def step_s(name: str, ranks: int, *, num_seqs: int, num_new: int) -> float:
-    """Seconds of such a step."""
+    """Seconds of a step of sequences of CONTEXT tokens, num_new of each new."""
     costs = costs_of(name, ranks)
-    return costs.device_s(work(costs.sizes, num_seqs=num_seqs, num_new=num_new))
+    return costs.device_s(work_of(costs.sizes, [(num_new, CONTEXT)] * num_seqs))
 
 
 def all_reduce_share(name: str, ranks: int, *, num_seqs: int, num_new: int) -> float:
-    """The share of a layer's time in which it waits for all_reduces."""
-    costs = costs_of(name, ranks)
-    parts = costs.sizes.parts(work(costs.sizes, num_seqs=num_seqs, num_new=num_new), DTYPE)
-    layers = [part for part in parts if part.name not in ("embedding", "LM head")]
-    computing = sum(part.least_s(H200.bandwidth, H200.rates[DTYPE.name]) for part in layers) / ranks
-    waiting = costs.communication_s(num_seqs * num_new)
-    return waiting / (waiting + computing)
+    """The share of a step's time in which it waits for all_reduces."""
+    return costs_of(name, ranks).communication_s(num_seqs * num_new) / step_s(name, ranks, num_seqs=num_seqs, num_new=num_new)
 
 
 def node_decode(name: str, ranks: int) -> float:
@@ -111,7 +101,7 @@ best arrangement:
 
 {table(["Qwen3", *RANKS], latency)}
 
-**The share of the two all_reduces in a layer's time**, over 2 and over 8 ranks, in a decode step of one user, in one of 64
+**The share of the all_reduces in a step's time**, over 2 and over 8 ranks, in a decode step of one user, in one of 64
 users, and in a prefill of {CONTEXT:,} tokens:
 
 {table(["Qwen3", "1 user, 2", "1 user, 8", "64, 2", "64, 8", "prefill, 2", "prefill, 8"], shares)}

@@ -1,8 +1,8 @@
 """Play the scheduler game: the engine's scheduler and block manager on six traces, with every choice that a player has.
 
 `python docs/scheduler_game.py` prints the best and the worst choices for each trace. The site shows the outcomes
-(scheduler_game.md), so its browser schedules nothing. No model runs: `nanoinfer simulate` says how long each step takes. Seeds are
-fixed, so the outcomes are the same everywhere.
+(scheduler_game.md), so its browser schedules nothing. No model runs: `nanoinfer simulate` says how long each step takes. Seeds
+are fixed, so the outcomes are the same everywhere.
 """
 
 import random
@@ -113,8 +113,8 @@ def chats(
     num: int,
     every: float,
     *,
-    first_ms: int = 250,
-    pause_ms: int = 60,
+    first_ms: int = 125,
+    pause_ms: int = 30,
     prompts: tuple[int, int] = (30, 120),
     outputs: tuple[int, int] = (16, 48),
     shared: tuple[int, ...] = (),
@@ -134,19 +134,22 @@ def by_arrival(requests: list[Request]) -> list[Request]:
 
 def make_traces() -> list[Trace]:
     rng = random.Random(0)
-    documents = [Request(at, prompt(rng, 900), 24, 64, 1200, 100) for at in (100.0, 350.0, 600.0)]
-    jobs = [Request(5.0 * i, prompt(rng, 400), 60, 64, 4000, 400, 1) for i in range(6)]
+    documents = [Request(at, prompt(rng, 900), 24, 64, 600, 50) for at in (50.0, 175.0, 300.0)]
+    jobs = [Request(2.5 * i, prompt(rng, 400), 60, 64, 2000, 200, 1) for i in range(6)]
     small = {"prompts": (30, 70), "outputs": (40, 64)}
     system = tuple(range(400))
     return [
-        Trace("Fast readers", "Chats. Nobody should wait 40 ms between two tokens.", 400, chats(1, 14, 45, pause_ms=40)),
-        Trace("Three documents", "Chats, and three prompts of 900 tokens.", 600, by_arrival([*chats(4, 10, 70), *documents])),
-        Trace("Little memory", "Long answers.", 36, chats(4, 14, 25, first_ms=500, pause_ms=50, **small)),
-        Trace("One system prompt", "All begin with the same 400 tokens.", 150, chats(8, 14, 20, first_ms=300, shared=system)),
+        Trace("Fast readers", "Chats. Nobody should wait 15 ms between two tokens.", 400, chats(1, 14, 22, pause_ms=15)),
+        Trace("Three documents", "Chats, and three prompts of 900 tokens.", 600, by_arrival([*chats(4, 10, 35), *documents])),
+        Trace("Little memory", "Long answers.", 36, chats(4, 14, 12, first_ms=250, pause_ms=20, **small)),
+        Trace("One system prompt", "All begin with the same 400 tokens.", 150, chats(8, 14, 10, first_ms=150, shared=system)),
         Trace(
-            "Chats and jobs", "Six jobs of priority 1 may take seconds. Chats have priority 0.", 120, [*jobs, *chats(2, 10, 60)]
+            "Chats and jobs",
+            "Six jobs of priority 1 may take seconds. Chats have priority 0.",
+            120,
+            by_arrival([*jobs, *chats(2, 10, 30)]),
         ),
-        Trace("Overload", "More chats than the machine can serve in time.", 70, chats(4, 30, 12, first_ms=300)),
+        Trace("Overload", "More chats than the machine can serve in time.", 70, chats(4, 30, 6, first_ms=150)),
     ]
 
 

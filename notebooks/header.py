@@ -237,7 +237,8 @@ NOTEBOOKS = {
         former="20",
     ),
     "d10_which_settings_which_machine": Header(
-        "how a wish becomes a load and limits, what a simulator of an engine knows and does not, and how to find out how wrong it is.",
+        "how a wish becomes a load and limits, what a simulator of an engine knows and does not, and how to find out how wrong "
+        "it is.",
         35,
         ("lab/simulate/costs.py", "lab/simulate/simulator.py", "lab/simulate/calibrate.py"),
         ("scheduler", "server"),

@@ -174,7 +174,10 @@ def roofline(
                 "measured_ms": phase.measured_s * 1e3,
                 "least_ms": phase.least_s(machine, dtype) * 1e3,
                 "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
-                "parts": [asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3} for part in phase.parts],
+                "parts": [
+                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3}
+                    for part in phase.parts
+                ],
             }
             for phase in phases
         ],

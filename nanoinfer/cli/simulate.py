@@ -1,7 +1,7 @@
 """`nanoinfer simulate`: the figures of a workload on a machine that need not be here, with the engine's own scheduling."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from nanoinfer.arguments import declarations
 from nanoinfer.cli import options
 from nanoinfer.cli.bench import Goodput, WorkloadOptions, pick_workloads
 from nanoinfer.cli.bench import app as bench_app
@@ -58,7 +59,7 @@ class MachineOptions:
     hardware: Annotated[
         str,
         typer.Option(
-            help="H100, H200, MI300X, M4, laptop, or a file of `nanoinfer bench roofline --json` or `nanoinfer bench calibrate`."
+            help="H100, H200, MI300X, M4, laptop, or a file of `nanoinfer bench roofline --json` or `bench calibrate`."
         ),
     ] = "H100"
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device per hour, for the cost of tokens.")] = None
@@ -74,7 +75,6 @@ class MachineOptions:
 @options.expand_options
 def simulate(
     *,
-    context: typer.Context,
     machine: MachineOptions,
     picked: WorkloadOptions,
     engine: SimulatedOptions,
@@ -83,7 +83,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUES",
-            help="Values of an option above, such as max_num_seqs=8,16,32. Given several times, every combination is simulated.",
+            help="Values of an option above, such as max_num_seqs=8,16,32. Given twice, every combination is simulated.",
         ),
     ] = None,
     find: Annotated[
@@ -108,7 +108,7 @@ def simulate(
     given = {name: value for group in groups for name, value in asdict(group).items()}
     limits, workloads = parse_goodput(goodput or []), [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
-    values |= _swept(context, sweep or [], list(given))
+    values |= _swept(sweep or [], groups)
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
@@ -120,12 +120,15 @@ def simulate(
         else:
             grid = values or report.GRID
             runs = report.find(run, grid, {name: given[name] for name in grid})
+    shown = runs if find is None else runs[-1:]
     if html is not None:
-        changed = (f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name))
-        html.write_text(report.page(", ".join(changed), runs if find is None else runs[-1:], limits), encoding="utf-8")
+        changed = (
+            f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
+        )
+        html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     found = {"settings": settings, "results": [one.as_json() for one in runs]}
-    options.print_result(found, as_json, lambda _: _print_runs(*report.table(runs)))
+    options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
 
 
 def _run(
@@ -162,7 +165,10 @@ def _with(group: G, choice: "Choice") -> G:
 @options.expand_options
 def calibrate(
     *,
-    reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many.")],
+    reports: Annotated[
+        list[Path],
+        typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
+    ],
     model: ConfigModel = None,
     hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
     engine: SimulatedOptions,
@@ -194,15 +200,16 @@ def read_sizes(model: str | None) -> "ModelSizes":
     return ModelSizes.of(read_json(path))
 
 
-def _swept(context: typer.Context, texts: list[str], given: list[str]) -> dict[str, list[Any]]:
-    """Read NAME=VALUES, as the command line reads the option of this name. given: the options that may be swept."""
-    kinds = {option.name: option for option in context.command.params}
+def _swept(texts: list[str], groups: Iterable[object]) -> dict[str, list[Any]]:
+    """Read NAME=VALUES. groups: the dataclasses of the options that may be swept."""
+    kinds = {name: one.kind for group in groups for name, one in declarations(type(group)).items()}
     found = {}
     for text in texts:
         name, _, values = text.removeprefix("--").partition("=")
-        if (name := name.replace("-", "_")) not in given:
-            raise InvalidValueError(f"--sweep has no option {name!r}; {suggest(name, given)}")
-        found[name] = [kinds[name].type_cast_value(context, value) for value in values.split(",")]
+        if (name := name.replace("-", "_")) not in kinds:
+            raise InvalidValueError(f"--sweep has no option {name!r}; {suggest(name, list(kinds))}")
+        read = kinds[name] if kinds[name] in (str, Path) else partial(options.read_json, f"--sweep {name}")
+        found[name] = [read(value) for value in values.split(",")]
     return found
 
 

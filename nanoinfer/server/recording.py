@@ -1,6 +1,6 @@
-"""`nanoinfer serve --record FILE`: the arrivals and lengths of all requests, for `nanoinfer bench serve` and `simulate --trace`.
+"""`nanoinfer serve --record FILE`: the arrivals and lengths of all requests, for `bench serve` and `simulate --trace`.
 
-In: the finished streams of an AsyncLLM. Out: lines of Mooncake's form (lab/bench/workloads.py), without text and without tokens.
+In: the finished streams of an AsyncLLM. Out: lines of Mooncake's form (lab/bench/workloads.py), without text or tokens.
 """
 
 import json

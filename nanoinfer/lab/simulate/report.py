@@ -5,8 +5,9 @@ In: a Run for each choice of settings. Out: rows, plain values, HTML (report.htm
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,11 @@ def find(run: Callable[[Choice], Run], grid: Mapping[str, Sequence[Any]], start:
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows. Columns without a value are left out."""
+    percentiles = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"))
     columns: dict[str, Callable[[Run], object]] = {
-        **{name: lambda run, name=name: run.choice[name] for name in runs[0].choice},
+        **{name: partial(_chosen, name=name) for name in runs[0].choice},
         "out tok/s": lambda run: run.figures.output_tokens_per_s,
-        **{
-            f"{figure.upper()} {percentile} ms": lambda run, figure=figure, percentile=percentile: _percentile(run, figure, percentile)
-            for figure in TITLES
-            for percentile in ("p50", "p99")
-        },
+        **{f"{figure.upper()} {p} ms": partial(_percentile, figure=figure, percentile=p) for figure, p in percentiles},
         "goodput/s": lambda run: run.figures.goodput_requests_per_s,
         "cache hits": _hit_rate,
         "preempted": lambda run: run.result.counts["num_preemptions"],
@@ -110,6 +108,10 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     cells = {name: [value(run) for run in runs] for name, value in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     return list(shown), [list(map(_shown, row)) for row in zip(*shown.values(), strict=True)]
+
+
+def _chosen(run: Run, name: str) -> object:
+    return run.choice[name]
 
 
 def _percentile(run: Run, figure: str, percentile: str) -> float | None:
@@ -122,9 +124,9 @@ def _hit_rate(run: Run) -> str:
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return "" if value is None else str(value)
 
 
 # ---- a page
@@ -145,60 +147,70 @@ def page(about: str, runs: Sequence[Run], limits: Mapping[str, float]) -> str:
     return viewer.fill(Path(__file__).with_name("report.html").read_text(encoding="utf-8"), parts)
 
 
-def _plots_of_a_run(result: Result, limits: Mapping[str, float]) -> list[dict[str, object]]:
-    timings = result.timings
+def _plots_of_a_run(result: Result, limits: Mapping[str, float]) -> list[dict[str, Any]]:
+    timings, at = result.timings, np.linspace(0.0, result.end_s, NUM_TIMES)
     ttfts, tpots = [timing.ttft for timing in timings], [timing.tpot for timing in timings if timing.num_output_tokens > 1]
     seconds: dict[str, Any] = {"ttft": np.percentile(ttfts, PERCENTS)}
     if tpots:
         seconds |= {"tpot": np.percentile(tpots, PERCENTS), "itl": list(map(result.inter_token_s.percentile, PERCENTS))}
+    milliseconds = {"label": "ms", "isLog": True}
     plots = [
-        {
-            "title": TITLES[name],
-            "x": {"label": "ms", "isLog": True},
-            "y": {"label": "% that take at most so long"},
-            "limit": {"at": limits[name], "isAcross": False} if name in limits else None,
-            "series": [{"name": name.upper(), "points": [(1e3 * second, percent) for second, percent in zip(found, PERCENTS, strict=True)]}],
-        }
+        _plot(
+            name,
+            milliseconds,
+            "% that take at most so long",
+            {name.upper(): zip((1e3 * s for s in found), PERCENTS, strict=True)},
+            limits,
+        )
         for name, found in seconds.items()
     ]
-    at = np.linspace(0.0, result.end_s, NUM_TIMES)
 
     def num_until(times: list[float]) -> Any:
         return np.searchsorted(np.sort(times), at, side="right")
 
     num_started = num_until([timing.token_times[0] for timing in timings])
-    counts = {
-        "wait for their first token": num_until([timing.arrival for timing in timings]) - num_started,
-        "get tokens": num_started - num_until([timing.token_times[-1] for timing in timings]),
-    }
-    series = [{"name": name, "points": list(zip(at.tolist(), found.tolist(), strict=True))} for name, found in counts.items()]
-    axes = {"x": {"label": "seconds"}, "y": {"label": "requests"}, "limit": None}
-    return [*plots, {"title": "Requests in the system", **axes, "series": series}]
+    waiting = num_until([timing.arrival for timing in timings]) - num_started
+    answered = num_started - num_until([timing.token_times[-1] for timing in timings])
+    counts = {"wait for their first token": waiting, "get tokens": answered}
+    lines = {name: zip(at.tolist(), found.tolist(), strict=True) for name, found in counts.items()}
+    return [*plots, _plot("Requests in the system", {"label": "seconds"}, "requests", lines, {})]
 
 
-def _plots_of_a_sweep(runs: Sequence[Run], limits: Mapping[str, float]) -> list[dict[str, object]]:
+def _plots_of_a_sweep(runs: Sequence[Run], limits: Mapping[str, float]) -> list[dict[str, Any]]:
     """Plot each figure over the option that was swept last, with a line for each combination of the others."""
     *others, last = runs[0].choice
     labels = list(dict.fromkeys(str(run.choice[last]) for run in runs))
-    lines = defaultdict(list)
+    runs_of = defaultdict(list)
     for run in runs:
-        lines[", ".join(f"{name}={run.choice[name]}" for name in others) or last].append(run)
+        runs_of[", ".join(f"{name}={run.choice[name]}" for name in others) or last].append(run)
     values: dict[str, tuple[str, Callable[[Run], float | None]]] = {
         "Goodput": ("requests/s within the limits", lambda run: run.figures.goodput_requests_per_s),
         "Output tokens": ("tokens/s", lambda run: run.figures.output_tokens_per_s),
-        **{
-            f"{TITLES[name]}, 99th percentile": ("ms", lambda run, name=name: _percentile(run, name, "p99")) for name in TITLES
-        },
+        **{name: ("ms, 99th percentile", partial(_percentile, figure=name, percentile="p99")) for name in TITLES},
         "Cost": ("per million output tokens", lambda run: run.cost),
     }
-    limit_of = {f"{TITLES[name]}, 99th percentile": {"at": limits[name], "isAcross": True} for name in TITLES if name in limits}
     plots = []
     for title, (unit, value) in values.items():
-        series = [
-            {"name": name, "points": [(labels.index(str(run.choice[last])), y) for run in of_line if (y := value(run)) is not None]}
-            for name, of_line in lines.items()
-        ]
-        if any(one["points"] for one in series):
-            axes = {"x": {"label": last, "labels": labels}, "y": {"label": unit}, "limit": limit_of.get(title)}
-            plots.append({"title": title, **axes, "series": series})
+        lines = {
+            name: [(labels.index(str(one.choice[last])), y) for one in of_line if (y := value(one)) is not None]
+            for name, of_line in runs_of.items()
+        }
+        if any(lines.values()):
+            plots.append(_plot(title, {"label": last, "labels": labels}, unit, lines, limits))
     return plots
+
+
+def _plot(
+    name: str, x: dict[str, Any], y: str, lines: Mapping[str, Iterable[tuple[float, float]]], limits: Mapping[str, float]
+) -> dict[str, Any]:
+    """Describe a plot for report.html, with the limit of this name if there is one.
+
+    Args:
+        name: a title, or a name of TITLES.
+        x: the axis: its label, whether it is logarithmic (isLog), or the labels of points 0, 1, 2 ...
+        y: the label of the other axis.
+        lines: the points of each line.
+    """
+    limit = {"at": limits[name], "isAcross": "labels" in x} if name in limits else None
+    series = [{"name": line, "points": list(points)} for line, points in lines.items()]
+    return {"title": TITLES.get(name, name), "x": x, "y": y, "limit": limit, "series": series}
