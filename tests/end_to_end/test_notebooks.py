@@ -89,6 +89,12 @@ LESS = {
     },
     "06_serving": {"NUM_REQUESTS = 40": "NUM_REQUESTS = 10"},
     "09_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
+    "d10_which_settings_which_machine": {
+        "NUM_REQUESTS = 100": "NUM_REQUESTS = 30",
+        "NUM_LONG = 80": "NUM_LONG = 16",
+        "NUM_MEASURED = 40": "NUM_MEASURED = 8",
+        "for run in range(4)": "for run in range(2)",
+    },
     "d8_reinforcement_learning_with_an_engine": {
         'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
         "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
