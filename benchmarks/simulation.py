@@ -2,8 +2,9 @@
 
 python -m benchmarks.simulation FOLDER --model config.json --hardware hardware.json --settings default= seqs4=max_num_seqs=4
 
-FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. A prediction is compared with the median of the repeats. The bound of
-its error is 15%, or the range of the repeats divided by their median if that is larger.
+FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. A prediction is compared with the median of the repeats. The bound
+of its error is 15%, or the range of the repeats divided by their median if that is larger. Errors beyond it are bold. Times are
+in milliseconds: predicted (measured).
 """
 
 import argparse
@@ -19,13 +20,13 @@ from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.lab.simulate.simulator import requests_of, simulate
 
-FIGURES = ("ttft p50", "ttft p99", "tpot p50", "tpot p99")
+FIGURES = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
 LEAST_BOUND = 0.15
 
 
 def measured_ms(run: MeasuredRun) -> list[float]:
     """Return the FIGURES of a run."""
-    found = percentiles(run.ttft_s), percentiles([seconds for seconds in run.tpot_s if seconds is not None])
+    found = percentiles(run.ttft_s), percentiles(run.tpot_s)
     return [value for one in found if one is not None for value in (one.p50, one.p99)]
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--traces", nargs="+", required=True, help="the traces that are predicted")
     given = parser.parse_args()
     sizes, hardware = read_sizes(given.model), Hardware.named(given.hardware)
-    print("| trace | setting | figure | measured, ms | predicted, ms | error | bound |\n|---|---|---|---|---|---|---|")
+    print(f"| trace | setting | {' | '.join(FIGURES)} |\n|{'---|' * (2 + len(FIGURES))}")
     errors: dict[bool, list[float]] = defaultdict(list)  # whether within the bound -> the errors
     for trace in given.traces:
         for setting in given.settings:
@@ -52,13 +53,14 @@ def main() -> None:
             changed, _, number = argument.partition("=")
             settings = EngineArgs(**{changed: int(number)} if changed else {})
             runs = [run for path in sorted(given.folder.glob(f"{name}.{trace}.*.json")) for run in read_runs(path)]
-            predicted = predicted_ms(sizes, hardware, settings, runs[0])
-            for figure, value, measured in zip(FIGURES, predicted, zip(*map(measured_ms, runs), strict=True), strict=True):
+            cells = []
+            for value, *measured in zip(predicted_ms(sizes, hardware, settings, runs[0]), *map(measured_ms, runs), strict=True):
                 median = statistics.median(measured)
                 error, bound = value / median - 1, max(LEAST_BOUND, (max(measured) - min(measured)) / median)
                 errors[abs(error) <= bound].append(abs(error))
-                shown = ", ".join(f"{one:,.0f}" for one in measured)
-                print(f"| {trace} | {argument or name} | {figure} | {shown} | {value:,.0f} | {error:+.0%} | {bound:.0%} |")
+                shown = f"{value:,.0f} ({', '.join(f'{one:,.0f}' for one in sorted(measured))})"
+                cells.append(f"{shown} {error:+.0%}" if abs(error) <= bound else f"{shown} **{error:+.0%}**")
+            print(f"| {trace} | {argument or name} | {' | '.join(cells)} |")
     within, outside = errors[True], errors[False]
     print(f"\n{len(within)} of {len(within) + len(outside)} within the bound, the largest error {max(within + outside):.0%}")
 

@@ -130,4 +130,3 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     1179648
     """
     return 2 * num_layers * block_size * num_kv_heads * stored_size(head_dim, dtype) * dtype.itemsize
-

@@ -26,6 +26,7 @@ from nanoinfer.system.transfer import integers_on_device
 Layout = Literal["NHD", "HND"]
 Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # a layer's, in HND. stored_size: cache_sizes.py
 
+
 class KVCache:
     """A pool of blocks, each of which has keys and values in every layer of a KV group.
 

@@ -1,7 +1,7 @@
 """`nanoinfer simulate`: the figures of a workload on a machine that need not be here, with the engine's own scheduling."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from nanoinfer.errors import InvalidValueError, suggest
 
 if TYPE_CHECKING:
     from nanoinfer.lab.simulate.costs import ModelSizes
-    from nanoinfer.lab.simulate.report import Choice, Run
+    from nanoinfer.lab.simulate.report import Choice, SimulatedRun
 
 G = TypeVar("G")
 
@@ -133,11 +133,11 @@ def simulate(
 
 def _run(
     machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
-) -> "Run":
+) -> "SimulatedRun":
     """Simulate with other values of some options."""
     from nanoinfer.lab.simulate.disaggregated import simulate_engines
     from nanoinfer.lab.simulate.hardware import Hardware
-    from nanoinfer.lab.simulate.report import Run
+    from nanoinfer.lab.simulate.report import SimulatedRun
     from nanoinfer.lab.simulate.simulator import requests_of
 
     machine, engine = _with(machine, choice), _with(engine, choice)
@@ -153,7 +153,7 @@ def _run(
     )
     price = hardware.price_per_hour if machine.price is None else machine.price
     num_devices = machine.num_engines * engine.tensor_parallel_size
-    return Run.of(choice, result, limits, None if price is None else price * num_devices)
+    return SimulatedRun.of(choice, result, limits, None if price is None else price * num_devices)
 
 
 def _with(group: G, choice: "Choice") -> G:
@@ -200,7 +200,7 @@ def read_sizes(model: str | None) -> "ModelSizes":
     return ModelSizes.of(read_json(path))
 
 
-def _swept(texts: list[str], groups: Iterable[object]) -> dict[str, list[Any]]:
+def _swept(texts: list[str], groups: Iterable[Any]) -> dict[str, list[Any]]:
     """Read NAME=VALUES. groups: the dataclasses of the options that may be swept."""
     kinds = {name: one.kind for group in groups for name, one in declarations(type(group)).items()}
     found = {}
@@ -208,7 +208,8 @@ def _swept(texts: list[str], groups: Iterable[object]) -> dict[str, list[Any]]:
         name, _, values = text.removeprefix("--").partition("=")
         if (name := name.replace("-", "_")) not in kinds:
             raise InvalidValueError(f"--sweep has no option {name!r}; {suggest(name, list(kinds))}")
-        read = kinds[name] if kinds[name] in (str, Path) else partial(options.read_json, f"--sweep {name}")
+        is_text = kinds[name] in (str, Path)
+        read: Callable[[str], Any] = kinds[name] if is_text else partial(options.read_json, f"--sweep {name}")
         found[name] = [read(value) for value in values.split(",")]
     return found
 

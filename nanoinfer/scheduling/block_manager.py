@@ -14,9 +14,9 @@ slot `block_table[i // block_size] * block_size + i % block_size`:
 
 Usually every layer keeps every token, and a sequence has a single table. A CacheLayout says what else a model has:
 
-- Windows: a sequence has a table for each KV group, with blocks of the same pool (attention/cache_sizes.py, `kv_groups`). A group
-  with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their places
-  in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
+- Windows: a sequence has a table for each KV group, with blocks of the same pool (`kv_groups` in attention/cache_sizes.py). A
+  group with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their
+  places in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
 
       tokens      | a a a a | b b b b | c c c c | d d     |     block_size 4, the next query is at position 14
       no window   |    7    |    2    |    9    |    4    |     it reaches every token

@@ -14,7 +14,7 @@ from nanoinfer.errors import InvalidValueError
 BLOCK_TOKENS = 512  # Mooncake's
 
 
-class Recording:
+class RequestLog:
     """Appends a line for each answer to a file."""
 
     def __init__(self, path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from nanoinfer import AsyncLLM
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench import workloads
-from nanoinfer.server.recording import Recording
+from nanoinfer.server.recording import RequestLog
 from tests.helpers import http_server
 
 
@@ -33,7 +33,7 @@ def test_every_answer_is_recorded_and_no_text(tmp_path):
 
 
 def test_a_block_has_the_id_of_all_tokens_up_to_its_end(tmp_path):
-    recording = Recording(str(tmp_path / "requests.jsonl"))
+    recording = RequestLog(str(tmp_path / "requests.jsonl"))
     one, other = recording._hash_ids([1] * 1024, None), recording._hash_ids([1] * 512 + [2] * 512, None)
     assert one[0] == other[0]
     assert len({*one, *other}) == 3
@@ -42,4 +42,4 @@ def test_a_block_has_the_id_of_all_tokens_up_to_its_end(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(InvalidValueError, match="record must be a file that can be written, got"):
-        Recording(str(tmp_path / "missing" / "requests.jsonl"))
+        RequestLog(str(tmp_path / "missing" / "requests.jsonl"))

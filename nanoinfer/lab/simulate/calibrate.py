@@ -7,26 +7,30 @@ many, because their times tell the memory's bandwidth from the rate of products 
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.bench.timing import RequestTiming
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import Hardware, Overheads
 from nanoinfer.lab.simulate.simulator import requests_of, simulate
 
-STEP, LEAST_STEP = 0.4, 0.01  # of the search, in logarithms: factors of 1.5 and of 1.01
+# Where the search begins: the factors of the bandwidth and the rates, 1 - overlap, and the seconds of Overheads.
+START = (1.0, 1.0, 0.5, 1e-3, 1e-4, 1e-3, 1e-3)
+STEP, LEAST_STEP = 0.4, 0.02  # of the search, in logarithms: factors of 1.5 and of 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run of a server: its workload, and the seconds of each request. tpot_s: None for an answer of one token."""
+    """A run of a server: its workload, and the seconds of its requests. tpot_s: of the answers of several tokens."""
 
     workload: Workload
     ttft_s: list[float]
-    tpot_s: list[float | None]
+    tpot_s: list[float]
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
@@ -35,9 +39,9 @@ def read_runs(path: Path) -> list[MeasuredRun]:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
         return [
             MeasuredRun(
-                Workload(**{name: tuple(value) if isinstance(value, list) else value for name, value in found["workload"].items()}),
+                _workload_of(found["workload"]),
                 [row["ttft_ms"] / 1e3 for row in run["requests"]],
-                [None if row["tpot_ms"] is None else row["tpot_ms"] / 1e3 for row in run["requests"]],
+                [row["tpot_ms"] / 1e3 for row in run["requests"] if row["tpot_ms"] is not None],
             )
             for found in results
             for run in found["runs"]
@@ -48,23 +52,32 @@ def read_runs(path: Path) -> list[MeasuredRun]:
         ) from error
 
 
+def _workload_of(given: dict[str, Any]) -> Workload:
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return Workload(**fields)
+
+
 def calibrate(sizes: ModelSizes, hardware: Hardware, settings: EngineArgs, runs: Iterable[MeasuredRun]) -> Hardware:
     """Return the hardware with the bandwidth, the rate and the overheads for which the simulated times are nearest.
 
-    The distance is the mean square of the logarithm of simulated / measured TTFT and TPOT, over the requests of all runs.
+    The distance of two runs is the mean of |log(simulated / measured)| of TTFT and TPOT, of the fastest request of each run,
+    the second fastest and so on: which of several requests comes first is chance.
 
     Args:
-        hardware: where the search begins.
+        hardware: what `bench roofline` measured. Its overheads are not used.
         settings: the arguments of the server's LLM.
     """
     measured = list(runs)
+    workloads = {run.workload.name: run.workload for run in measured}
 
     def loss(logarithms: list[float]) -> float:
         machine = _with(hardware, logarithms)
-        return sum(_distance(run, sizes, machine, settings) for run in measured) / len(measured)
+        timings = {
+            name: simulate(sizes, machine, settings, requests_of(workload)).timings for name, workload in workloads.items()
+        }
+        return sum(_distance(run, timings[run.workload.name]) for run in measured) / len(measured)
 
-    start = (1.0, 1.0, 0.5, *(max(value, 1e-4) for value in astuple(hardware.overheads)))
-    return _with(hardware, _least([math.log(value) for value in start], loss))
+    return _with(hardware, _least([math.log(value) for value in START], loss))
 
 
 def _with(hardware: Hardware, logarithms: list[float]) -> Hardware:
@@ -79,11 +92,11 @@ def _with(hardware: Hardware, logarithms: list[float]) -> Hardware:
     )
 
 
-def _distance(run: MeasuredRun, sizes: ModelSizes, hardware: Hardware, settings: EngineArgs) -> float:
-    timings = simulate(sizes, hardware, settings, requests_of(run.workload)).timings
-    pairs = [(timing.ttft, ttft) for timing, ttft in zip(timings, run.ttft_s, strict=True)]
-    pairs += [(timing.tpot, tpot) for timing, tpot in zip(timings, run.tpot_s, strict=True) if tpot]
-    return sum(math.log(simulated / measured) ** 2 for simulated, measured in pairs) / len(pairs)
+def _distance(run: MeasuredRun, timings: list[RequestTiming]) -> float:
+    ttft_s = [timing.ttft for timing in timings]
+    tpot_s = [timing.tpot for timing in timings if timing.num_output_tokens > 1]
+    pairs = [*zip(sorted(ttft_s), sorted(run.ttft_s), strict=True), *zip(sorted(tpot_s), sorted(run.tpot_s), strict=True)]
+    return sum(abs(math.log(simulated / measured)) for simulated, measured in pairs) / len(pairs)
 
 
 def _least(point: list[float], loss: Callable[[list[float]], float]) -> list[float]:
@@ -94,7 +107,7 @@ def _least(point: list[float], loss: Callable[[list[float]], float]) -> list[flo
         for axis in range(len(point)):
             for change in (step, -step):
                 moved = [*point[:axis], point[axis] + change, *point[axis + 1 :]]
-                if (found := loss(moved)) < best:
+                if (found := loss(moved)) < 0.999 * best:
                     point, best, has_moved = moved, found, True
                     break
         step = step if has_moved else step / 2

@@ -2,12 +2,12 @@
 
 In: config.json, and how many tokens a step computes after how many. Out: Parts, and on a Hardware the seconds of the step.
 
-A part takes at least max(bytes / bandwidth, operations / rate), and a step at least the sum over its parts, because a part needs
-the result of the part before it. What is measured besides, such as Python's work, is added.
+A part takes at least max(bytes / bandwidth, operations / rate), and a step at least the sum over its parts, because a part
+needs the result of the part before it. What is measured besides, such as Python's work, is added.
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 
-Split over ranks (tensor parallel), each rank has its share of every part, and two all-reduces a layer are added. With experts on
-different ranks (expert parallel), a token goes to its experts and back, with two all-to-alls a layer with experts.
+Split over ranks (tensor parallel), each rank has its share of every part, and two all-reduces a layer are added. With experts
+on different ranks (expert parallel), a token goes to its experts and back, with two all-to-alls a layer with experts.
 """
 
 from collections import Counter
@@ -31,9 +31,7 @@ class NumberFormat:
     itemsize: int
 
 
-FORMATS = {
-    name: NumberFormat(name, size) for name, size in {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}.items()
-}
+FORMATS = {name: NumberFormat(name, size) for name, size in {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,8 @@ class ModelSizes:
         """
         try:
             return _sizes_of(config)
+        except UnsupportedError:
+            raise
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(
                 f"config.json does not have the sizes of a text model ({error!r}); give the one of a model of docs/supported.md"
@@ -147,7 +147,8 @@ class ModelSizes:
         for window, num_layers in self._layers_of:
             width = context if window is None else min(window, context)
             work.num_keys += min(context, width + num_new - 1) * num_layers
-            work.num_pairs += (_seen(context, width) - _seen(context - num_new, width)) * num_layers
+            num_seen = width if num_new == 1 else _seen(context, width) - _seen(context - num_new, width)
+            work.num_pairs += num_seen * num_layers
 
     def grow(self, work: Work, starts: ListLike[int], num_steps: int) -> None:
         """Change the work of a decode step into that of the next step of the same sequences.
@@ -216,7 +217,9 @@ class StepCosts:
     def __post_init__(self) -> None:
         if self.dtype.name not in self.hardware.rates:
             known = ", ".join(self.hardware.rates)
-            raise InvalidValueError(f"dtype must be one whose rate {self.hardware.name} names, {known}, got {self.dtype.name!r}")
+            raise InvalidValueError(
+                f"dtype must be one whose rate {self.hardware.name} names, {known}, got {self.dtype.name!r}"
+            )
         if self.num_ranks > 1 and not self.hardware.link_bandwidth:
             raise InvalidValueError(
                 f"tensor_parallel_size must be 1, because {self.hardware.name} has no link to another, got {self.num_ranks}"
@@ -289,11 +292,14 @@ def _sizes_of(given: ConfigJson) -> ModelSizes:
     family = given["model_type"]
     if family not in _DEFAULTS:
         known = ", ".join(_DEFAULTS)
-        raise UnsupportedError(f"model_type in config.json must be one of {known}, got {shown(family)}; others are not supported")
+        raise UnsupportedError(
+            f"model_type in config.json must be one of {known}, got {shown(family)}; others are not supported"
+        )
     named = {_OTHER_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-    config = _DEFAULTS[family] | named
+    config: ConfigJson = _DEFAULTS[family] | named
     hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
-    num_kv_heads, head_dim = config.get("num_key_value_heads", num_heads), config.get("head_dim", hidden // num_heads)
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or hidden // num_heads
     length, window = _max_length(config), config.get("sliding_window", 4096)
     slides = given.get("sliding_window", window) is not None and window < length
     kinds = _layer_kinds(config)
@@ -332,7 +338,8 @@ def _max_length(config: ConfigJson) -> int:
     scaled = 0
     if rope.get("rope_type", rope.get("type")) == "yarn":
         scaled = int(rope["factor"] * rope.get("original_max_position_embeddings", config["max_position_embeddings"]))
-    return max(config["max_position_embeddings"], scaled)
+    length: int = max(config["max_position_embeddings"], scaled)
+    return length
 
 
 def _layer_kinds(config: ConfigJson) -> list[str]:

@@ -61,7 +61,9 @@ def simulate_engines(
             f"{num_prefill_engines}"
         )
     if not hardware.link_bandwidth:
-        raise InvalidValueError(f"num_prefill_engines must be 0, because {hardware.name} has no link, got {num_prefill_engines}")
+        raise InvalidValueError(
+            f"num_prefill_engines must be 0, because {hardware.name} has no link, got {num_prefill_engines}"
+        )
     prefilled = _in_turns(new_engine, num_prefill_engines, [replace(one, output_len=1, max_tokens=1) for one in given])
     costs = new_engine().costs
     token_bytes = sizes.cache.bytes_per_token(costs.cache_dtype or costs.dtype)

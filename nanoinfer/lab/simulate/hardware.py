@@ -1,6 +1,7 @@
 """Machines that a simulation can run on: by name from data sheets, or measured with `nanoinfer bench roofline --json`.
 
-The limits of a data sheet are upper bounds, which kernels do not reach, so such a simulation is what a machine can give at best.
+The limits of a data sheet are upper bounds, which kernels do not reach. So such a simulation is what a machine can
+give at best.
 """
 
 import json
@@ -99,12 +100,12 @@ def _of_roofline(report: dict[str, Any], source: str) -> Hardware:
     )
 
 
-# What nanoinfer took besides the GPU's work on an H100: BENCHMARKS.md, "One NVIDIA H100", a step of A and of B64.
-_OF_A_GPU = Overheads(per_step_s=1.1e-3, per_sequence_s=25e-6)
+# The host's work for a step, for which an H100 waits: BENCHMARKS.md, "One NVIDIA H100", 683 tokens per second in A, 19,433 in B64.
+_OF_A_GPU = Overheads(per_step_s=1.44e-3, per_sequence_s=29e-6)
 # ... and of a CPU, in a step of one row: BENCHMARKS.md, "A step without its forward pass".
 _OF_A_CPU = Overheads(per_step_s=0.3e-3)
 # NCCL takes 6 us for two H100 (NVIDIA/nccl issue 1259), and more ranks take longer.
-_NVLINK = {"link_bandwidth": 450e9, "link_latency_s": 10e-6}  # half of the 900 GB/s of both directions
+_NVLINK, _NVLINK_S = 450e9, 10e-6  # half of the 900 GB/s of both directions
 
 HARDWARE = {
     hardware.name: hardware
@@ -114,18 +115,20 @@ HARDWARE = {
             bandwidth=3.35e12,
             rates={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
             memory_bytes=80 * 10**9,
+            link_bandwidth=_NVLINK,
+            link_latency_s=_NVLINK_S,
             overheads=_OF_A_GPU,
             source="https://www.nvidia.com/en-us/data-center/h100/, the SXM version",
-            **_NVLINK,
         ),
         Hardware(
             name="H200",
             bandwidth=4.8e12,
             rates={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
             memory_bytes=141 * 10**9,
+            link_bandwidth=_NVLINK,
+            link_latency_s=_NVLINK_S,
             overheads=_OF_A_GPU,
             source="https://www.nvidia.com/en-us/data-center/h200/, the SXM version",
-            **_NVLINK,
         ),
         Hardware(
             name="MI300X",
@@ -133,7 +136,7 @@ HARDWARE = {
             rates={"bfloat16": 1307e12, "float16": 1307e12, "float32": 163e12},
             memory_bytes=192 * 10**9,
             link_bandwidth=448e9,  # seven links of 64 GB/s in one direction
-            link_latency_s=10e-6,  # assumed to be that of NVLink
+            link_latency_s=_NVLINK_S,  # assumed
             overheads=_OF_A_GPU,  # assumed: never measured
             source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
         ),

@@ -1,6 +1,6 @@
 """Show simulated runs: as a table, as JSON, or as one page with plots.
 
-In: a Run for each choice of settings. Out: rows, plain values, HTML (report.html, which needs no network and no other file).
+In: a SimulatedRun for each choice of settings. Out: rows, plain values, HTML (report.html, which needs no other file).
 """
 
 import itertools
@@ -31,7 +31,7 @@ GRID = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """A simulated run.
 
     Attributes:
@@ -46,7 +46,7 @@ class Run:
     cost: float | None
 
     @classmethod
-    def of(cls, choice: Choice, result: Result, limits: Mapping[str, float], price_per_hour: float | None) -> "Run":
+    def of(cls, choice: Choice, result: Result, limits: Mapping[str, float], price_per_hour: float | None) -> "SimulatedRun":
         """Compute the figures. limits: as `goodput` of timing.figures. price_per_hour: of all devices together."""
         figures = result.figures(limits)
         cost = None
@@ -64,12 +64,12 @@ class Run:
         }
 
 
-def sweep(run: Callable[[Choice], Run], values: Mapping[str, Sequence[Any]]) -> list[Run]:
+def sweep(run: Callable[[Choice], SimulatedRun], values: Mapping[str, Sequence[Any]]) -> list[SimulatedRun]:
     """Run every combination of the values of some options."""
     return [run(dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
 
 
-def find(run: Callable[[Choice], Run], grid: Mapping[str, Sequence[Any]], start: Choice) -> list[Run]:
+def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]], start: Choice) -> list[SimulatedRun]:
     """Search the settings with the largest goodput, one setting after the other until none gains. The last run is the best.
 
     Among equals the first value of the grid wins, so put the cheapest first.
@@ -93,10 +93,10 @@ def find(run: Callable[[Choice], Run], grid: Mapping[str, Sequence[Any]], start:
 # ---- a table
 
 
-def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows. Columns without a value are left out."""
     percentiles = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"))
-    columns: dict[str, Callable[[Run], object]] = {
+    columns: dict[str, Callable[[SimulatedRun], object]] = {
         **{name: partial(_chosen, name=name) for name in runs[0].choice},
         "out tok/s": lambda run: run.figures.output_tokens_per_s,
         **{f"{figure.upper()} {p} ms": partial(_percentile, figure=figure, percentile=p) for figure, p in percentiles},
@@ -110,16 +110,16 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return list(shown), [list(map(_shown, row)) for row in zip(*shown.values(), strict=True)]
 
 
-def _chosen(run: Run, name: str) -> object:
+def _chosen(run: SimulatedRun, name: str) -> object:
     return run.choice[name]
 
 
-def _percentile(run: Run, figure: str, percentile: str) -> float | None:
+def _percentile(run: SimulatedRun, figure: str, percentile: str) -> float | None:
     found = getattr(run.figures, f"{figure}_ms")
     return None if found is None else getattr(found, percentile)
 
 
-def _hit_rate(run: Run) -> str:
+def _hit_rate(run: SimulatedRun) -> str:
     return f"{run.result.counts['prefix_cache_hits'] / run.result.counts['prefix_cache_queries']:.0%}"
 
 
@@ -132,7 +132,7 @@ def _shown(value: object) -> str:
 # ---- a page
 
 
-def page(about: str, runs: Sequence[Run], limits: Mapping[str, float]) -> str:
+def page(about: str, runs: Sequence[SimulatedRun], limits: Mapping[str, float]) -> str:
     """Return a page with the table and plots: of the distributions of a single run, or of the figures of a sweep.
 
     Args:
@@ -176,14 +176,14 @@ def _plots_of_a_run(result: Result, limits: Mapping[str, float]) -> list[dict[st
     return [*plots, _plot("Requests in the system", {"label": "seconds"}, "requests", lines, {})]
 
 
-def _plots_of_a_sweep(runs: Sequence[Run], limits: Mapping[str, float]) -> list[dict[str, Any]]:
+def _plots_of_a_sweep(runs: Sequence[SimulatedRun], limits: Mapping[str, float]) -> list[dict[str, Any]]:
     """Plot each figure over the option that was swept last, with a line for each combination of the others."""
     *others, last = runs[0].choice
     labels = list(dict.fromkeys(str(run.choice[last]) for run in runs))
     runs_of = defaultdict(list)
     for run in runs:
         runs_of[", ".join(f"{name}={run.choice[name]}" for name in others) or last].append(run)
-    values: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+    values: dict[str, tuple[str, Callable[[SimulatedRun], float | None]]] = {
         "Goodput": ("requests/s within the limits", lambda run: run.figures.goodput_requests_per_s),
         "Output tokens": ("tokens/s", lambda run: run.figures.output_tokens_per_s),
         **{name: ("ms, 99th percentile", partial(_percentile, figure=name, percentile="p99")) for name in TITLES},

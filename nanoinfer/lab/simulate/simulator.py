@@ -2,12 +2,12 @@
 
 In: a model's sizes, a Hardware, the engine's settings, Requests. Out: a Result with the times of each request.
 
-The loop is that of LLMEngine.step, with costs.py in the place of the executor: with async_scheduling a step is planned before the
-tokens of the step before are known, and the host's work runs while the device computes. A step ends when its tokens are known.
+The loop is that of LLMEngine.step, with costs.py in the place of the executor: with async_scheduling a step is planned before
+the tokens of the step before are known, and the host works while the device computes.
 
 Between two events, the steps of decoding differ only in the lengths of the sequences. So they are advanced together: only
-sequences that begin or fill a block are looked at. Events are arrivals, ends of answers, and blocks that may run out. The figures
-are those of single steps.
+sequences that begin or fill a block are looked at. Events are arrivals, ends of answers, and blocks that may run out. The
+figures are those of single steps.
 """
 
 import itertools
@@ -181,10 +181,16 @@ def simulate(
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """An unfinished request. last_s: when it got its newest token."""
+    """An unfinished request.
+
+    Attributes:
+        num_tokens_at_end: the tokens of the prompt and of the whole answer.
+        last_s: when it got its newest token.
+    """
 
     request: Request
     timing: RequestTiming
+    num_tokens_at_end: int
     last_s: float = 0.0
 
 
@@ -277,8 +283,8 @@ class Simulation:
         if num_prompt + request.output_len > self._max_model_len or num_needed > self.block_manager.num_blocks:
             room = self.block_manager.num_blocks * self.block_manager.block_size
             raise InvalidValueError(
-                f"a request of {num_prompt} + {request.output_len} tokens is too long: max_model_len is {self._max_model_len}, and "
-                f"the KV cache has room for {room} tokens; pick a shorter one, or raise kv_cache_memory"
+                f"a request of {num_prompt} + {request.output_len} tokens is too long: max_model_len is {self._max_model_len}, "
+                f"and the KV cache has room for {room} tokens; pick a shorter one, or raise kv_cache_memory"
             )
         seq = Sequence(
             str(self._num_requests),
@@ -293,7 +299,7 @@ class Simulation:
         self._num_requests += 1
         timing = RequestTiming(request.arrival_s, num_prompt_tokens=num_prompt)
         self.result.timings.append(timing)
-        self._running[seq] = _Running(request, timing)
+        self._running[seq] = _Running(request, timing, num_prompt + request.output_len)
         self.scheduler.add(seq)
 
     # ---- steps
@@ -338,33 +344,35 @@ class Simulation:
     def _collect(self, plan: StepPlan, ready_s: float) -> None:
         """Give the sequences the tokens of a step, and finish those that have their answers."""
         self.now = max(self.now, ready_s)
-        for seq, _ in plan.rows:
-            if seq.status is SequenceStatus.FINISHED:
-                continue  # its answer ended with the step before
+        sequences = [seq for seq, _ in plan.rows if seq.status is not SequenceStatus.FINISHED]  # with the step before
+        for seq in sequences:
             self.scheduler.append(seq, ANSWER_TOKEN_ID)
-            running = self._running[seq]
-            self._record(running)
-            if seq.num_output_tokens == running.request.output_len:
-                self._finish(seq, running.timing)
+        self._record(sequences)
+        for seq in sequences:
+            if len(seq.token_ids) == self._running[seq].num_tokens_at_end:
+                self._finish(seq)
 
-    def _record(self, running: _Running) -> None:
-        """Note that a request has a new token."""
-        token_times, token_s = running.timing.token_times, self.now + self._overheads.per_answer_s
-        if token_times:
-            self.result.inter_token_s.add(token_s - running.last_s)
-            token_times[1:] = [token_s]
-        else:
-            token_times.append(token_s)
-        running.last_s = token_s
+    def _record(self, sequences: Iterable[Sequence]) -> None:
+        """Note that requests have a new token."""
+        token_s, before = self.now + self._overheads.per_answer_s, Counter[float]()
+        for running in map(self._running.__getitem__, sequences):
+            if token_times := running.timing.token_times:
+                before[running.last_s] += 1  # most have one time, that of the last step
+                token_times[1:] = [token_s]
+            else:
+                token_times.append(token_s)
+            running.last_s = token_s
+        for last_s, num in before.items():
+            self.result.inter_token_s.add(token_s - last_s, num)
 
-    def _finish(self, seq: Sequence, timing: RequestTiming) -> None:
+    def _finish(self, seq: Sequence) -> None:
+        timing = self._running.pop(seq).timing
         self.scheduler.finish(seq)
         timing.num_output_tokens, timing.finish_reason = seq.num_output_tokens, "length"
         self.result.end_s = timing.token_times[-1]
         self.result.counts["prefix_cache_queries"] += len(seq.prompt_token_ids)
         self.result.counts["prefix_cache_hits"] += seq.num_cached_tokens
         self.result.counts["num_preemptions"] += seq.num_preemptions
-        del self._running[seq]
 
     # ---- many steps
 
@@ -380,7 +388,7 @@ class Simulation:
             return False  # one of them may start
         if self._is_async and (self._in_flight is None or [seq for seq, _ in self._in_flight[0].rows] != running):
             return False
-        limit = min(self._running[seq].request.output_len - seq.num_output_tokens for seq in running) - 1
+        limit = min(self._running[seq].num_tokens_at_end - len(seq.token_ids) for seq in running) - 1
         steps = _DecodeSteps(self.block_manager, self.costs.sizes, running, num_pending)
         ready_s = None if self._in_flight is None else self._in_flight[1]
         while steps.num_steps < limit and not (self._next is not None and self._next[0] <= self.now):
@@ -390,8 +398,7 @@ class Simulation:
             steps.commit()
             self.now, ready_s = (launched, None) if ready_s is None else (max(self.now, ready_s), launched)
             if steps.num_steps == 1:
-                for seq in running:
-                    self._record(self._running[seq])
+                self._record(running)
             else:
                 answer_s = self._overheads.per_answer_s
                 self.result.inter_token_s.add((self.now + answer_s) - (before + answer_s), len(running))
@@ -465,7 +472,9 @@ class _DecodeSteps:
 def _check_simulated(settings: EngineArgs) -> None:
     for one in fields(settings):
         if one.name not in SIMULATED and getattr(settings, one.name) != one.default:
-            raise UnsupportedError(f"{one.name} is not simulated; leave it out. These settings are: {', '.join(sorted(SIMULATED))}")
+            raise UnsupportedError(
+                f"{one.name} is not simulated; leave it out. These settings are: {', '.join(sorted(SIMULATED))}"
+            )
 
 
 def _overrides_only(given: type, base: type, allowed: set[str]) -> bool:
@@ -504,7 +513,7 @@ def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[
     )
     if num_blocks < most_blocks(1, sizes.cache.windows, block_size, chunk_size):
         raise InvalidValueError(
-            f"{costs.hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, which must hold the weights, {weights / 1e9:.1f} GB, "
+            f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "
             f"and a KV cache, got {max(memory, 0) / 1e9:.1f} GB for it; raise tensor_parallel_size, or pick other hardware"
         )
     return num_blocks, num_state_slots

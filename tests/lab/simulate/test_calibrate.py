@@ -33,7 +33,9 @@ def report(path, workload):
 
 
 def test_a_machine_is_found_from_a_run_of_few_and_a_run_of_many_requests(tmp_path):
-    wrong = replace(REAL, bandwidth=3 * REAL.bandwidth, rates={"float32": 2e9}, overheads=replace(REAL.overheads, per_step_s=1e-3))
+    wrong = replace(
+        REAL, bandwidth=3 * REAL.bandwidth, rates={"float32": 2e9}, overheads=replace(REAL.overheads, per_step_s=1e-3)
+    )
     config, start, output = (tmp_path / name for name in ("config.json", "start.json", "server.json"))
     config.write_text(json.dumps(CONFIG), encoding="utf-8")
     start.write_text(json.dumps(asdict(wrong)), encoding="utf-8")

@@ -22,9 +22,7 @@ def test_engines_take_the_requests_in_turns():
 
 def test_a_handed_over_answer_has_hand_checked_times():
     """Prefill 1.01 s, 100 tokens in 0.5 + 1 s, then two steps of 1.01 s."""
-    result = simulate_engines(
-        SIZES, LINKED, EngineArgs(), [request(0.0, 100, 3)], num_engines=2, num_prefill_engines=1
-    )
+    result = simulate_engines(SIZES, LINKED, EngineArgs(), [request(0.0, 100, 3)], num_engines=2, num_prefill_engines=1)
     [timing] = result.timings
     assert timing.token_times == pytest.approx([1.01, 1.01 + 1.5 + 2 * 1.01])
     assert timing.num_output_tokens == 3
@@ -54,7 +52,9 @@ def test_every_answer_is_complete_however_the_work_is_split():
 
 
 def test_a_split_that_cannot_be_is_refused():
-    with pytest.raises(InvalidValueError, match=r"num_prefill_engines must be in 0 .. 1, so that one of 2 engines decodes, got 2"):
+    with pytest.raises(
+        InvalidValueError, match=r"num_prefill_engines must be in 0 .. 1, so that one of 2 engines decodes, got 2"
+    ):
         simulate_engines(SIZES, LINKED, EngineArgs(), [], num_engines=2, num_prefill_engines=2)
     with pytest.raises(InvalidValueError, match="because slow host has no link, got 1"):
         simulate_engines(SIZES, SLOW_HOST, EngineArgs(), [], num_engines=2, num_prefill_engines=1)

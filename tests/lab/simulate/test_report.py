@@ -9,7 +9,7 @@ from nanoinfer.lab.bench.workloads import described
 from nanoinfer.lab.simulate import report
 from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import HARDWARE
-from nanoinfer.lab.simulate.report import Run
+from nanoinfer.lab.simulate.report import SimulatedRun
 from nanoinfer.lab.simulate.simulator import requests_of, simulate
 from tests.helpers.contrast import POOR_CONTRASTS
 
@@ -21,7 +21,7 @@ WORKLOAD = described(num_prompts=30, input_len="20-200", output_len="8-40", requ
 def run(choice):
     settings = EngineArgs(dtype="bfloat16", **choice)
     result = simulate(ModelSizes.of(GPT2), HARDWARE["laptop"], settings, requests_of(WORKLOAD))
-    return Run.of(choice, result, LIMITS, price_per_hour=2.0)
+    return SimulatedRun.of(choice, result, LIMITS, price_per_hour=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_a_sweep_runs_every_combination(runs):
 def test_the_cost_is_the_price_of_the_time(runs):
     figures = runs[0].figures
     assert runs[0].cost == pytest.approx(2.0 * figures.duration_s / 3600 * 1e6 / sum(WORKLOAD.output_lens))
-    assert Run.of({}, runs[0].result, LIMITS, price_per_hour=None).cost is None
+    assert SimulatedRun.of({}, runs[0].result, LIMITS, price_per_hour=None).cost is None
 
 
 def test_the_goodput_counts_the_requests_within_the_limits(runs):
@@ -54,7 +54,7 @@ def test_a_search_ends_with_the_best_settings(runs):
     def scored(choice):  # the best is (4, 30), and neither setting alone finds it
         calls.append(choice)
         goodput = -((choice["max_num_seqs"] - 4) ** 2) - (choice["chunk_size"] - 30) ** 2 + 10_000.0
-        return Run(choice, runs[0].result, replace(runs[0].figures, goodput_requests_per_s=goodput), None)
+        return SimulatedRun(choice, runs[0].result, replace(runs[0].figures, goodput_requests_per_s=goodput), None)
 
     grid = {"max_num_seqs": (1, 2, 4, 8), "chunk_size": (10, 20, 30, 40, 50)}
     *tried, best = report.find(scored, grid, {"max_num_seqs": 8, "chunk_size": 50})
@@ -67,7 +67,7 @@ def test_the_table_has_a_row_for_each_run_and_leaves_empty_columns_out(runs):
     assert columns[:2] == ["chunk_size", "max_num_seqs"]
     assert [row[:2] for row in rows] == [[str(value) for value in one.choice.values()] for one in runs]
     assert "per M tok" in columns
-    without = [Run.of({}, runs[0].result, {}, None)]
+    without = [SimulatedRun.of({}, runs[0].result, {}, None)]
     assert not {"per M tok", "goodput/s", "chunk_size"} & set(report.table(without)[0])
 
 

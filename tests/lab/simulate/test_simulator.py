@@ -25,7 +25,9 @@ CONFIG = {
     "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 4096,
 }  # fmt: skip
 SIZES = ModelSizes.of(CONFIG)
-WINDOWS = ModelSizes.of(CONFIG | {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 40, "sliding_window_pattern": 2})
+WINDOWS = ModelSizes.of(
+    CONFIG | {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 40, "sliding_window_pattern": 2}
+)
 # Nothing but overheads takes time: a step 1 s, a sequence in it 0.01 s.
 SLOW_HOST = Hardware(
     name="slow host",
@@ -165,7 +167,9 @@ def test_a_policy_can_read_the_virtual_clock_and_a_block_manager_can_evict():
             evicted.append(1)
             return next(reversed(candidates))
 
-    settings = EngineArgs(scheduler_cls=Late, block_manager_cls=Newest, block_size=8, kv_cache_memory=400_000, max_model_len=256)
+    settings = EngineArgs(
+        scheduler_cls=Late, block_manager_cls=Newest, block_size=8, kv_cache_memory=400_000, max_model_len=256
+    )
     result = simulate(SIZES, REAL, settings, random_requests(60, seed=1))
     assert seen == sorted(seen)
     assert 0 <= seen[0] < seen[-1] <= result.end_s
