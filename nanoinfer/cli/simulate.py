@@ -108,7 +108,7 @@ def simulate(
     given = {name: value for group in groups for name, value in asdict(group).items()}
     limits, workloads = parse_goodput(goodput or []), [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
-    values |= _swept(sweep or [], groups)
+    values |= _swept(sweep or [], map(type, groups))
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
@@ -201,8 +201,8 @@ def read_sizes(model: str | None) -> "ModelSizes":
 
 
 def _swept(texts: list[str], groups: Iterable[Any]) -> dict[str, list[Any]]:
-    """Read NAME=VALUES. groups: the dataclasses of the options that may be swept."""
-    kinds = {name: one.kind for group in groups for name, one in declarations(type(group)).items()}
+    """Read NAME=VALUES. groups: the classes of the options that may be swept."""
+    kinds: dict[str, Any] = {name: one.kind for group in groups for name, one in declarations(group).items()}
     found = {}
     for text in texts:
         name, _, values = text.removeprefix("--").partition("=")
