@@ -213,9 +213,9 @@ class _Step:
     def num_kept(self, seq: Sequence) -> int:
         """Return how many blocks stay free for a running sequence when others start (rule 6)."""
         if self.policy.num_reserved_blocks is not Scheduler.num_reserved_blocks:
-            return self.scheduler.num_reserved_blocks(seq) + len(seq.forks)
+            return self.scheduler.num_reserved_blocks(seq) + len(self.forks[seq])
         num_tokens = min(seq.num_tokens + self.size, seq.max_num_tokens - 1)  # the last token is never computed
-        return max(-(-num_tokens // self.size) - len(seq.block_table), 0) + len(seq.forks)
+        return max(-(-num_tokens // self.size) - len(seq.block_table), 0) + len(self.forks[seq])
 
     def fits(self, seq: Sequence, victim: Sequence | None = None) -> bool:
         """Return whether a sequence fits beside those that run (rule 6), without a victim (rule 7)."""

@@ -44,7 +44,7 @@ class SharesWithOtherTexts(BlockManager):
         ),
         (
             SharesWithOtherTexts,
-            r"block \d must hold token \d of sequence \d, which follows from \(.*\), but it holds what follows from \(None, \(0,",
+            r"block \d must hold token \d of sequence \d, which follows from .*, but it holds what follows from \(None, \(0,",
         ),
     ],
 )

@@ -111,7 +111,7 @@ class KeepsWhatFailed(BlockManager):
     ("classes", "promise", "num_events"),
     [
         ((Scheduler, KeepsBlocks), "a block has a reference for each block table", 2),
-        ((Scheduler, ForgetsSalts), "sequence 1 must start with 0 cached tokens, got 2", 4),
+        ((Scheduler, ForgetsSalts), "the prefix cache must have the blocks that sequence 1 filled", 4),
         ((Scheduler, CopiesNothing), "must hold token", 3),
         ((NeverStartsTheSecond, BlockManager), "the class raised NanoinferError", 4),
         ((CutsAnywhere, BlockManager), "a step must compute 2 of 0, .* got 1 of 0", 2),
