@@ -222,18 +222,13 @@ class _Step:
         others = [other for other in self.scheduler.running if other not in (seq, victim)]
         held = {block for other in others for block in other.block_table}
         prefix = self.memory.prefix(seq)
-        num_new, budget = self.chunk(seq, len(prefix) * self.size), self.budget + self.released(victim)
+        num_new = self.chunk(seq, len(prefix) * self.size)
         num_needed = -(-seq.num_tokens // self.size) - len(held.intersection(prefix)) + sum(map(self.num_kept, others))
         return (
             len(others) < self.config.max_num_seqs
-            and (num_new == 1 or num_new <= budget)
+            and (num_new == 1 or num_new <= self.budget)
             and num_needed <= self.manager.num_blocks - len(held)
         )
-
-    def released(self, victim: Sequence | None) -> int:
-        """Return the part of the budget that a victim leaves."""
-        num_tokens = 0 if victim is None else self.chunks()[0][victim]
-        return num_tokens if num_tokens > 1 else 0
 
     # ---- checks
 
@@ -247,8 +242,6 @@ class _Step:
         is_passed = seq in self.refused or num_adapters > (self.scheduler.max_adapters or math.inf)
         assert is_started or is_passed or is_last, f"rule 6: no sequence may pass {seq.sequence_id}, which lacks room"
         assert not (is_started and is_last), f"the next of {names(self.waiting)} may start after {seq.sequence_id}"
-        if is_started:
-            self.budget += self.released(victim)
         if self.has_room_rules:
             may_start = not is_passed and (self.fits(seq) or (victim is not None and self.fits(seq, victim)))
             assert is_started == may_start, (

@@ -389,6 +389,8 @@ class State:
         for seq, token_id, is_last in sampled:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.append(seq, token_id)
+                is_computed = self.world.async_scheduling or seq.num_new_tokens == 1
+                require(is_computed, "a sampled token is the only new token of its sequence")
                 is_last = is_last or len(seq.token_ids) == seq.max_num_tokens
                 if (tracer := self.scheduler.tracer) is not None:
                     at, text, reason = len(seq.token_ids) - 1, str(token_id), "stop" if is_last else None

@@ -23,9 +23,11 @@ from types import ModuleType
 
 PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 FILES = "scheduling/scheduler.py", "scheduling/block_manager.py"
-SECONDS = 300  # an endless loop is found
-FEATURES = {"tracer", "_has_windows", "state_slots", "stored"}
-FUNCTIONS = {"_trace", "explain", "close", "most_blocks", "num_blocks_for_forks", "_others_run", "_release", "_take_for"}
+SECONDS = 120  # an endless loop is found
+FEATURES = {"tracer", "_has_windows", "state_slots", "num_state_slots", "stored"}
+FUNCTIONS = {
+    "_trace", "explain", "close", "most_blocks", "num_blocks_for_forks", "tables", "_blocks_of", "_others_run", "_release", "_take_for",
+}  # fmt: skip
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot), (ast.Add, ast.Sub),
     (ast.And, ast.Or),
@@ -49,7 +51,7 @@ class Change(ast.NodeTransformer):
                 return node
             case ast.Assert() | ast.Raise() | ast.arguments() | ast.AnnAssign():
                 return node
-            case ast.FunctionDef(name=name):
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 self.function = name
             case ast.Compare(ops=[operator]) if type(operator) in OTHER:
                 return self.place(node, ast.Compare(node.left, [OTHER[type(operator)]()], node.comparators))

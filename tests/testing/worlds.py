@@ -23,7 +23,7 @@ WORLDS = {
     "forks": (Scheduler, World(num_requests=2, num_forks=2, max_num_seqs=3, max_prompt_len=3, num_aborts=0, num_token_ids=1)),
     "salts": (Scheduler, World(**SMALL, num_salts=2, num_forks=0)),
     "async": (Scheduler, World(**SMALL, async_scheduling=True, max_prompt_len=3)),
-    "resets": (Scheduler, World(**SMALL, num_resets=1, num_forks=0)),
+    "resets": (Scheduler, World(**SMALL, num_resets=1, num_forks=0, async_scheduling=True, max_prompt_len=2)),
     "chunks": (Scheduler, World(**SMALL, chunk_size=3, num_forks=0)),  # a prefix hit ends inside a chunk
     "priority": (PriorityScheduler, World(**SMALL, num_ranks=2, num_forks=0)),
     "adapters": (Scheduler, World(**LENGTHS, num_salts=3, max_adapters=1, max_num_seqs=3, max_prompt_len=2, max_tokens=1)),
