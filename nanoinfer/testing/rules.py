@@ -193,7 +193,7 @@ class _Step:
                 chunks[seq] = 0  # it was preempted before its turn
             elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
                 chunks[seq] = 0  # its last token is pending
-            elif 1 < chunks[seq] and budget < chunks[seq]:
+            elif chunks[seq] > 1 and budget < chunks[seq]:
                 chunks[seq] = budget = 0
             budget -= chunks[seq] if chunks[seq] > 1 else 0
         return chunks, budget
