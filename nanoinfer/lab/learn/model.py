@@ -147,7 +147,7 @@ TASKS = [
     Task(
         "column_slice",
         Function("nanoinfer.distributed.sharding", "_even"),
-        "14",
+        "11",
         "which rows of a weight one of several devices holds.\n\n"
         "Together the slices cover 0 .. total - 1 in order, each row once.",
         ("total * rank // size is where a device's part begins.",),

@@ -121,7 +121,7 @@ TASKS = [
     Task(
         "argmax",
         Function(_DRAW, "argmax"),
-        "06",
+        "07",
         "the greedy token of each row.\n\nOf equal logits the lowest id wins. [2, 5, 5] gives 1, and [-inf, -inf] gives -1.",
         (
             "logits.max(dim=-1) returns values and ids, of equal values the first.",
@@ -132,7 +132,7 @@ TASKS = [
     Task(
         "temperature",
         Function(_STAGES, "divided"),
-        "06",
+        "07",
         "make the distribution sharper or flatter.\n\ntemperature has one number per row, above 0. [2, 1] at 0.5: [0, -2].",
         (
             "Divide each row by its temperature: temperature.unsqueeze(-1) is a column.",
@@ -144,7 +144,7 @@ TASKS = [
     Task(
         "min_p",
         Function(_STAGES, "keep_min_p"),
-        "06",
+        "07",
         "drop what is improbable beside the most probable token.\n\n"
         "batch.columns.min_p has one number per row. It is None if no row uses it: then the logits are returned as they are.",
         (
@@ -156,7 +156,7 @@ TASKS = [
     Task(
         "top_p",
         Function(_STAGES, "drop_beyond"),
-        "06",
+        "07",
         "keep the smallest set of tokens whose probabilities sum to at least top_p.\n\n"
         "Sums are of integer_weights(logits), which are exact. top_p is [batch]. Weights [5, 3, 2], top_p 0.6: two stay.",
         (
@@ -169,7 +169,7 @@ TASKS = [
     Task(
         "repetition_penalty",
         Function(_STAGES, "apply_repetition_penalty"),
-        "06",
+        "07",
         "make ids that occurred less likely.\n\n"
         "batch.entries.token_counts lists the ids of prompt and output: its read(logits) gives their logits [entries], and\n"
         "write(logits, values) puts new values there. Its rows say to which row each entry belongs. None: nothing to do.",
@@ -183,7 +183,7 @@ TASKS = [
     Task(
         "draw",
         Function(_DRAW, "draw_from_weights"),
-        "11",
+        "d4",
         "draw one id per row with one random number.\n\n"
         "thresholds(total, u) is floor(u * total), below total. Weights [7, 19, 2] and u = 0.5 have the threshold 14: id 1.",
         (

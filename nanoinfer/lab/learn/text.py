@@ -112,7 +112,7 @@ TASKS = [
     Task(
         "accept_drafts",
         Function("nanoinfer.scheduling.step_plan", "ScheduledSequence.num_accepted"),
-        "13",
+        "10",
         "how many guessed tokens were right.\n\n"
         "self.draft_token_ids are the guesses. The token sampled first is what the first guess should be.",
         ("Compare one by one, and stop at the first that is wrong: all after it were computed after a wrong token.",),
@@ -121,7 +121,7 @@ TASKS = [
     Task(
         "ngram_draft",
         Function("nanoinfer.engine.speculative.ngram", "NGramIndex.continuation"),
-        "13",
+        "10",
         "guess that the text goes on as it did when its newest tokens last occurred.\n\n"
         "self._followers maps an n-gram to the index of the token behind it, self._sizes are the lengths, and\n"
         "self._num_indexed counts the tokens that have been entered by earlier calls.",
@@ -135,7 +135,7 @@ TASKS = [
     Task(
         "token_mask",
         Function("nanoinfer.sampling.stages", "keep_grammatical"),
-        "16",
+        "09",
         "forbid the tokens that a grammar does not allow next.\n\n"
         "batch.entries.grammar is None, or has rows [some_rows] and forbidden [some_rows, vocab]: row rows[i] of the logits\n"
         "may not draw the ids in forbidden[i].",
