@@ -15,6 +15,7 @@ import typer
 
 from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.cli.options import expand_options
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -124,6 +125,39 @@ def run(
     print(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}.")
     if unused := [task.name for task in passed if not calls[task.function]]:
         print(f"Passed, but not needed here: {', '.join(unused)}.")
+
+
+@app.command(cls=Command)
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    *,
+    solved: Annotated[bool, typer.Option("--solved", help="Export the engine's own functions. No workbook is needed.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Compare the answers to this many prompts, of each bundled model.")] = 50,
+) -> None:
+    """Make a repository of your engine: one file that runs without nanoinfer, its tests and what was measured."""
+    from nanoinfer.lab.learn.export import export as write_repository
+    from nanoinfer.lab.learn.track import TRACK
+
+    files: dict[str, Path] = {}
+    if not solved:
+        workbook = _workbook()
+        if missing := [task.name for task in TRACK if workbook.status(task.name) != "passed"]:
+            raise InvalidValueError(
+                f"an export needs {len(TRACK)} passed tasks, and {len(missing)} are not: {', '.join(missing)}; check them by: "
+                "nanoinfer learn check, take the engine's version by: nanoinfer learn solve TASK, or use --solved"
+            )
+        files = {task.name: workbook.file(task.name) for task in TRACK}
+    report = write_repository(folder, TRACK, files, prompts)
+    num_differ = len(report["differ"])
+    print(f"{folder}: engine.py has {report['lines']} lines. {num_differ} of {report['answers']} answers differ.")
+    for name, failure in report["refused"].items():
+        print(f"{name} differs in the one file:\n{indent(failure, '  ')}")
+    for each in report["differ"]:
+        print(f"differs: {each}")
+    for each in report["near_ties"]:
+        print(f"near-tie: {each}")
+    if report["refused"] or num_differ:
+        raise typer.Exit(1)
 
 
 def _workbook() -> "Workbook":

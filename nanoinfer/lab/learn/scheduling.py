@@ -15,7 +15,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.scheduler import Scheduler, _Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 _BLOCKS = "nanoinfer.scheduling.block_manager"
 _SCHEDULER = "nanoinfer.scheduling.scheduler"
@@ -232,7 +232,7 @@ def _pack_cases() -> Iterator[Case]:
             first.num_pending_tokens, first.num_computed_tokens = 1, len(first.token_ids)
             items[0] = ScheduledSequence(first, 1)
             previous = forward_batch.PreviousTokens(torch.arange(4), {first: 3})
-        plan = StepPlan(scheduled=tuple(items), rows=rows_of(items), prompt_rows=prompt_rows_of(items))
+        plan = StepPlan(scheduled=tuple(items), rows=rows_of(items))
         packed = version(plan, block_size, previous)
         return {**packed._asdict(), "sequences": [seq.sequence_id for seq in packed.sequences]}
 

@@ -78,7 +78,7 @@ def _mask_cases() -> Iterator[Case]:
         rows = torch.randperm(num_rows, generator=generator)[: 1 + seed % num_rows].sort().values
         forbidden = torch.rand(len(rows), vocab, generator=generator) < 0.5
         words = f"logits [{num_rows}, {vocab}], rows {rows.tolist()}, forbidden {forbidden.int().tolist()}"
-        entries = StageEntries(grammar=GrammarMask(rows, forbidden, {}))
+        entries = StageEntries(grammar=GrammarMask(rows, forbidden))
         yield Case(words, calling(logits, batch_of(num_rows, entries)))
     yield Case("no row has a grammar", calling(torch.ones(1, 2), batch_of(1)))
 

@@ -1,0 +1,223 @@
+"""Make a repository of the learner's own engine: one file that runs alone, its tests, a README with measured badges, an action.
+
+In: the learner's files. Out: a folder. engine.py is tangled from the package's source, edition/engine.py.txt and the
+learner's functions. Its tests are the cases of the tasks and answers of the package's engine.
+"""
+
+import ast
+import json
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+
+import nanoinfer
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.lab.bench.environment import cpu_name
+from nanoinfer.lab.learn.check import Task
+from nanoinfer.lab.learn.tangle import missing_names, names_in, simplified, source_of, tangle
+from nanoinfer.lab.stories import write
+from nanoinfer.llm import LLM
+from nanoinfer.loading.folders import BUNDLED
+from nanoinfer.sampling_params import SamplingParams
+
+EDITION = Path(__file__).with_name("edition")
+PACKAGE = "nanoinfer.lab.learn"
+MODELS = ("tiny-gpt2", "tiny-qwen3")
+MODEL_FILES = ("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.05, "stop": [". He", "day"]},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "min_tokens": 30},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3, "top_p": 0.95, "top_k": 50},
+)
+# Runs a script without what only nanoinfer needs.
+ALONE = "import runpy, sys; sys.modules.update(dict.fromkeys(('nanoinfer', 'transformers', 'jaxtyping', 'numpy'))); "
+ALONE += "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass
+class Own:
+    """What a learner's file has: the function, and what the function needs."""
+
+    source: str
+    imports: list[str] = field(default_factory=list)
+    helpers: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path, function: str) -> "Own":
+        """Read a file. Raises: InvalidValueError for an import that one file cannot have."""
+        text = path.read_text(encoding="utf-8")
+        own = cls("")
+        for node in ast.parse(text).body:
+            segment = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                is_ours = any(name.startswith("nanoinfer") for name in (_module_of(node), *(a.name for a in node.names)))
+                if is_ours and (isinstance(node, ast.Import) or any(alias.asname for alias in node.names)):
+                    raise InvalidValueError(f"{path.name} has `{segment}`; the export has the names themselves: from ... import NAME")
+                own.imports += [] if is_ours else [segment]
+            elif isinstance(node, ast.FunctionDef) and node.name == function:
+                own.source = segment
+            elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # the docstring
+                own.helpers.append(segment)
+        return own
+
+
+def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_prompts: int) -> dict[str, Any]:
+    """Write the repository, and grade and measure it in a process that cannot import the package.
+
+    Args:
+        folder: a new folder.
+        tasks: all tasks.
+        files: task -> the learner's file. Empty: the package's own functions.
+        num_prompts: how many prompts both engines answer, with each model greedily and sampled.
+
+    Returns:
+        what measure.py has printed.
+
+    Raises:
+        InvalidValueError: the folder is not empty, or a file needs what one file cannot have.
+        NanoinferError: the engine does not run, or a function or an answer differs.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidValueError(f"{folder} exists and is not empty; give a new folder")
+    own = {task.name: Own.read(files[task.name], task.function.name) for task in tasks if task.name in files}
+    num_own = sum(_is_different(own[task.name].source, task) for task in tasks if own)
+    authors = f"{num_own} of {len(tasks)} functions are the owner's, all else is nanoinfer's." if own else "The reference edition."
+    values = {"title": folder.resolve().name, "name": re.sub(r"\W+", "-", folder.resolve().name), "authors": authors}
+    values |= {"version": nanoinfer.__version__, "date": date.today().isoformat(), "machine": cpu_name()}
+    values |= {"torch": torch.__version__}
+    cases = dict(_case_modules())
+    engine, reference = _engine_and_reference(tasks, own, cases, values)
+    texts = {
+        "engine.py": engine,
+        "measure.py": _read("measure.py"),
+        "pyproject.toml": _template("pyproject.toml", values),
+        ".github/workflows/test.yml": _read("test.yml"),
+        "tests/test_engine.py": _read("test_engine.py"),
+        "tests/reference.py": reference,
+        "tests/answers.json": json.dumps({model: _answers(model, num_prompts) for model in MODELS}, indent=0),
+        **{f"tests/cases/{name}.py": text for name, text in cases.items()},
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    for model in MODELS:
+        (folder / "models" / model).mkdir(parents=True)
+        for name in MODEL_FILES:
+            shutil.copyfile(BUNDLED / model / name, folder / "models" / model / name)
+    report = _measured(folder)
+    values |= {
+        "num_passed": report["functions"] - len(report["refused"]),
+        "num_functions": report["functions"],
+        "num_differ": len(report["differ"]),
+        "num_answers": report["answers"],
+        "num_near_ties": len(report["near_ties"]),
+        "tokens_per_s": report["tokens_per_s"],
+        "bandwidth": round(100 * report["bandwidth_share"], 1),
+        "num_lines": engine.count("\n"),
+        "color": "red" if report["refused"] or report["differ"] else "brightgreen",
+    }
+    (folder / "README.md").write_text(_template("README.md", values), encoding="utf-8")
+    return report | {"lines": engine.count("\n")}
+
+
+def _engine_and_reference(
+    tasks: list[Task], own: Mapping[str, Own], cases: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[str, str]:
+    functions = {(task.function.module, task.function.qualname): task for task in tasks}
+    bodies = {place: own[task.name].source for place, task in functions.items() if task.name in own}
+    originals = [simplified(source_of(*place)) for place in functions]
+    used = set().union(*map(names_in, (*originals, *cases.values(), *map(_read, ("measure.py", "test_engine.py")))))
+    template = _template("engine.py", values)
+    for name, lines in (
+        ("imports", [line for each in own.values() for line in each.imports]),
+        ("helpers", [line for each in own.values() for line in each.helpers]),
+    ):
+        template = template.replace(f"#: {name} of your files\n", "".join(f"{line}\n" for line in dict.fromkeys(lines)))
+    engine = tangle(template, bodies, used)
+    if missing := missing_names(engine):
+        raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
+    text = "\n\n\n".join(originals)
+    doc = '"""The functions of the tasks as nanoinfer has them, which the cases compare with those of engine.py."""'
+    needed = ", ".join(sorted(missing_names(text)))
+    return engine, f"{doc}\n\nfrom engine import ({needed})\n\n\n{text}\n"
+
+
+def _case_modules() -> Iterator[tuple[str, str]]:
+    """Yield the modules of the tasks' cases, whose imports of the package become imports of the one file."""
+    yield "workbook", _read("workbook.py")
+    names = ["track"]
+    for name in names:
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        for node in reversed(list(ast.walk(ast.parse(text)))):
+            if not isinstance(node, ast.ImportFrom) or not _module_of(node).startswith("nanoinfer"):
+                continue
+            module, imported = _module_of(node), [alias.name for alias in node.names]
+            new = f"from engine import {', '.join(imported)}"
+            if module.startswith(PACKAGE):
+                new = f"from {module.replace(PACKAGE, 'cases')} import {', '.join(imported)}"
+                found = imported if module == PACKAGE else [module.rpartition(".")[2]]
+                names += [other for other in found if other not in (*names, "workbook")]
+            elif find_spec(module).submodule_search_locations:  # a folder, whose modules are all in the one file
+                new = "; ".join(f"import engine as {each}" for each in imported)
+            lines = text.splitlines()
+            text = "\n".join([*lines[: node.lineno - 1], " " * node.col_offset + new, *lines[node.end_lineno :], ""])
+        yield name, text
+
+
+def _answers(model: str, num_prompts: int) -> list[dict[str, Any]]:
+    """Return what the package's engine answers: each prompt greedily and sampled."""
+    rng = random.Random(0)
+    answers = []
+    for number in range(num_prompts):
+        words = write(rng).split(" ")
+        prompt = " ".join(words[: rng.randint(1, min(40, len(words)))])
+        for params in ({"temperature": 0}, SAMPLED[number % len(SAMPLED)] | {"seed": number}):
+            answers.append({"prompt": prompt, "params": params | {"max_tokens": 48}})
+    with LLM(model, dtype="float32", enforce_eager=True, attention_backend="reference", kv_cache_memory=2**26) as llm:
+        params_of_all = [SamplingParams(**answer["params"]) for answer in answers]
+        outputs = llm.generate([answer["prompt"] for answer in answers], params_of_all, use_tqdm=False)
+    for answer, output in zip(answers, outputs, strict=True):
+        answer |= {"token_ids": output.outputs[0].token_ids, "text": output.outputs[0].text}
+    return answers
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Run measure.py in a process that cannot import the package. Raises: NanoinferError if it fails."""
+    command = [sys.executable, "-c", ALONE, "measure.py"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if not run.stdout:
+        raise NanoinferError(f"{folder}/measure.py fails: {run.stderr.strip().splitlines()[-1]}")
+    report: dict[str, Any] = json.loads(run.stdout)
+    return report
+
+
+def _is_different(source: str, task: Task) -> bool:
+    """Return whether a function is not the package's own, as `nanoinfer learn solve` writes it."""
+    return ast.dump(ast.parse(source)) != ast.dump(ast.parse(source_of(task.function.module, task.function.qualname)))
+
+
+def _module_of(node: ast.Import | ast.ImportFrom) -> str:
+    return (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+
+
+def _read(name: str) -> str:
+    return (EDITION / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def _template(name: str, values: Mapping[str, Any]) -> str:
+    return Template(_read(name)).substitute(values)
