@@ -1,26 +1,28 @@
 """`nanoinfer learn`: a workbook of the engine's functions to write, checked by cases, and run inside the engine.
 
-`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder.
+`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch only
+for tasks with tensors.
 """
 
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from textwrap import indent
-from typing import TYPE_CHECKING, Annotated
+from textwrap import fill, indent
+from typing import Annotated
 
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.cli.options import expand_options
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoinfer.lab.learn.check import Failure, Task
-    from nanoinfer.lab.learn.workbook import Workbook
+from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
+from nanoinfer.lab.learn.check import check as compare_cases
+from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find
+from nanoinfer.lab.learn.workbook import WIDTH, Workbook, installed
 
 app = typer.Typer(
     cls=Commands,
@@ -29,8 +31,13 @@ app = typer.Typer(
     help="Write the engine's functions yourself, in a workbook that checks them.",
 )
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them.")]
-STATUSES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
+STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": "no file"}
+THE_END = """\
+All {number} passed. It is your engine now:
+  nanoinfer learn run "Once upon a time"   generate with it
+  nanoinfer bench ladder                   eleven versions of an engine, measured here
+  nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
 @app.callback()
@@ -38,52 +45,54 @@ def learn(context: typer.Context) -> None:
     """List the tasks of this folder's workbook, and what is done."""
     if context.invoked_subcommand is not None:
         return
-    from nanoinfer.lab.learn.track import TRACK  # imports torch, as below
-
-    workbook = _workbook()
-    for task in TRACK:
-        status = STATUSES[workbook.status(task.name)]
-        print(f"{workbook.file(task.name).name:<26}{status:<22}{task.about.split(chr(10))[0]}".rstrip())
-    num_passed = sum(workbook.status(task.name) == "passed" for task in TRACK)
-    print(f"\n{num_passed} of {len(TRACK)} passed. Next: nanoinfer learn check TASK, or nanoinfer learn hint TASK.")
+    workbook = Workbook.here(NAMES)
+    for group, tasks in groupby(TRACK, key=lambda task: task.group):
+        print(GROUPS[group])
+        for task in tasks:
+            name, status = workbook.file(task.name).stem, STATUSES[workbook.status(task.name)]
+            print(f"  {name:<23} {'*' * task.level:<3} {task.minutes:>2} min  {status:<10}{task.title}".rstrip())
+    print(_what_next(workbook))
 
 
 @app.command(cls=Command)
 def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
     """Write a workbook into a new folder: one file per task."""
-    from nanoinfer.lab.learn.track import NAMES, TRACK
-    from nanoinfer.lab.learn.workbook import Workbook
-
-    Workbook(folder, NAMES).write({task.name: task.text for task in TRACK})
-    print(f"{len(TRACK)} tasks in {folder}. Go there, open {TRACK[0].name}'s file, and call `nanoinfer learn`.")
+    workbook = Workbook(folder, NAMES)
+    workbook.write({task.name: task.text for task in TRACK})
+    print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
 
 
 @app.command(cls=Command)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
-    from nanoinfer.lab.learn.track import TRACK, find
-
-    workbook = _workbook()
-    tasks = TRACK if task is None else [find(task)]
-    num_failed = 0
-    for each in tasks:
-        failure = _check(workbook, each)
-        workbook.mark(each.name, passed=failure is None)
-        num_failed += failure is not None
-        print(f"{each.name}: passed" if failure is None else f"{each.name}: not yet\n{indent(str(failure), '  ')}")
-    if num_failed:
+    workbook = Workbook.here(NAMES)
+    has_passed = [_check(workbook, each) for each in (TRACK if task is None else [find(task)])]
+    if not all(has_passed):
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def watch() -> None:
+    """Check each file when you save it, until you press Ctrl-C."""
+    workbook = Workbook.here(NAMES)
+    print(_what_next(workbook), "Save a file to check it.", flush=True)
+    seen = workbook.saved()
+    while True:
+        time.sleep(0.2)
+        before, seen = seen, workbook.saved()
+        for task in TRACK:
+            if seen.get(task.name) not in (None, before.get(task.name)) and _check(workbook, task):
+                print(_what_next(workbook))
+        sys.stdout.flush()
 
 
 @app.command(cls=Command)
 def hint(task: TaskName) -> None:
     """Show a hint, and another hint at each further call."""
-    from nanoinfer.lab.learn.track import find
-
     found = find(task)
-    num = _workbook().next_hint(task, len(found.hints))
+    num = Workbook.here(NAMES).next_hint(found.name, len(found.hints))
     for number, text in enumerate(found.hints[:num], 1):
-        print(f"{number}. {' '.join(text.split())}")
+        print(fill(f"{number}. {text}", WIDTH, subsequent_indent="   ", break_long_words=False))
     if num == len(found.hints):
         print("There are no more.")
 
@@ -91,29 +100,25 @@ def hint(task: TaskName) -> None:
 @app.command(cls=Command)
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
-    from nanoinfer.lab.learn.track import find
-
-    found, workbook = find(task), _workbook()
+    found, workbook = find(task), Workbook.here(NAMES)
+    file = workbook.file(found.name).name
     if not yes:
-        typer.confirm(f"Replace the function in {workbook.file(task).name} by the engine's own?", abort=True)
-    workbook.replace_body(task, found.function.source)
-    print(f"{workbook.file(task).name} has the engine's version.")
+        typer.confirm(f"Replace the function in {file} by the engine's own?", abort=True)
+    workbook.replace_body(found.name, found.function.source)
+    print(f"{file} has the engine's version.")
 
 
 @app.command(cls=Command)
-@expand_options
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    max_tokens: Annotated[int, SamplingParams] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The longest answer, in tokens.")] = 64,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
-    from nanoinfer.lab.learn.track import TRACK
-    from nanoinfer.lab.learn.workbook import installed
-    from nanoinfer.llm import LLM
+    from nanoinfer.llm import LLM  # imports torch
 
-    workbook = _workbook()
+    workbook = Workbook.here(NAMES)
     passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
     versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
     with installed(versions) as calls:
@@ -122,9 +127,9 @@ def run(
         [output] = llm.generate(prompt, params, use_tqdm=False)
     print(f"{prompt}{output.outputs[0].text}\n")
     yours = [f"{task.name} ({calls[task.function]} calls)" for task in passed if calls[task.function]]
-    print(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}.")
+    print(_line(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
     if unused := [task.name for task in passed if not calls[task.function]]:
-        print(f"Passed, but not needed here: {', '.join(unused)}.")
+        print(_line(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
 @app.command(cls=Command)
@@ -135,12 +140,11 @@ def export(
     prompts: Annotated[int, typer.Option(min=1, help="Compare the answers to this many prompts, of each bundled model.")] = 50,
 ) -> None:
     """Make a repository of your engine: one file that runs without nanoinfer, its tests and what was measured."""
-    from nanoinfer.lab.learn.export import export as write_repository
-    from nanoinfer.lab.learn.track import TRACK
+    from nanoinfer.lab.learn.export import export as write_repository  # imports torch
 
     files: dict[str, Path] = {}
     if not solved:
-        workbook = _workbook()
+        workbook = Workbook.here(NAMES)
         if missing := [task.name for task in TRACK if workbook.status(task.name) != "passed"]:
             raise InvalidValueError(
                 f"an export needs {len(TRACK)} passed tasks, and {len(missing)} are not: {', '.join(missing)}; check them by: "
@@ -160,17 +164,15 @@ def export(
         raise typer.Exit(1)
 
 
-def _workbook() -> "Workbook":
-    from nanoinfer.lab.learn.track import NAMES
-    from nanoinfer.lab.learn.workbook import Workbook
+def _check(workbook: Workbook, task: Task) -> bool:
+    """Check a task, print the result and keep it. Returns whether the task has passed."""
+    failure = _failure(workbook, task)
+    workbook.mark(task.name, passed=failure is None)
+    print(f"{task.name}: passed" if failure is None else f"{task.name}: not yet\n{indent(str(failure), '  ')}")
+    return failure is None
 
-    return Workbook.here(NAMES)
 
-
-def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
-    from nanoinfer.lab.learn.check import SECONDS, Failure, describe_error
-    from nanoinfer.lab.learn.check import check as compare_cases
-
+def _failure(workbook: Workbook, task: Task) -> Failure | None:
     file, name = workbook.file(task.name), task.function.name
     version: Callable[..., object] | None = None
     try:
@@ -180,6 +182,19 @@ def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
     except Exception as error:
         got = describe_error(error, version) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
+
+
+def _what_next(workbook: Workbook) -> str:
+    """Return how many tasks have passed, and the next of them."""
+    left = [task for task in TRACK if workbook.status(task.name) != "passed"]
+    if not left:
+        return "\n" + THE_END.format(number=len(TRACK))
+    file = workbook.file(left[0].name).name
+    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {file}, and nanoinfer learn check {left[0].name}"
+
+
+def _line(text: str) -> str:
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager
