@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -26,7 +25,7 @@ import nanoinfer
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench.environment import cpu_name
 from nanoinfer.lab.learn.check import Task
-from nanoinfer.lab.learn.tangle import missing_names, names_in, simplified, source_of, tangle
+from nanoinfer.lab.learn.tangle import missing_names, names_in, repeated_names, simplified, tangle
 from nanoinfer.lab.stories import write
 from nanoinfer.llm import LLM
 from nanoinfer.loading.folders import BUNDLED
@@ -64,11 +63,10 @@ class Own:
         own = cls("")
         for node in ast.parse(text).body:
             segment = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "__future__")):
+                continue  # the one file has the names
             if isinstance(node, ast.Import | ast.ImportFrom):
-                is_ours = any(name.startswith("nanoinfer") for name in (_module_of(node), *(a.name for a in node.names)))
-                if is_ours and (isinstance(node, ast.Import) or any(alias.asname for alias in node.names)):
-                    raise InvalidValueError(f"{path.name} has `{segment}`; the export has the names themselves: from ... import NAME")
-                own.imports += [] if is_ours else [segment]
+                own.imports.append(segment)
             elif isinstance(node, ast.FunctionDef) and node.name == function:
                 own.source = segment
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # the docstring
@@ -100,7 +98,7 @@ def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_promp
     values = {"title": folder.resolve().name, "name": re.sub(r"\W+", "-", folder.resolve().name), "authors": authors}
     values |= {"version": nanoinfer.__version__, "date": date.today().isoformat(), "machine": cpu_name()}
     values |= {"torch": torch.__version__}
-    cases = dict(_case_modules())
+    cases = dict(_case_modules(tasks))
     engine, reference = _engine_and_reference(tasks, own, cases, values)
     texts = {
         "engine.py": engine,
@@ -140,7 +138,7 @@ def _engine_and_reference(
 ) -> tuple[str, str]:
     functions = {(task.function.module, task.function.qualname): task for task in tasks}
     bodies = {place: own[task.name].source for place, task in functions.items() if task.name in own}
-    originals = [simplified(source_of(*place)) for place in functions]
+    originals = [simplified(task.function.source) for task in tasks]
     used = set().union(*map(names_in, (*originals, *cases.values(), *map(_read, ("measure.py", "test_engine.py")))))
     template = _template("engine.py", values)
     for name, lines in (
@@ -151,32 +149,29 @@ def _engine_and_reference(
     engine = tangle(template, bodies, used)
     if missing := missing_names(engine):
         raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
+    if repeated := repeated_names(engine):
+        raise InvalidValueError(f"one file would define {', '.join(sorted(repeated))} more than once; rename what your files define")
     text = "\n\n\n".join(originals)
     doc = '"""The functions of the tasks as nanoinfer has them, which the cases compare with those of engine.py."""'
     needed = ", ".join(sorted(missing_names(text)))
     return engine, f"{doc}\n\nfrom engine import ({needed})\n\n\n{text}\n"
 
 
-def _case_modules() -> Iterator[tuple[str, str]]:
+def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
     """Yield the modules of the tasks' cases, whose imports of the package become imports of the one file."""
-    yield "workbook", _read("workbook.py")
-    names = ["track"]
-    for name in names:
-        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        for node in reversed(list(ast.walk(ast.parse(text)))):
-            if not isinstance(node, ast.ImportFrom) or not _module_of(node).startswith("nanoinfer"):
-                continue
-            module, imported = _module_of(node), [alias.name for alias in node.names]
-            new = f"from engine import {', '.join(imported)}"
-            if module.startswith(PACKAGE):
-                new = f"from {module.replace(PACKAGE, 'cases')} import {', '.join(imported)}"
-                found = imported if module == PACKAGE else [module.rpartition(".")[2]]
-                names += [other for other in found if other not in (*names, "workbook")]
-            elif find_spec(module).submodule_search_locations:  # a folder, whose modules are all in the one file
-                new = "; ".join(f"import engine as {each}" for each in imported)
-            lines = text.splitlines()
-            text = "\n".join([*lines[: node.lineno - 1], " " * node.col_offset + new, *lines[node.end_lineno :], ""])
-        yield name, text
+    rows = [f"    {(task.name, task.function.qualname, task.cases_in)!r}," for task in tasks]
+    yield "workbook", (workbook := _template("workbook.py", {"tasks": "\n".join(rows)}))
+    for name in sorted({"check", *(task.cases_in for task in tasks)}):
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").replace(PACKAGE, "cases")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith(("nanoinfer", "cases")):
+                imported = [alias.name for alias in node.names]
+                if module == "cases.workbook":
+                    imported = [each for each in imported if each in names_in(workbook)]
+                new = f"from {module if module.startswith('cases') else 'engine'} import {', '.join(imported)}"
+                lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + new, *[""] * (node.end_lineno - node.lineno)]
+        yield name, "\n".join([*lines, ""])
 
 
 def _answers(model: str, num_prompts: int) -> list[dict[str, Any]]:
@@ -208,11 +203,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 def _is_different(source: str, task: Task) -> bool:
     """Return whether a function is not the package's own, as `nanoinfer learn solve` writes it."""
-    return ast.dump(ast.parse(source)) != ast.dump(ast.parse(source_of(task.function.module, task.function.qualname)))
-
-
-def _module_of(node: ast.Import | ast.ImportFrom) -> str:
-    return (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+    return ast.dump(ast.parse(source)) != ast.dump(ast.parse(task.function.source))
 
 
 def _read(name: str) -> str:

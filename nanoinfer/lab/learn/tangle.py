@@ -19,6 +19,7 @@ import ast
 import builtins
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,9 +29,9 @@ from pathlib import Path
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
 FACTS = {
-    **dict.fromkeys(("self.tracer", "self.stored", "self.state_slots", "self.window", "seq.reader"), "None"),
+    **dict.fromkeys(("self.tracer", "self.stored", "self.state_slots", "self.window"), "None"),
     **dict.fromkeys(("self._has_windows", "seq.wants_prompt_rows", "plan.num_top_logprobs"), "False"),
-    **dict.fromkeys(("has_torch_function_unary(x)", "below.device.type != 'cpu'"), "False"),
+    "below.device.type != 'cpu'": "False",
     "on_cpu": "by_torch",
     "config.norm_class": "RMSNorm",
     "CheckpointError": "InvalidValueError",
@@ -144,11 +145,10 @@ def missing_names(text: str) -> set[str]:
     return read - defined
 
 
-def source_of(module: str, qualname: str) -> str:
-    """Return the source of a function or method of the package."""
-    owner, _, name = qualname.rpartition(".")
-    [node] = [node for its_owner, node in _definitions(_module(module)) if its_owner == owner and name in _names(node)]
-    return _text(module, node)
+def repeated_names(text: str) -> set[str]:
+    """Return the names that a module defines more than once."""
+    names = Counter(chain.from_iterable(_names(node) for owner, node in _definitions(ast.parse(text)) if not owner))
+    return {name for name, number in names.items() if number > 1}
 
 
 @cache
@@ -231,6 +231,9 @@ def _edited(text: str) -> str:
                     return _with_lines(text, stop, block[-1].end_lineno or 0, [])
                 if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in FACTS:
                     return _with_lines(text, start, stop, [])
+        for decorator in getattr(node, "decorator_list", ()):
+            if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
+                return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
             first = node.body[0]
             if first.end_lineno != first.lineno:
