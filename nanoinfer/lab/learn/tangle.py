@@ -4,7 +4,7 @@ In: a template, and bodies of functions that replace the package's. Out: the tex
 the module cannot become stale. A line of the template stands for definitions:
 
     #: from nanoinfer.scheduling.pool                   those of a module
-    #: from nanoinfer.sampling.batch import A, B        some of them
+    #: from nanoinfer.sampling.batch import A, B        some of them. "except" instead of "import": all others
     #: from nanoinfer.scheduling.scheduler.Scheduler    inside a class: the fields and methods of a class
 
 Three rules decide what is taken:
@@ -29,17 +29,12 @@ from pathlib import Path
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
 FACTS = {
-    **dict.fromkeys(("self.tracer", "self.stored", "self.state_slots", "self.window"), "None"),
+    **dict.fromkeys(("self.tracer", "self.stored", "self.state_slots"), "None"),
     **dict.fromkeys(("self._has_windows", "seq.wants_prompt_rows", "plan.num_top_logprobs"), "False"),
-    "below.device.type != 'cpu'": "False",
-    "on_cpu": "by_torch",
-    "config.norm_class": "RMSNorm",
-    "CheckpointError": "InvalidValueError",
-    "Grammar | None": "Choices | None",
     "Sequence[Word]": "tuple[Word, ...]",
 }
 CONSTANTS = {"None": None, "False": False}
-DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: import (.+))?$")
+DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -87,12 +82,12 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
     for number, line in enumerate(template.splitlines()):
         if not (found := DIRECTIVE.fullmatch(line)):
             continue
-        module, owner, wanted = found[1], found[2] or "", set((found[3] or "").split(", ")) - {""}
-        members = [node for its_owner, node in _definitions(_module(module)) if its_owner == owner]
+        module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
+        left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
         pieces[number] = [
             _piece(module, node, owner, bodies)
-            for node in members
-            if not any((owner, name) in own for name in _names(node)) and (not wanted or _names(node) & wanted)
+            for its_owner, node in _definitions(_module(module))
+            if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
         ]
     while any([piece.take(used) for piece in chain.from_iterable(pieces.values())]):
         pass
