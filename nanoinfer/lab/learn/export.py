@@ -6,13 +6,12 @@ learner's functions. Its tests are the cases of the tasks and answers of the pac
 
 import ast
 import json
-import platform
 import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -62,7 +61,8 @@ class Own:
         text = path.read_text(encoding="utf-8")
         own = cls("")
         for node in ast.parse(text).body:
-            segment = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+            start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            segment = "\n".join(text.splitlines()[start - 1 : node.end_lineno])
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "__future__")):
                 continue  # the one file has the names
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -72,6 +72,35 @@ class Own:
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # the docstring
                 own.helpers.append(segment)
         return own
+
+
+def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: Iterable[str] = ()) -> str:
+    """Return the text of the engine.
+
+    Args:
+        tasks: all tasks.
+        files: task -> the learner's file. Empty: the package's own functions.
+        title: the first line of the text.
+        readers: the texts of modules that read names of the engine.
+
+    Raises:
+        InvalidValueError: a learner's file reads or defines names that one file cannot have.
+    """
+    own = {task.name: Own.read(files[task.name], task.function.name) for task in tasks if task.name in files}
+    imports = [text for each in own.values() for text in each.imports]
+    helpers = [text for each in own.values() for text in each.helpers]
+    bodies = {(task.function.module, task.function.qualname): own[task.name].source for task in tasks if own}
+    template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
+    engine = tangle(template, bodies, set().union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
+        engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
+    if missing := missing_names(engine):
+        raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
+    if repeated := repeated_names(engine):
+        raise InvalidValueError(
+            f"one file would define {', '.join(sorted(repeated))} more than once; rename those of your files"
+        )
+    return engine
 
 
 def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_prompts: int) -> dict[str, Any]:
@@ -84,78 +113,59 @@ def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_promp
         num_prompts: how many prompts both engines answer, with each model greedily and sampled.
 
     Returns:
-        what measure.py has printed.
+        what measure.py has printed, and the number of lines.
 
     Raises:
-        InvalidValueError: the folder is not empty, or a file needs what one file cannot have.
-        NanoinferError: the engine does not run, or a function or an answer differs.
+        InvalidValueError: the folder is not empty, or as one_file.
+        NanoinferError: the engine does not run.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidValueError(f"{folder} exists and is not empty; give a new folder")
-    own = {task.name: Own.read(files[task.name], task.function.name) for task in tasks if task.name in files}
-    num_own = sum(_is_different(own[task.name].source, task) for task in tasks if own)
-    authors = f"{num_own} of {len(tasks)} functions are the owner's, all else is nanoinfer's." if own else "The reference edition."
-    values = {"title": folder.resolve().name, "name": re.sub(r"\W+", "-", folder.resolve().name), "authors": authors}
-    values |= {"version": nanoinfer.__version__, "date": date.today().isoformat(), "machine": cpu_name()}
-    values |= {"torch": torch.__version__}
+    name = folder.resolve().name
+    num_own = sum(_is_own(files[task.name], task) for task in tasks if files)
+    authors = f"{num_own} of its {len(tasks)} tasks are the owner's work." if files else "The reference edition."
     cases = dict(_case_modules(tasks))
-    engine, reference = _engine_and_reference(tasks, own, cases, values)
-    texts = {
+    readers = [text for module, text in cases.items() if module != "workbook"]
+    texts = {"measure.py": _read("measure.py"), "tests/test_engine.py": _read("test_engine.py")}
+    engine = one_file(tasks, files, f"{name}: an LLM inference engine in one file. {authors}", [*readers, *texts.values()])
+    texts |= {f"tests/cases/{module}.py": text for module, text in cases.items()} | {
         "engine.py": engine,
-        "measure.py": _read("measure.py"),
-        "pyproject.toml": _template("pyproject.toml", values),
+        "pyproject.toml": _template("pyproject.toml", {"name": re.sub(r"\W+", "-", name)}),
         ".github/workflows/test.yml": _read("test.yml"),
-        "tests/test_engine.py": _read("test_engine.py"),
-        "tests/reference.py": reference,
+        "tests/reference.py": _reference(tasks),
         "tests/answers.json": json.dumps({model: _answers(model, num_prompts) for model in MODELS}, indent=0),
-        **{f"tests/cases/{name}.py": text for name, text in cases.items()},
     }
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
     for model in MODELS:
         (folder / "models" / model).mkdir(parents=True)
-        for name in MODEL_FILES:
-            shutil.copyfile(BUNDLED / model / name, folder / "models" / model / name)
+        for path in MODEL_FILES:
+            shutil.copyfile(BUNDLED / model / path, folder / "models" / model / path)
     report = _measured(folder)
-    values |= {
+    report["lines"] = sum(bool(line.strip()) for line in engine.splitlines())
+    values = {
+        **report,
+        "name": name,
+        "authors": authors,
         "num_passed": report["functions"] - len(report["refused"]),
-        "num_functions": report["functions"],
         "num_differ": len(report["differ"]),
-        "num_answers": report["answers"],
         "num_near_ties": len(report["near_ties"]),
-        "tokens_per_s": report["tokens_per_s"],
         "bandwidth": round(100 * report["bandwidth_share"], 1),
-        "num_lines": engine.count("\n"),
         "color": "red" if report["refused"] or report["differ"] else "brightgreen",
+        "machine": cpu_name(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
     }
     (folder / "README.md").write_text(_template("README.md", values), encoding="utf-8")
-    return report | {"lines": engine.count("\n")}
+    return report
 
 
-def _engine_and_reference(
-    tasks: list[Task], own: Mapping[str, Own], cases: Mapping[str, str], values: Mapping[str, Any]
-) -> tuple[str, str]:
-    functions = {(task.function.module, task.function.qualname): task for task in tasks}
-    bodies = {place: own[task.name].source for place, task in functions.items() if task.name in own}
-    originals = [simplified(task.function.source) for task in tasks]
-    readers = [text for name, text in cases.items() if name != "workbook"] + [_read("measure.py"), _read("test_engine.py")]
-    used = set().union(*map(names_in, (*originals, *readers)))
-    template = _template("engine.py", values)
-    for name, lines in (
-        ("imports", [line for each in own.values() for line in each.imports]),
-        ("helpers", [line for each in own.values() for line in each.helpers]),
-    ):
-        template = template.replace(f"#: {name} of your files\n", "".join(f"{line}\n" for line in dict.fromkeys(lines)))
-    engine = tangle(template, bodies, used)
-    if missing := missing_names(engine):
-        raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
-    if repeated := repeated_names(engine):
-        raise InvalidValueError(f"one file would define {', '.join(sorted(repeated))} more than once; rename what your files define")
-    text = "\n\n\n".join(originals)
+def _reference(tasks: list[Task]) -> str:
+    """Return a module that has the package's own functions, for the cases to compare with."""
+    text = "\n\n\n".join(simplified(task.function.source) for task in tasks)
     doc = '"""The functions of the tasks as nanoinfer has them, which the cases compare with those of engine.py."""'
-    needed = ", ".join(sorted(missing_names(text)))
-    return engine, f"{doc}\n\nfrom engine import ({needed})\n\n\n{text}\n"
+    return f"{doc}\n\nfrom engine import {', '.join(sorted(missing_names(text)))}\n\n\n{text}\n"
 
 
 def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
@@ -171,25 +181,26 @@ def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
                 if module == "cases.workbook":
                     imported = [each for each in imported if each in names_in(workbook)]
                 new = f"from {module if module.startswith('cases') else 'engine'} import {', '.join(imported)}"
-                lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + new, *[""] * (node.end_lineno - node.lineno)]
+                num_lines = (node.end_lineno or 0) - node.lineno + 1  # stays, because of the nodes that follow
+                lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + new] + [""] * (num_lines - 1)
         yield name, "\n".join([*lines, ""])
 
 
 def _answers(model: str, num_prompts: int) -> list[dict[str, Any]]:
     """Return what the package's engine answers: each prompt greedily and sampled."""
     rng = random.Random(0)
-    answers = []
+    prompts, params = [], []
     for number in range(num_prompts):
         words = write(rng).split(" ")
-        prompt = " ".join(words[: rng.randint(1, min(40, len(words)))])
-        for params in ({"temperature": 0}, SAMPLED[number % len(SAMPLED)] | {"seed": number}):
-            answers.append({"prompt": prompt, "params": params | {"max_tokens": 48}})
+        prompts += 2 * [" ".join(words[: rng.randint(1, min(40, len(words)))])]
+        sampled = SAMPLED[number % len(SAMPLED)] | {"seed": number}
+        params += [{"temperature": 0, "max_tokens": 48}, sampled | {"max_tokens": 48}]
     with LLM(model, dtype="float32", enforce_eager=True, attention_backend="reference", kv_cache_memory=2**26) as llm:
-        params_of_all = [SamplingParams(**answer["params"]) for answer in answers]
-        outputs = llm.generate([answer["prompt"] for answer in answers], params_of_all, use_tqdm=False)
-    for answer, output in zip(answers, outputs, strict=True):
-        answer |= {"token_ids": output.outputs[0].token_ids, "text": output.outputs[0].text}
-    return answers
+        outputs = llm.generate(prompts, [SamplingParams(**each) for each in params], use_tqdm=False)
+    return [
+        {"prompt": prompt, "params": each, "token_ids": output.outputs[0].token_ids, "text": output.outputs[0].text}
+        for prompt, each, output in zip(prompts, params, outputs, strict=True)
+    ]
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -202,9 +213,9 @@ def _measured(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _is_different(source: str, task: Task) -> bool:
-    """Return whether a function is not the package's own, as `nanoinfer learn solve` writes it."""
-    return ast.dump(ast.parse(source)) != ast.dump(ast.parse(task.function.source))
+def _is_own(file: Path, task: Task) -> bool:
+    """Return whether a file's function is another than the package's, which `nanoinfer learn solve` writes."""
+    return ast.dump(ast.parse(Own.read(file, task.function.name).source)) != ast.dump(ast.parse(task.function.source))
 
 
 def _read(name: str) -> str:

@@ -1,7 +1,7 @@
 """Tangle a template and pieces of the package's source into one module that does not import the package.
 
-In: a template, and bodies of functions that replace the package's. Out: the text of the module. The source is read each time, so
-the module cannot become stale. A line of the template stands for definitions:
+In: a template, and bodies of functions that replace the package's. Out: the text of the module. The source is read each time,
+so the module cannot become stale. A line of the template stands for definitions:
 
     #: from nanoinfer.scheduling.pool                   those of a module
     #: from nanoinfer.sampling.batch import A, B        some of them. "except" instead of "import": all others
@@ -9,8 +9,8 @@ the module cannot become stale. A line of the template stands for definitions:
 
 Three rules decide what is taken:
 
-1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its mentioned
-   fields and methods.
+1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
+   mentioned fields and methods.
 2. FACTS say what is always so in the module. A branch that they exclude is left out, with assignments that only it reads.
 3. Of a docstring the first line.
 """
@@ -23,9 +23,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+
+import nanoinfer
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
 FACTS = {
@@ -56,7 +57,7 @@ class Piece:
             self.is_taken = True
             used |= names_in(self.text)
         if self.is_taken:
-            news |= any([member.take(used) for member in self.members])
+            news |= sum(member.take(used) for member in self.members) > 0
         return news
 
     def emit(self) -> str:
@@ -89,7 +90,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
             for its_owner, node in _definitions(_module(module))
             if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
         ]
-    while any([piece.take(used) for piece in chain.from_iterable(pieces.values())]):
+    while sum(piece.take(used) for piece in chain.from_iterable(pieces.values())):
         pass
     lines = []
     for number, line in enumerate(template.splitlines()):
@@ -125,7 +126,8 @@ def names_in(text: str) -> set[str]:
 
 def missing_names(text: str) -> set[str]:
     """Return the names that a module reads and that nothing in it defines."""
-    read, defined = set(), {*dir(builtins), "__file__"}
+    read: set[str] = set()
+    defined = {*dir(builtins), "__file__"}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
@@ -148,9 +150,7 @@ def repeated_names(text: str) -> set[str]:
 
 @cache
 def _source(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, f"{module} is a module of the package"
-    return Path(spec.origin).read_text(encoding="utf-8")
+    return Path(nanoinfer.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
 
 
 @cache
@@ -217,10 +217,11 @@ def _names_read(text: str) -> set[str]:
 def _edited(text: str) -> str:
     """Return the text after the first edit that a rule asks for, outermost first."""
     for node in _walk(ast.parse(text)):
-        for block in (getattr(node, name, None) for name in ("body", "orelse")):
-            for number, statement in enumerate(block if isinstance(block, list) else ()):
+        blocks: list[list[ast.stmt]] = [getattr(node, name, []) for name in ("body", "orelse")]
+        for block in blocks if not isinstance(node, ast.IfExp | ast.Lambda) else ():
+            for number, statement in enumerate(block):
                 start, stop = statement.lineno - 1, statement.end_lineno or 0
-                if isinstance(statement, ast.If) and isinstance(value := _value(statement.test), bool):
+                if isinstance(statement, ast.If) and (value := _truth(statement.test)) is not None:
                     return _with_branch(text, statement, value, is_only=len(block) == 1)
                 if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
                     return _with_lines(text, stop, block[-1].end_lineno or 0, [])
@@ -234,11 +235,11 @@ def _edited(text: str) -> str:
             if first.end_lineno != first.lineno:
                 line = f'{" " * first.col_offset}"""{doc.splitlines()[0]}"""'
                 return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
-        if isinstance(node, ast.IfExp) and isinstance(value := _value(node.test), bool):
+        if isinstance(node, ast.IfExp) and (value := _truth(node.test)) is not None:
             return _replaced(text, node, _segment(text, node.body if value else node.orelse))
         if isinstance(node, ast.BoolOp):
-            left = [each for each in node.values if not isinstance(_value(each), bool)]
-            if isinstance(value := _value(node), bool):
+            left = [each for each in node.values if _truth(each) is None]
+            if (value := _truth(node)) is not None:
                 return _replaced(text, node, str(value))
             if len(left) < len(node.values):
                 operator = " and " if isinstance(node.op, ast.And) else " or "
@@ -262,19 +263,25 @@ def _value(node: ast.expr) -> object:
         return CONSTANTS[str(fact)]
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
         return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and isinstance(value := _value(node.operand), bool):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (value := _truth(node.operand)) is not None:
         return not value
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
         left, right = _value(node.left), _value(node.comparators[0])
         if not isinstance(left, ast.AST) and not isinstance(right, ast.AST):
             return (left is right) == isinstance(node.ops[0], ast.Is)
     if isinstance(node, ast.BoolOp):
-        decisive, values = isinstance(node.op, ast.Or), [_value(each) for each in node.values]
+        decisive, values = isinstance(node.op, ast.Or), [_truth(each) for each in node.values]
         if decisive in values:
             return decisive
-        if all(isinstance(value, bool) for value in values):
+        if None not in values:
             return not decisive
     return node
+
+
+def _truth(node: ast.expr) -> bool | None:
+    """Return whether an expression is true. None: the facts do not decide it."""
+    value = _value(node)
+    return None if isinstance(value, ast.AST) else bool(value)
 
 
 def _segment(text: str, node: ast.expr) -> str:
