@@ -20,7 +20,7 @@ import typer
 from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
 from nanoinfer.lab.learn.check import check as compare_cases
-from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find
+from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
 from nanoinfer.lab.learn.workbook import WIDTH, Workbook, installed
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": 
 THE_END = """\
 All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
+  nanoinfer learn speed                    make five functions faster
   nanoinfer bench ladder                   eleven versions of an engine, measured here"""
 
 
@@ -128,6 +129,32 @@ def run(
     print(_line(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
     if unused := [task.name for task in passed if not calls[task.function]]:
         print(_line(f"Passed, but not needed here: {', '.join(unused)}."))
+
+
+@app.command(cls=Command)
+def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
+    """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
+    from torch import device
+
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+    from nanoinfer.lab.learn.speed import SPEED, grade
+
+    workbook = Workbook(Workbook.here(NAMES).folder, [each.name for each in SPEED], "s")
+    found = SPEED if task is None else [named(SPEED, task)]
+    bandwidth, has_passed = measure_bandwidth(device("cpu")), []
+    print(f"Shares of this machine's memory bandwidth, {bandwidth / 1e9:.1f} GB/s:")
+    for each in found:
+        file = workbook.file(each.name)
+        if not file.exists():
+            file.write_text(each.text, encoding="utf-8")
+        result = grade(each, workbook.load(each.name, each.name), bandwidth)
+        ratio = result.share / result.engine_share
+        has_passed.append(result.is_right and ratio >= each.wanted)
+        verdict = "passed" if has_passed[-1] else f"not yet: {each.wanted:.2f} is wanted" if result.is_right else "its result is wrong"
+        shares = f"yours {result.share:6.1%}, the engine's {result.engine_share:6.1%}"
+        print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
+    if not all(has_passed):
+        raise typer.Exit(1)
 
 
 def _check(workbook: Workbook, task: Task) -> bool:

@@ -173,10 +173,10 @@ def declared(entry: str) -> tuple[str, list[str]]:
 class Workbook:
     """A folder with a file per task."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        """names: the names of the tasks, in the order of the track."""
+    def __init__(self, folder: Path, names: list[str], kind: str = "t") -> None:
+        """names: the names of the tasks, in their order. kind: the letter with which their files begin."""
         self.folder = folder
-        self._files = {name: folder / f"t{number:02}_{name}.py" for number, name in enumerate(names, 1)}
+        self._files = {name: folder / f"{kind}{number:02}_{name}.py" for number, name in enumerate(names, 1)}
 
     @classmethod
     def here(cls, names: list[str]) -> "Workbook":
