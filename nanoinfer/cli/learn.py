@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import indent
 from typing import Annotated
 
 import typer
@@ -21,7 +22,7 @@ from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
-from nanoinfer.lab.learn.workbook import WIDTH, Workbook, installed
+from nanoinfer.lab.learn.workbook import Workbook, filled, installed
 
 app = typer.Typer(
     cls=Commands,
@@ -31,10 +32,12 @@ app = typer.Typer(
 )
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
+YOURS = {"enforce_eager": True, "attention_backend": "reference"}  # arguments of LLM with which it calls the functions
 STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": "no file"}
 THE_END = """\
 All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
+  nanoinfer learn ladder                   measure it beside the engine itself
   nanoinfer learn speed                    make five functions faster
   nanoinfer bench ladder                   eleven versions of an engine, measured here"""
 
@@ -91,7 +94,7 @@ def hint(task: TaskName) -> None:
     found = find(task)
     num = Workbook.here(NAMES).next_hint(found.name, len(found.hints))
     for number, text in enumerate(found.hints[:num], 1):
-        print(fill(f"{number}. {text}", WIDTH, subsequent_indent="   ", break_long_words=False))
+        print(filled(f"{number}. {text}", "   "))
     if num == len(found.hints):
         print("There are no more.")
 
@@ -115,20 +118,35 @@ def run(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The longest answer, in tokens.")] = 64,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
-    from nanoinfer.llm import LLM  # imports torch
+    from nanoinfer.llm import LLM
 
-    workbook = Workbook.here(NAMES)
-    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
-    with installed(versions) as calls:
-        llm = LLM(enforce_eager=True, attention_backend="reference", kv_cache_memory=2**24)
+    with _your_engine() as calls:
+        llm = LLM(**YOURS, kv_cache_memory=2**24)
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
     print(f"{prompt}{output.outputs[0].text}\n")
-    yours = [f"{task.name} ({calls[task.function]} calls)" for task in passed if calls[task.function]]
-    print(_line(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
-    if unused := [task.name for task in passed if not calls[task.function]]:
-        print(_line(f"Passed, but not needed here: {', '.join(unused)}."))
+    yours = [f"{name} ({number} calls)" for name, number in calls().items() if number]
+    print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
+    if unused := [name for name, number in calls().items() if not number]:
+        print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
+
+
+@app.command(cls=Command)
+def ladder() -> None:
+    """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
+    from torch import device
+
+    from nanoinfer.lab.bench.ladder import ENGINE, WORKLOAD, engine_rung
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+
+    bandwidth = measure_bandwidth(device("cpu"))
+    pages = ENGINE["the engine: pages"]
+    versions = {"your engine": {**pages, **YOURS}, "the same, ours": {**pages, **YOURS}, "compiled": {**pages, "enforce_eager": False}}
+    print(f"{'version':<16}{'tok/s':>8}{'bandwidth':>11}   of {bandwidth / 1e9:.1f} GB/s")
+    for version, arguments in versions.items():
+        with _your_engine() if version == "your engine" else nullcontext():
+            rung = engine_rung(version, None, WORKLOAD, bandwidth, repeats=1, **arguments)
+        print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
 @app.command(cls=Command)
@@ -155,6 +173,16 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
         print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
     if not all(has_passed):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _your_engine() -> Iterator[Callable[[], dict[str, int]]]:
+    """Install the passed functions. Yields a function that returns how often each was called, by its task."""
+    workbook = Workbook.here(NAMES)
+    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
+    import_module("nanoinfer.llm")  # all modules that call the functions, so that each gets the learner's
+    with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
+        yield lambda: {task.name: calls[task.function] for task in passed}
 
 
 def _check(workbook: Workbook, task: Task) -> bool:
@@ -184,10 +212,6 @@ def _what_next(workbook: Workbook) -> str:
         return "\n" + THE_END.format(number=len(TRACK))
     file = workbook.file(left[0].name).name
     return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {file}, and nanoinfer learn check {left[0].name}"
-
-
-def _line(text: str) -> str:
-    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager

@@ -7,14 +7,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pprint import pformat
-from textwrap import fill, indent
+from textwrap import indent
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared
+from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared, filled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,15 @@ class Case:
     picture: str = ""
     judge: Callable[[Any], object] = lambda seen: seen
 
+    @property
+    def words(self) -> str:
+        """The input for a terminal."""
+        lines = []
+        for name, value in self.given.items():
+            text = written(value)
+            lines.append(f"{name} = {text}" if "\n" not in text and len(name + text) < WIDTH - 14 else f"{name} =\n{text}")
+        return "\n".join([*lines, *(filled(line, "      ", WIDTH - 12) for line in self.picture.splitlines())])
+
 
 @dataclass(frozen=True)
 class Task:
@@ -56,8 +65,8 @@ class Task:
     about: str
     hints: list[str]
     rules: dict[str, str]
-    have: list[str] = field(default_factory=list)
-    cases_in: str = ""
+    have: list[str]
+    cases_in: str
 
     def cases(self) -> Iterable[Case]:
         """Make the cases that test the function."""
@@ -70,21 +79,17 @@ class Task:
         """The text of the learner's file."""
         lesson, _, section = self.notebook.partition("#")
         paragraphs = [
-            _filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
-            _filled(self.about),
-            "\n".join(_filled(f"- {rule}", "  ") for rule in ("What is checked:", *self.rules.values())).removeprefix("- "),
+            filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
+            filled(self.about),
+            "\n".join(["What is checked:", *(filled(f"- {rule}", "  ") for rule in self.rules.values())]),
         ]
         for place, declarations in map(declared, self.have):
-            paragraphs.append("\n".join([f"You have, of {place}:", *(_filled(f"  {line}", "      ") for line in declarations)]))
+            paragraphs.append("\n".join([f"You have, of {place}:", *(filled(f"  {line}", "      ") for line in declarations)]))
         where = f"In the engine: {self.function.module}, {self.function.qualname}. "
-        paragraphs.append(_filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
+        paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
         paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
         about = "\n\n".join(paragraphs)
         return f'"""{about}\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
-
-
-def _filled(text: str, later: str = "") -> str:
-    return fill(text.strip("\n"), WIDTH, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -113,12 +118,11 @@ def check(task: Task, version: Version) -> Failure | None:
     """Return the smallest case in which the version differs from the engine's."""
     own = task.function.made()
     for case in sorted(task.cases(), key=_size):
-        given = "\n".join([*(f"{name} = {written(value)}" for name, value in case.given.items()), *filter(None, [case.picture])])
         expected = case.observe(own)
         try:
             got = case.observe(version)
         except Exception as error:
-            return Failure(given, written(expected), describe_error(error, version))
+            return Failure(case.words, written(expected), describe_error(error, version))
         with suppress(Exception):  # the judge expects a result of the right type
             if same(case.judge(expected), case.judge(got), exact=case.exact):
                 continue
@@ -126,7 +130,7 @@ def check(task: Task, version: Version) -> Failure | None:
             name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
             if name is not None:
                 expected, got = {name: expected[name]}, {name: got.get(name)}
-        return Failure(given, written(expected), written(got))
+        return Failure(case.words, written(expected), written(got))
     return None
 
 
@@ -148,7 +152,8 @@ def written(value: object) -> str:
     """Return all of a value as text. Numbers of a tensor have five digits."""
     if is_tensor(value):
         kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind} {list(value.shape)}\n{pformat(_rounded(value.tolist()), width=WIDTH - 12)}"
+        numbers = pformat(_rounded(value.tolist()), width=WIDTH - 12, compact=True)
+        return f"{kind} {list(value.shape)}{chr(10) if len(numbers) > 30 else ' '}{numbers}"
     if isinstance(value, dict):
         return "\n".join(f"{name}: {written(part)}" for name, part in value.items())
     if isinstance(value, tuple) and any(map(is_tensor, value)):

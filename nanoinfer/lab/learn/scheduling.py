@@ -82,7 +82,7 @@ def _block_cases(name: str) -> Iterator[Case]:
         rows = []
         for number, prompt in enumerate(prompts):
             blocks = [" ".join(map(str, prompt[i : i + block_size])) for i in range(0, len(prompt), block_size)]
-            told = {1: "ends at once", 3: "cache_salt='salt', ends at once", 4: "has a reader", 5: "ends at once"}.get(number, "")
+            told = {1: "ends", 3: "cache_salt='salt', ends", 4: "has a reader", 5: "ends"}.get(number, "")
             rows.append(f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {told}".rstrip())
         picture = "\n".join(
             [
@@ -180,11 +180,11 @@ def _scheduler(name: str, version: Version, seed: int) -> tuple[Scheduler, rando
 
 def _described(scheduler: Scheduler) -> str:
     rows = [
-        f"  request {seq.request_id}: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed, "
-        f"{seq.num_pending_tokens} pending, max {seq.max_num_tokens}, blocks {seq.block_table}"
+        f"  {seq.request_id}: {seq.num_computed_tokens} of {seq.num_tokens} tokens computed, {seq.num_pending_tokens} pending, "
+        f"max {seq.max_num_tokens}, blocks {seq.block_table}"
         for seq in scheduler.running
     ]
-    return "\n".join([f"{scheduler.block_manager.num_free_blocks} blocks of 2 tokens are free. What runs, the oldest first:", *rows])
+    return "\n".join([f"{scheduler.block_manager.num_free_blocks} blocks of 2 tokens are free. The running requests, the oldest first:", *rows])
 
 
 def _effects(scheduler: Scheduler, selection: _Selection) -> dict[str, object]:

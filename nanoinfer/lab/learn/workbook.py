@@ -109,6 +109,11 @@ class Function:
         return _definition(self.module, self.qualname)
 
 
+def filled(text: str, later: str = "", width: int = WIDTH) -> str:
+    """Wrap a paragraph. later: what all lines but the first begin with."""
+    return textwrap.fill(text.strip("\n"), width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
+
+
 @cache
 def _module(name: str) -> tuple[list[str], ast.Module]:
     """Return the lines and the syntax tree of one of the package's modules, without importing it."""
@@ -163,8 +168,11 @@ def declared(entry: str) -> tuple[str, list[str]]:
             comment = (ast.get_docstring(node) or "").partition("\n")[0]
         elif isinstance(node, ast.AnnAssign):
             kind = f": {ast.unparse(node.annotation)}"
-        else:
-            kind = "" if isinstance(node.targets[0], ast.Attribute) else f" = {ast.unparse(node.value)}"
+        elif isinstance(node.targets[0], ast.Name):
+            kind = f" = {ast.unparse(node.value)}"
+        else:  # self.name = the argument of the same type
+            arguments = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
+            kind = f": {ast.unparse(arguments[value])}" if (value := ast.unparse(node.value)) in arguments else ""
         comment = comment or " ".join(documented.get(name, "").split())
         found.append(f"{name}{kind}" + (f"  # {comment}" if comment else ""))
     return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found

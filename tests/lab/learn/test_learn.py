@@ -367,7 +367,7 @@ def test_a_failing_case_shows_all_of_its_input():
     assert [name in failure for name in ("x = float32 [1, 1, 2]", "cos = ", "sin = ")] == [True] * 3
     for name in NAMES:
         lines = str(check(find(name), lambda *args, **more: None)).splitlines()
-        assert max(map(len, lines)) <= 100, (name, lines)
+        assert max(map(len, lines)) < 78, (name, lines)
 
 
 def test_an_unwritten_workbook_fails_in_plain_words(run):
