@@ -83,13 +83,15 @@ def _block_cases(name: str) -> Iterator[Case]:
         for number, prompt in enumerate(prompts):
             blocks = [" ".join(map(str, prompt[i : i + block_size])) for i in range(0, len(prompt), block_size)]
             told = {1: "ends", 3: "cache_salt='salt', ends", 4: "has a reader", 5: "ends"}.get(number, "")
-            rows.append(f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {told}".rstrip())
+            rows.append(
+                f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {told}".rstrip()
+            )
         picture = "\n".join(
             [
-                "Each prompt in turn is looked up, gets blocks, is computed, and enters the cache:",
+                "Each prompt in turn is looked up, computed in its blocks, and cached:",
                 *rows,
-                "Of those that have not ended, the last two fork: the fork has the same blocks,",
-                "and then one more token.",
+                "Of those that have not ended, the last two fork: the same blocks,",
+                "and one more token.",
             ]
         )
         replay = partial(_replay, name, block_size, prompts, caching=caching)
@@ -118,7 +120,8 @@ def _pool_cases(name: str) -> Iterator[Case]:
             for number, (arrival, prompt, end, has_fork) in enumerate(requests)
         ]
         simulation = partial(_simulate, name, sizes, given, requests, seed)
-        yield Case({**sizes, **given}, simulation, picture="\n".join(["Whole steps of the scheduler:", *rows]))
+        picture = "\n".join(["Whole steps of the scheduler:", *rows])
+        yield Case({**sizes, **given}, simulation, picture=picture, comes_last=True)
 
 
 def _simulate(
@@ -143,7 +146,9 @@ def _simulate(
                 scheduler.add(seq)
         plan = scheduler.schedule()
         seen |= {
-            f"step {step}, what runs, and tokens": [(item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled],
+            f"step {step}, what runs, and tokens": [
+                (item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled
+            ],
             f"step {step}, what is preempted": [seq.sequence_id for seq in plan.preempted],
             f"step {step}, num_cached_tokens": [item.sequence.num_cached_tokens for item in plan.scheduled],
             f"step {step}, block tables": [list(item.sequence.block_table) for item in plan.scheduled],
@@ -184,7 +189,12 @@ def _described(scheduler: Scheduler) -> str:
         f"max {seq.max_num_tokens}, blocks {seq.block_table}"
         for seq in scheduler.running
     ]
-    return "\n".join([f"{scheduler.block_manager.num_free_blocks} blocks of 2 tokens are free. The running requests, the oldest first:", *rows])
+    return "\n".join(
+        [
+            f"{scheduler.block_manager.num_free_blocks} blocks of 2 tokens are free. The running requests, the oldest first:",
+            *rows,
+        ]
+    )
 
 
 def _effects(scheduler: Scheduler, selection: _Selection) -> dict[str, object]:
@@ -227,7 +237,9 @@ def _start_cases() -> Iterator[Case]:
         if scheduler.block_manager.can_allocate(cached, len(cached.token_ids)):
             _compute(scheduler.block_manager, cached)
             scheduler.block_manager.free(cached)
-        seq = _sequence(cached.token_ids[: rng.randint(0, 5)] + [rng.randrange(9) for _ in range(rng.randint(1, 4))], name="new")
+        seq = _sequence(
+            cached.token_ids[: rng.randint(0, 5)] + [rng.randrange(9) for _ in range(rng.randint(1, 4))], name="new"
+        )
         seq.num_preemptions = rng.choice([0, 0, 1])
         return scheduler, seq, cached.token_ids, {"num_reserved": rng.randint(0, 2), "selection.budget": rng.randint(1, 8)}
 
