@@ -32,7 +32,7 @@ app = typer.Typer(
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
 YOURS = {"enforce_eager": True, "attention_backend": "reference"}  # arguments of LLM with which it calls the functions
-STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": "no file"}
+STATUSES = {"empty": "", "written": "written", "passed": "passed", "missing": "no file"}
 THE_END = """\
 All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
@@ -51,8 +51,8 @@ def learn(context: typer.Context) -> None:
         print(GROUPS[group])
         for task in tasks:
             name, status = workbook.file(task.name).stem, STATUSES[workbook.status(task.name)]
-            print(f"  {name:<22} {'*' * task.level:<3} {task.minutes:>2} min  {status:<9} {task.title}".rstrip())
-    print(_what_next(workbook))
+            print(f"  {name:<22} {'*' * task.level:<3} {task.minutes:>2} min  {status:<7} {task.title}".rstrip())
+    print(f"{_what_next(workbook)}\nnanoinfer learn check TASK, hint TASK, solve TASK, watch, run PROMPT")
 
 
 @app.command(cls=Command)
@@ -76,7 +76,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
-    print(_what_next(workbook), "Save a file to check it.", flush=True)
+    print(f"{_what_next(workbook)}\nSave a file to check it.", flush=True)
     seen = workbook.saved()
     while True:
         time.sleep(0.2)
@@ -218,8 +218,7 @@ def _what_next(workbook: Workbook) -> str:
     left = [task for task in TRACK if workbook.status(task.name) != "passed"]
     if not left:
         return "\n" + THE_END.format(number=len(TRACK))
-    file = workbook.file(left[0].name).name
-    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {file}, and nanoinfer learn check {left[0].name}"
+    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {workbook.file(left[0].name).name}"
 
 
 @contextmanager

@@ -16,8 +16,11 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 
 
+PARAMS = SamplingParams()  # making them checks all of their fields
+
+
 def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r", cache_salt: str | None = None) -> Sequence:
-    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=max_num_tokens, cache_salt=cache_salt)
+    return Sequence(name, list(token_ids), PARAMS, seed=0, max_num_tokens=max_num_tokens, cache_salt=cache_salt)
 
 
 def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, caching: bool = True) -> BlockManager:
@@ -65,6 +68,9 @@ def _replay(name: str, block_size: int, prompts: list[list[int]], version: Versi
         seen["a fork, result of allocate"] = _compute(manager, child)
         seen["a fork, block table"] = list(child.block_table)
         alive.append(child)
+    if alive:
+        alive[-1].token_ids.append(8)
+        seen["the last fork's next token, result of allocate"] = _compute(manager, alive[-1])
     seen["free blocks"] = manager.num_free_blocks
     for seq in alive:
         manager.free(seq)
@@ -90,8 +96,8 @@ def _block_cases(name: str) -> Iterator[Case]:
             [
                 "Each prompt in turn is looked up, computed in its blocks, and cached:",
                 *rows,
-                "Of those that have not ended, the last two fork: the same blocks,",
-                "and one more token.",
+                "Of those that have not ended, the last two fork: the same blocks, and",
+                "one more token. The last fork then gets another token.",
             ]
         )
         replay = partial(_replay, name, block_size, prompts, caching=caching)
@@ -100,7 +106,7 @@ def _block_cases(name: str) -> Iterator[Case]:
 
 def _pool_cases(name: str) -> Iterator[Case]:
     """Yield a whole scheduler with random requests in few blocks, with token ids instead of a model."""
-    for seed in range(150):
+    for seed in range(60):
         rng = random.Random(seed)
         block_size, size = rng.choice([1, 2, 4]), 1 + seed // 10
         sizes = {"num_blocks": rng.randint(6, 12), "block_size": block_size, "enable_prefix_caching": seed % 5 != 4}
