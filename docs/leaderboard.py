@@ -21,10 +21,10 @@ TOLERANCE = 0.15  # of their ratio, in which shares are rounded
 HEAD = """\
 # Leaderboard
 
-What readers' machines reach. A line of [leaderboard.jsonl](leaderboard.jsonl) is a result, and `python docs/leaderboard.py` checks
-what can be repeated and writes this page. To add yours, append a line and open a pull request:
+What readers' machines reach. A line of [leaderboard.jsonl](leaderboard.jsonl) is a result, and `python docs/leaderboard.py`
+checks what can be repeated and writes this page. To add yours, append a line and open a pull request:
 
-- `ladder`: `nanoinfer bench ladder --json`, each rung as [version, tokens per second, share of the bandwidth]. Name the machine.
+- `ladder`: of `nanoinfer bench ladder --json`, each rung as [version, tokens per second, share of the bandwidth], and the machine.
 - `game`: a trace of the [scheduler game](docs/scheduler_game.md), your four choices, and the goodput.
 
 """

@@ -85,7 +85,11 @@ class Commands(TyperGroup):
         """List the commands with the first sentence of their help, which click would cut at the end of a line."""
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
+                [
+                    (name, command.get_short_help_str(limit=1000))
+                    for name in self.list_commands(ctx)
+                    if (command := self.get_command(ctx, name))
+                ]
             )
 
 

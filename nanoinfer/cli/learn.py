@@ -1,7 +1,7 @@
 """`nanoinfer learn`: a workbook of the engine's functions to write, checked by cases, and run inside the engine.
 
-`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch only
-for tasks with tensors.
+`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch
+only for tasks with tensors.
 """
 
 import signal
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,7 +31,10 @@ app = typer.Typer(
 )
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
-YOURS = {"enforce_eager": True, "attention_backend": "reference"}  # arguments of LLM with which it calls the functions
+YOURS: dict[str, Any] = {
+    "enforce_eager": True,
+    "attention_backend": "reference",
+}  # arguments of LLM with which it calls the functions
 STATUSES = {"empty": "", "written": "written", "passed": "passed", "missing": "no file"}
 THE_END = """\
 All {number} passed. It is your engine now:
@@ -117,13 +120,16 @@ def run(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The longest answer, in tokens.")] = 64,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
+    import torch
+
     from nanoinfer.llm import LLM
 
+    torch.set_num_threads(1)  # a small model's tensors are small, and threads would mostly wait for each other
     with _your_engine() as calls:
         llm = LLM(**YOURS, kv_cache_memory=2**24)
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
-    print(f"{prompt}{output.outputs[0].text}\n")
+    print(filled(f"{prompt}{output.outputs[0].text}"), end="\n\n")
     yours = [f"{task.name} ({calls[task.function]} calls)" for task in TRACK if calls.get(task.function)]
     print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
     if unused := [task.name for task in TRACK if calls.get(task.function) == 0]:
@@ -139,7 +145,7 @@ def ladder() -> None:
     from nanoinfer.lab.bench.roofline import measure_bandwidth
 
     bandwidth = measure_bandwidth(device("cpu"))
-    pages = ENGINE["the engine: pages"]
+    pages = {**ENGINE["the engine: pages"], "dtype": "float32"}
     versions = {
         "your engine": {**pages, **YOURS},
         "the same, ours": {**pages, **YOURS},

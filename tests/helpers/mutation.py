@@ -8,8 +8,8 @@ COMPARISONS = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATORS = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _change(tree: ast.Module, node: ast.AST, number: int) -> bool:
         node.value = not node.value
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         node.value += 1 - 2 * number
-    elif isinstance(node, ast.Assign | ast.AugAssign) and number == 1 or isinstance(node, ast.Expr) and number == 0:
+    elif (isinstance(node, ast.Assign | ast.AugAssign) and number == 1) or (isinstance(node, ast.Expr) and number == 0):
         _replace(tree, node, ast.Pass())
     elif isinstance(node, ast.If | ast.While | ast.IfExp) and number == 0:
         node.test = ast.UnaryOp(ast.Not(), node.test)

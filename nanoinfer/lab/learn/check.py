@@ -5,7 +5,7 @@ In: a Task and a function. Out: a Failure in plain words, or None.
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -36,7 +36,7 @@ class Case:
         comes_last: whether the case is tried after the others, smaller or not.
     """
 
-    given: dict[str, object]
+    given: Mapping[str, object]
     observe: Callable[[Version], object]
     exact: bool = True
     picture: str = ""

@@ -15,7 +15,6 @@ from nanoinfer.scheduling.scheduler import Scheduler, _Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 
-
 PARAMS = SamplingParams()  # making them checks all of their fields
 
 
@@ -117,7 +116,7 @@ def _pool_cases(name: str) -> Iterator[Case]:
             "max_num_batched_tokens": rng.choice([4, 8]),
         }
         requests = []
-        for number in range(min(size, 6)):
+        for _ in range(min(size, 6)):
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, most - 2))]
             end = min(len(prompt) + rng.randint(1, 6), most)
             requests.append((rng.randrange(2 * size), prompt, end, rng.random() < 0.2 and 2 * end < most))
@@ -227,8 +226,11 @@ def _running_cases(name: str) -> Iterator[Case]:
     for seed in range(150):
         before, rng = _scheduler("make", print, seed)
         budget = rng.randint(1, 16)
-        given = {"selection.budget": budget, "self.config.chunk_grid": before.config.chunk_grid}
-        given["choose_victim returns"] = f"running[{-1 - seed % 2}]"
+        given = {
+            "selection.budget": budget,
+            "self.config.chunk_grid": before.config.chunk_grid,
+            "choose_victim returns": f"running[{-1 - seed % 2}]",
+        }
         observed = partial(observe, seed=seed, budget=budget)
         yield Case(given, observed, picture=f"self._continue_running(selection). {_described(before)}")
     yield from _pool_cases(name)
@@ -322,7 +324,7 @@ def _pack_cases() -> Iterator[Case]:
                 f"      num_new_tokens {item.num_new_tokens}, draft_token_ids {list(item.draft_token_ids)},",
                 f"      block_table {seq.block_table}",
             ]
-        given = {"block_size": block_size, "sampled": sampled and {"request 0": 3}}
+        given = {"block_size": block_size, "sampled": None if sampled is None else {"request 0": 3}}
         yield Case(given, partial(observe, seed=seed), picture="\n".join(rows))
 
 

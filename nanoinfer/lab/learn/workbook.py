@@ -158,7 +158,8 @@ def declared(entry: str) -> tuple[str, list[str]]:
     documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
     found = []
     for name in names:
-        [node, *_] = (node for node in ast.walk(scope) if _defines(node, name))
+        node: Any = next((node for node in ast.walk(scope) if _defines(node, name)), None)
+        assert node is not None, f"{place} defines {name}"
         _, _, comment = lines[node.lineno - 1].partition("  # ")
         if isinstance(node, ast.FunctionDef):
             is_field = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
@@ -171,8 +172,8 @@ def declared(entry: str) -> tuple[str, list[str]]:
         elif isinstance(node.targets[0], ast.Name):
             kind = f" = {ast.unparse(node.value)}"
         else:  # self.name = the argument of the same type
-            arguments = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
-            kind = f": {ast.unparse(arguments[value])}" if (value := ast.unparse(node.value)) in arguments else ""
+            types = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
+            kind = f": {ast.unparse(types[value])}" if (value := ast.unparse(node.value)) in types else ""
         comment = comment or " ".join(documented.get(name, "").split())
         found.append(f"{name}{kind}" + (f"  # {comment}" if comment else ""))
     return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found

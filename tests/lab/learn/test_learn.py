@@ -4,16 +4,21 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from nanoinfer.attention.dense import causal_attention
 from nanoinfer.cli.main import app
+from nanoinfer.lab.bench import ladder
+from nanoinfer.lab.learn import speed
 from nanoinfer.lab.learn.check import check
 from nanoinfer.lab.learn.track import NAMES, TRACK, find
 from nanoinfer.lab.learn.workbook import Workbook, installed
+from nanoinfer.loading.quantization import quantize
 from nanoinfer.scheduling.prefix_index import Prefix
 from tests.lab.learn import mutate
 
@@ -498,6 +503,49 @@ print([name for name in sys.modules if name in ("torch", "numpy", "transformers"
 @pytest.mark.long
 def test_random_changes_of_the_solutions_are_found():
     assert mutate.main(200, seed=0) >= 0.95
+
+
+def test_the_slow_functions_of_the_speed_tasks_are_right():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((2, 64), (9, 64)))
+    torch.testing.assert_close(speed.batch(x, weight), x @ weight.T)
+    rounded = quantize(weight, 8)
+    torch.testing.assert_close(
+        speed.int8_weights(x[:1], rounded.integers, rounded.scales), x[:1] @ weight.T, atol=0.1, rtol=0.1
+    )
+    work = speed.fused_draw_work(2)
+    assert work.call(speed.fused_draw).tolist() == work.engine()[0].tolist()
+    q, pages = torch.randn(1, 2, 8, generator=generator), torch.randn(2, 4, 2, 3, 8, generator=generator)
+    keys, values = (one[[3, 1]].transpose(1, 2).flatten(0, 1)[:5] for one in pages)
+    attended = speed.page_attention(q, *pages, torch.tensor([[3, 1]]), torch.tensor([5]))
+    torch.testing.assert_close(attended, causal_attention(q, keys, values))
+
+
+def test_a_speed_task_passes_if_it_is_right_and_fast(run, monkeypatch):
+    shares = {"batch": (0.5, True), "page_attention": (0.1, True), "fused_draw": (0.9, False)}
+
+    def grade(task, version, bandwidth):
+        assert version.__code__.co_name == task.name
+        share, is_right = shares.get(task.name, (0.9, True))
+        return speed.Grade(share, 0.8, is_right)
+
+    monkeypatch.setattr(speed, "grade", grade)
+    monkeypatch.setattr("nanoinfer.lab.bench.roofline.measure_bandwidth", lambda device: 2e10)
+    result = run("speed")
+    verdicts = [line.split("speed, ")[1] for line in result.output.splitlines()[1:]]
+    assert verdicts == ["passed", "not yet: 0.25 is wanted", "its result is wrong", "passed", "passed"]
+    assert result.exit_code == 1
+    assert Path("s01_batch.py").read_text().count("def batch(") == 1
+    assert run("speed", "s04_int8_weights.py").exit_code == 0
+
+
+@pytest.mark.slow
+def test_the_ladder_measures_the_learners_engine_beside_ours(run, monkeypatch):
+    monkeypatch.setattr("nanoinfer.lab.bench.roofline.measure_bandwidth", lambda device: 2e10)
+    monkeypatch.setattr(ladder, "WORKLOAD", replace(ladder.WORKLOAD, input_lens=(16,) * 2, output_lens=(4,) * 2))
+    assert run("solve", "causal_attention", "--yes").exit_code == run("check", "causal_attention").exit_code == 0
+    output = run("ladder").output
+    assert [line.split("  ")[0] for line in output.splitlines()] == ["version", "your engine", "the same, ours", "compiled"]
 
 
 @pytest.mark.slow
