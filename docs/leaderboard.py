@@ -24,7 +24,8 @@ HEAD = """\
 What readers' machines reach. A line of [leaderboard.jsonl](leaderboard.jsonl) is a result, and `python docs/leaderboard.py`
 checks what can be repeated and writes this page. To add yours, append a line and open a pull request:
 
-- `ladder`: of `nanoinfer bench ladder --json`, each rung as [version, tokens per second, share of the bandwidth], and the machine.
+- `ladder`: of `nanoinfer bench ladder --json`, each rung as [version, tokens per second, share of the bandwidth]. Say which
+  machine.
 - `game`: a trace of the [scheduler game](docs/scheduler_game.md), your four choices, and the goodput.
 
 """

@@ -129,7 +129,7 @@ def run(
         llm = LLM(**YOURS, kv_cache_memory=2**24)
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
-    print(filled(f"{prompt}{output.outputs[0].text}"), end="\n\n")
+    print(*map(filled, f"{prompt}{output.outputs[0].text}".split("\n")), sep="\n", end="\n\n")
     yours = [f"{task.name} ({calls[task.function]} calls)" for task in TRACK if calls.get(task.function)]
     print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
     if unused := [task.name for task in TRACK if calls.get(task.function) == 0]:

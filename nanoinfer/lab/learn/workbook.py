@@ -272,31 +272,30 @@ def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int
     calls these functions themselves, and no compiled code.
     """
     calls = dict.fromkeys(functions, 0)
-    undo: list[tuple[object, str, object]] = []
-    for function, version in functions.items():
-        original = function.original
-        counted = _counted(function, version, original, calls)
-        owners: list[object] = [function.owner]
-        if inspect.ismodule(function.owner):
-            owners = [module for key, module in list(sys.modules.items()) if key.startswith("nanoinfer")]
-        for owner in owners:
-            for name, value in list(vars(owner).items()):
-                if value is original:
-                    undo.append((owner, name, value))
-                    setattr(owner, name, counted)
+    counted = {function: _counted(function, version, calls) for function, version in functions.items()}
+    for function, version in counted.items():
+        _exchange(function.owner, _ORIGINALS[version], version)
     try:
         yield calls
     finally:
-        for owner, name, value in undo:
-            _ORIGINALS.pop(getattr(owner, name), None)
-            setattr(owner, name, value)
+        for function, version in counted.items():
+            _exchange(function.owner, version, _ORIGINALS.pop(version))
 
 
-def _counted(function: Function, version: Version, original: Version, calls: dict[Function, int]) -> Version:
+def _exchange(owner: object, old: Version, new: Version) -> None:
+    """Put a function in the place of another, in a class, or in every module of the engine that has imported it."""
+    owners = [module for name, module in list(sys.modules.items()) if name.startswith("nanoinfer")]
+    for each in owners if inspect.ismodule(owner) else [owner]:
+        for name, value in list(vars(each).items()):
+            if value is old:
+                setattr(each, name, new)
+
+
+def _counted(function: Function, version: Version, calls: dict[Function, int]) -> Version:
     @wraps(version)
     def counted(*args: object, **kwargs: object) -> object:
         calls[function] += 1
         return version(*args, **kwargs)
 
-    _ORIGINALS[counted] = original
+    _ORIGINALS[counted] = function.original
     return counted
