@@ -45,7 +45,7 @@ const interactive = (() => {
     make("span", { class: "text" }, text),
   ]));
 
-  // ---- the sampler of notebook 06, in the order of nanoinfer/sampling/stages.py
+  // ---- the sampler of notebook 07, in the order of nanoinfer/sampling/stages.py
 
   const sample = (logits, { temperature, topK, topP, minP }) => {
     const best = Math.max(...logits);

@@ -38,7 +38,6 @@ NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a fur
     "Project": ("faq", "contributing"),
     "Appendix": ("scaling",),
 }
-DEEP_DIVES = "07_beam_search"  # the first of them
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
@@ -50,10 +49,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     parts: dict[str, list[Any]] = {name: [f"docs/{page}.md" for page in pages] for name, pages in NAVIGATION.items()}
     known = {page for pages in NAVIGATION.values() for page in pages}
     parts["Appendix"] += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.stem not in known)
-    notebooks = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS]
-    first = notebooks.index(f"notebooks/{DEEP_DIVES}.ipynb")
+    deep_dives = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if stem.startswith("d")]
+    chapters = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if not stem.startswith("d")]
     solutions = [f"notebooks/solutions/{stem}.md" for stem in NOTEBOOKS]
-    course: list[Any] = [{"The course": notebooks[:first]}, {"Deep dives": notebooks[first:]}, {"Solutions": solutions}]
+    course: list[Any] = [{"The course": chapters}, {"Deep dives": deep_dives}, {"Solutions": solutions}]
     parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
     parts["Understand"].append({"API": "api.md"})
     parts["Project"] += [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
@@ -76,7 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/pictures/*.*",
         "docs/site.css",
         "docs/interactive.js",
-        "notebooks/[0-9]*.ipynb",
+        "notebooks/[0-9d]*.ipynb",
         "notebooks/pictures/*.svg",
     ]
     of_the_theme = [one for one in files if one.src_dir != config.docs_dir]
@@ -149,8 +148,17 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Raise an error if a link inside the site leads nowhere. MkDocs does not look into notebooks and raw HTML."""
+    """Lead from the notebooks' former addresses to the new ones. Raise an error if a link inside the site leads nowhere.
+
+    MkDocs does not look into notebooks and raw HTML.
+    """
     site, broken = Path(config.site_dir), []
+    for stem, header in NOTEBOOKS.items():
+        for folder in ("notebooks", "notebooks/solutions") if header.former else ():
+            moved = site / folder / stem.replace(number_of(stem), header.former, 1) / "index.html"
+            moved.parent.mkdir()
+            to = f"../{stem}/"
+            moved.write_text(f'<meta http-equiv="refresh" content="0; url={to}"><a href="{to}">{stem}</a>', encoding="utf-8")
     pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("index.html")}
     for path, text in pages.items():
         for link in set(re.findall(r'(?:href|src|srcset)="(?!https?:|data:|mailto:)([^"]+)"', text)):

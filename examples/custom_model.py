@@ -1,6 +1,6 @@
 """A model of your own: here GPT-2 with its logits capped softly, as Gemma 2's are, on the weights of tiny-gpt2.
 
-A model that shares no code with a bundled one is a file like nanoinfer/models/gpt2.py. Notebook 12a writes one.
+A model that shares no code with a bundled one is a file like nanoinfer/models/gpt2.py. Notebook d5a writes one.
 """
 
 import json

@@ -6,7 +6,7 @@ probability of each token to the one it was sampled with. The sampler and the tr
 ratio is exactly 1 before the first step of each round, in any batch, and no correction for a mismatch is needed.
 
 Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, with the mean over all tokens of Liu et al. 2025,
-https://arxiv.org/abs/2503.20783. Notebook 19 explains each part.
+https://arxiv.org/abs/2503.20783. Notebook d8 explains each part.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
-`NOTEBOOKS`. Its order is the reading order: the course, then the deep dives. `python notebooks/header.py` rewrites the cells,
-and a test compares them.
+`NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d9). `python notebooks/header.py`
+rewrites the cells, and a test compares them.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ class Header:
         sources: the files of the package that it explains, from the package's folder on.
         parts: what it shows of the engine, by the names in notebooks/growing.py. Those are lit in the picture at its head.
         needs: the numbers of the notebooks to read first.
+        former: the number that the file had in version 0.2, if another. The site leads from there to the file's page.
     """
 
     answers: str
@@ -32,6 +33,7 @@ class Header:
     sources: tuple[str, ...]
     parts: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    former: str = ""
 
 
 NOTEBOOKS = {
@@ -84,21 +86,23 @@ NOTEBOOKS = {
         ("scheduler", "batch"),
         ("03", "04"),
     ),
-    "15_serving": Header(
+    "06_serving": Header(
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
         30,
         ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
         ("server",),
         ("05",),
+        former="15",
     ),
-    "06_the_sampler_stage_by_stage": Header(
+    "07_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
         45,
         ("sampling/stages.py", "sampling/draw.py"),
         ("sampler",),
         ("01",),
+        former="06",
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
@@ -107,78 +111,87 @@ NOTEBOOKS = {
         ("text", "stop rules"),
         ("01",),
     ),
-    "16_structured_output": Header(
+    "09_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         35,
         ("sampling_params.py", "sampling/grammar.py", "sampling/grammar_mask.py"),
         ("grammar", "sampler"),
-        ("06", "08"),
+        ("07", "08"),
+        former="16",
     ),
-    "13_speculative_decoding": Header(
+    "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         35,
         ("engine/speculative/speculator.py", "engine/speculative/ngram.py", "engine/speculative/draft_model.py"),
         ("drafts", "scheduler"),
-        ("02", "04", "06"),
+        ("02", "04", "07"),
+        former="13",
     ),
-    "14_many_devices": Header(
+    "11_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         30,
         ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
         ("devices", "weights"),
         ("00a", "02", "04"),
+        former="14",
     ),
-    # deep dives, for those who want more of one part
-    "07_beam_search": Header(
+    "d1_beam_search": Header(
         "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
         30,
         ("engine/beam_search.py",),
         ("beams", "block tables"),
-        ("03", "06"),
+        ("03", "07"),
+        former="07",
     ),
-    "09_why_the_same_prompt_can_give_other_bits": Header(
+    "d2_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
         35,
         ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
         ("kernels",),
-        ("05", "06"),
+        ("05", "07"),
+        former="09",
     ),
-    "10_tied_and_untied_heads": Header(
+    "d3_tied_and_untied_heads": Header(
         "what tying the head saves, and what a loader that ignores it breaks.",
         30,
         ("loading/weights.py", "models/gpt2.py"),
         ("LM head", "weights"),
-        ("06",),
+        ("07",),
+        former="10",
     ),
-    "11_fast_top_k_and_top_p": Header(
+    "d4_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
         30,
         ("fast/sampling/few_logits.py", "sampling/stages.py", "fast/cpu/screen.py"),
         ("sampler",),
-        ("06", "09"),
+        ("07", "d2"),
+        former="11",
     ),
-    "12a_write_your_own_model": Header(
+    "d5a_write_your_own_model": Header(
         "what a model and an attention backend must provide, and how to test them.",
         30,
         ("models/registry.py", "attention/base.py"),
         ("model", "kernels"),
         ("02", "03"),
+        former="12a",
     ),
-    "12b_write_your_own_stage": Header(
+    "d5b_write_your_own_stage": Header(
         "when to write a sampling stage and when a logits processor, and what each of them receives.",
         15,
         ("sampling/sampler.py", "sampling/stages.py"),
         ("sampler",),
-        ("06",),
+        ("07",),
+        former="12b",
     ),
-    "12c_write_your_own_scheduler": Header(
+    "d5c_write_your_own_scheduler": Header(
         "which four decisions a scheduler and a cache make, how to replace each, and why no policy can change a text.",
         25,
         ("scheduling/scheduler.py", "scheduling/block_manager.py", "scheduling/policies.py"),
         ("scheduler", "block tables"),
         ("05",),
+        former="12c",
     ),
-    "12d_write_your_own_drafter": Header(
+    "d5d_write_your_own_drafter": Header(
         "what a drafter sees and must promise, why it can share what it has learned, and when a guess is worth its row.",
         25,
         (
@@ -188,41 +201,46 @@ NOTEBOOKS = {
             "testing/proposers.py",
         ),
         ("drafts",),
-        ("13",),
+        ("10",),
+        former="12d",
     ),
-    "17_a_compiler_for_transformer_layers": Header(
+    "d6_a_compiler_for_transformer_layers": Header(
         "how a model file is recorded, fused and run as one list of kernel calls, and which bits stay the same.",
         35,
         ("fast/trace.py", "fast/fuse.py", "fast/cpu/compile.py", "fast/cpu/operations.py", "fast/cpu/program.cpp"),
         ("kernels",),
-        ("04", "09"),
+        ("04", "d2"),
+        former="17",
     ),
-    "18_layers_that_keep_less": Header(
+    "d7_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
         40,
         ("scheduling/block_manager.py", "scheduling/state_slots.py", "attention/kv_cache.py", "models/gated_delta.py"),
         ("block tables", "KV cache"),
-        ("03", "13"),
+        ("03", "10"),
+        former="18",
     ),
-    "19_reinforcement_learning_with_an_engine": Header(
+    "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
         40,
         ("training/policy.py", "training/functions.py", "training/rollouts.py"),
         ("weights", "sampler", "kernels"),
-        ("06", "09"),
+        ("07", "d2"),
+        former="19",
     ),
-    "20_inside_a_gpu_kernel": Header(
+    "d9_inside_a_gpu_kernel": Header(
         "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
         40,
         ("attention/triton.py",),
         ("kernels",),
         ("02", "04"),
+        former="20",
     ),
 }
 
 
 def number_of(stem: str) -> str:
-    """The number of a notebook, "03" or "12a"."""
+    """The number of a notebook, "03" or "d5a"."""
     return stem.split("_")[0]
 
 

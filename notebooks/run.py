@@ -11,7 +11,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
-EVERYTHING = [*sorted(FOLDER.glob("[0-9]*.ipynb")), *sorted(FOLDER.glob("solutions/[0-9]*.py"))]
+EVERYTHING = [*sorted(FOLDER.glob("[0-9d]*.ipynb")), *sorted(FOLDER.glob("solutions/[0-9d][0-9]*.py"))]
 
 for path in [Path(name) for name in sys.argv[1:]] or EVERYTHING:
     if path.suffix == ".py":  # a solution: what it prints is kept beside it

@@ -1,19 +1,19 @@
 """`nanoinfer learn`: a workbook of the engine's functions to write, checked by cases, and run inside the engine.
 
-`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch only
-for tasks with tensors.
+`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch
+only for tasks with tensors.
 """
 
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from textwrap import fill, indent
-from typing import Annotated
+from textwrap import indent
+from typing import Annotated, Any
 
 import typer
 
@@ -21,8 +21,8 @@ from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
 from nanoinfer.lab.learn.check import check as compare_cases
-from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find
-from nanoinfer.lab.learn.workbook import WIDTH, Workbook, installed
+from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
+from nanoinfer.lab.learn.workbook import Function, Workbook, filled, installed
 
 app = typer.Typer(
     cls=Commands,
@@ -32,10 +32,16 @@ app = typer.Typer(
 )
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
-STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": "no file"}
+YOURS: dict[str, Any] = {
+    "enforce_eager": True,
+    "attention_backend": "reference",
+}  # arguments of LLM with which it calls the functions
+STATUSES = {"empty": "", "written": "written", "passed": "passed", "missing": "no file"}
 THE_END = """\
 All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
+  nanoinfer learn ladder                   measure it beside the engine itself
+  nanoinfer learn speed                    make five functions faster
   nanoinfer bench ladder                   eleven versions of an engine, measured here
   nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
@@ -50,8 +56,8 @@ def learn(context: typer.Context) -> None:
         print(GROUPS[group])
         for task in tasks:
             name, status = workbook.file(task.name).stem, STATUSES[workbook.status(task.name)]
-            print(f"  {name:<23} {'*' * task.level:<3} {task.minutes:>2} min  {status:<10}{task.title}".rstrip())
-    print(_what_next(workbook))
+            print(f"  {name:<22} {'*' * task.level:<3} {task.minutes:>2} min  {status:<7} {task.title}".rstrip())
+    print(f"{_what_next(workbook)}\nnanoinfer learn check TASK, hint TASK, solve TASK, watch, run PROMPT")
 
 
 @app.command(cls=Command)
@@ -75,7 +81,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
-    print(_what_next(workbook), "Save a file to check it.", flush=True)
+    print(f"{_what_next(workbook)}\nSave a file to check it.", flush=True)
     seen = workbook.saved()
     while True:
         time.sleep(0.2)
@@ -92,7 +98,7 @@ def hint(task: TaskName) -> None:
     found = find(task)
     num = Workbook.here(NAMES).next_hint(found.name, len(found.hints))
     for number, text in enumerate(found.hints[:num], 1):
-        print(fill(f"{number}. {text}", WIDTH, subsequent_indent="   ", break_long_words=False))
+        print(filled(f"{number}. {text}", "   "))
     if num == len(found.hints):
         print("There are no more.")
 
@@ -116,20 +122,83 @@ def run(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The longest answer, in tokens.")] = 64,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
-    from nanoinfer.llm import LLM  # imports torch
+    import torch
 
-    workbook = Workbook.here(NAMES)
-    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
-    with installed(versions) as calls:
-        llm = LLM(enforce_eager=True, attention_backend="reference", kv_cache_memory=2**24)
+    from nanoinfer.llm import LLM
+
+    torch.set_num_threads(1)  # a small model's tensors are small, and threads would mostly wait for each other
+    with _your_engine() as calls:
+        llm = LLM(**YOURS, kv_cache_memory=2**24)
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
-    print(f"{prompt}{output.outputs[0].text}\n")
-    yours = [f"{task.name} ({calls[task.function]} calls)" for task in passed if calls[task.function]]
-    print(_line(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
-    if unused := [task.name for task in passed if not calls[task.function]]:
-        print(_line(f"Passed, but not needed here: {', '.join(unused)}."))
+    print(*map(filled, f"{prompt}{output.outputs[0].text}".split("\n")), sep="\n", end="\n\n")
+    yours = [f"{task.name} ({calls[task.function]} calls)" for task in TRACK if calls.get(task.function)]
+    print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
+    if unused := [task.name for task in TRACK if calls.get(task.function) == 0]:
+        print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
+
+
+@app.command(cls=Command)
+def ladder() -> None:
+    """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
+    from torch import device
+
+    from nanoinfer.lab.bench.ladder import ENGINE, WORKLOAD, engine_rung
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+
+    bandwidth = measure_bandwidth(device("cpu"))
+    pages = {**ENGINE["the engine: pages"], "dtype": "float32"}
+    versions = {
+        "your engine": {**pages, **YOURS},
+        "the same, ours": {**pages, **YOURS},
+        "compiled": {**pages, "enforce_eager": False},
+    }
+    print(f"{'version':<16}{'tok/s':>8}{'bandwidth':>11}   of {bandwidth / 1e9:.1f} GB/s")
+    for version, arguments in versions.items():
+        with _your_engine() if version == "your engine" else nullcontext():
+            rung = engine_rung(version, None, WORKLOAD, bandwidth, repeats=1, **arguments)
+        print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
+
+
+@app.command(cls=Command)
+def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
+    """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
+    from torch import device
+
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+    from nanoinfer.lab.learn.speed import SPEED, grade
+
+    workbook = Workbook(Workbook.here(NAMES).folder, [each.name for each in SPEED], "s")
+    found = SPEED if task is None else [named(SPEED, task)]
+    bandwidth, has_passed = measure_bandwidth(device("cpu")), []
+    print(f"Shares of this machine's memory bandwidth, {bandwidth / 1e9:.1f} GB/s:")
+    for each in found:
+        file = workbook.file(each.name)
+        if not file.exists():
+            file.write_text(each.text, encoding="utf-8")
+        result = grade(each, workbook.load(each.name, each.name), bandwidth)
+        ratio = result.share / result.engine_share
+        has_passed.append(result.is_right and ratio >= each.wanted)
+        verdict = (
+            "passed"
+            if has_passed[-1]
+            else f"not yet: {each.wanted:.2f} is wanted"
+            if result.is_right
+            else "its result is wrong"
+        )
+        shares = f"yours {result.share:6.1%}, the engine's {result.engine_share:6.1%}"
+        print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
+    if not all(has_passed):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _your_engine() -> Iterator[dict[Function, int]]:
+    """Let the engine call the passed functions. Yields how often each was called."""
+    workbook = Workbook.here(NAMES)
+    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
+    with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
+        yield calls
 
 
 @app.command(cls=Command)
@@ -189,12 +258,7 @@ def _what_next(workbook: Workbook) -> str:
     left = [task for task in TRACK if workbook.status(task.name) != "passed"]
     if not left:
         return "\n" + THE_END.format(number=len(TRACK))
-    file = workbook.file(left[0].name).name
-    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {file}, and nanoinfer learn check {left[0].name}"
-
-
-def _line(text: str) -> str:
-    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {workbook.file(left[0].name).name}"
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():
     for lesson in lessons:
         assert sum(int(minutes) for minutes in re.findall(r"^\| (\d+) \|", lesson, re.MULTILINE)) == 90
         assert (ROOT / "docs" / re.search(r"\]\((pictures/[\w-]+\.svg)\)", lesson)[1]).exists()
-    chapters = (ROOT / "notebooks").glob("[0-9]*.ipynb")
+    chapters = (ROOT / "notebooks").glob("[0-9d]*.ipynb")
     assert set(re.findall(r"notebooks/(\S+\.ipynb)\)", page)) == {path.name for path in chapters}
 
 

@@ -107,7 +107,7 @@ def test_a_figure_that_is_not_shown_with_a_caption_is_found():
         assert not is_shown(wrong)
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("[0-9]*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("[0-9d]*.ipynb")), ids=lambda path: path.stem)
 def test_every_figure_of_a_notebook_has_a_caption_and_words(path):
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.source for cell in cells if not is_shown(cell.source)] == []

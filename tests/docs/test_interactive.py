@@ -120,7 +120,7 @@ def test_the_cost_of_a_step_gives_the_benchmarks_it_was_not_made_from():
 
 
 def markers():
-    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9d]*.ipynb")):
         cells = nbformat.read(path, as_version=4).cells
         for i, cell in enumerate(cells):
             if cell.cell_type == "markdown":
@@ -194,7 +194,7 @@ def figure(kind, inside="", **attributes):
 
 def cell_with(name):
     """The functions of a name in the notebooks' cells, by the name."""
-    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9d]*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "code" and f"def {name}(" in cell.source:
                 functions = [node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef)]

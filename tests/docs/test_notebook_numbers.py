@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9]*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9d]*.ipynb"))
 
 WORDS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 NUMBER_WORDS = {word: 13 + i for i, word in enumerate(WORDS)}
@@ -24,7 +24,7 @@ NOT_PROSE = re.compile(
     r"|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$"  # code, formulas
     r"|\]\([^)]*\)|https?://\S+|<(?:figure|img)\b[^>]*>"  # link targets, markers of interactive parts
     r"|^#.*?$|^ {4}.*?$|^\s*\d+\.\s"  # headings, indented formulas, numbers of lists
-    r"|\b[Nn]otebooks? \d\d[ab]?(?:(?:, | and | to )\d\d[ab]?)*|\b[Ss]ections? \d+|\brule \d+|\bTrap \w+",
+    r"|\b[Nn]otebooks? d?\d+[a-d]?(?:(?:, | and | to )d?\d+[a-d]?)*|\b[Ss]ections? \d+|\brule \d+|\bTrap \w+",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"(?<![\w.])(\d[\d,]*\d|\d)?(\.\d+)?(?![\d])(\s?%| times\b)?")
@@ -87,7 +87,7 @@ def test_a_number_that_no_cell_has_is_found():
         made = nbformat.v4.new_code_cell(code, outputs=[nbformat.v4.new_output("stream", name="stdout", text=output)])
         return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(prose), made])
 
-    right = "There are 1,959 tokens, 26% of them long, in 12.5 ms, two or 3 at a time (Su et al. 2021), as notebook 12a says."
+    right = "There are 1,959 tokens, 26% of them long, in 12.5 ms, two or 3 at a time (Su et al. 2021), as notebook d5a says."
     assert missing_in(notebook(right)) == []
     wrong = (
         "There are 1,960 tokens, 27% of them, in 12.6 ms. Twenty of `400` are a hundred, which is 8 times, or nine times, .65."

@@ -43,7 +43,7 @@ CompilationConfig = Placeholder(
     "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
 )
 KVTransferConfig = Placeholder("KVTransferConfig", NEUTRAL["kv_transfer_config"][1])
-ModelRegistry = Placeholder("ModelRegistry", "use nanoinfer.register_model(name, Model), as notebook 12a does")
+ModelRegistry = Placeholder("ModelRegistry", "use nanoinfer.register_model(name, Model), as notebook d5a does")
 ProfilerConfig = Placeholder("ProfilerConfig", NEUTRAL["profiler_config"][1])
 PyNcclCommunicator = Placeholder("PyNcclCommunicator", _WEIGHTS)
 StatelessProcessGroup = Placeholder("StatelessProcessGroup", _WEIGHTS)

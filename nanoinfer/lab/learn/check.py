@@ -5,16 +5,16 @@ In: a Task and a function. Out: a Failure in plain words, or None.
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pprint import pformat
-from textwrap import fill, indent
+from textwrap import indent
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared
+from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared, filled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,24 @@ class Case:
         exact: whether floating-point numbers must have the same bits.
         picture: a drawing of the input for a terminal. "": words are enough.
         judge: returns what must be equal in the effects of both versions. By default that is all of them.
+        comes_last: whether the case is tried after the others, smaller or not.
     """
 
-    given: dict[str, object]
+    given: Mapping[str, object]
     observe: Callable[[Version], object]
     exact: bool = True
     picture: str = ""
     judge: Callable[[Any], object] = lambda seen: seen
+    comes_last: bool = False
+
+    @property
+    def words(self) -> str:
+        """The input for a terminal."""
+        lines = []
+        for name, value in self.given.items():
+            text = written(value)
+            lines.append(f"{name} = {text}" if "\n" not in text and len(name + text) < WIDTH - 14 else f"{name} =\n{text}")
+        return "\n".join([*lines, *(filled(line, "      ", WIDTH - 12) for line in self.picture.splitlines())])
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,8 @@ class Task:
     about: str
     hints: list[str]
     rules: dict[str, str]
-    have: list[str] = field(default_factory=list)
-    cases_in: str = ""
+    have: list[str]
+    cases_in: str
 
     def cases(self) -> Iterable[Case]:
         """Make the cases that test the function."""
@@ -70,21 +81,17 @@ class Task:
         """The text of the learner's file."""
         lesson, _, section = self.notebook.partition("#")
         paragraphs = [
-            _filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
-            _filled(self.about),
-            "\n".join(_filled(f"- {rule}", "  ") for rule in ("What is checked:", *self.rules.values())).removeprefix("- "),
+            filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
+            filled(self.about),
+            "\n".join(["What is checked:", *(filled(f"- {rule}", "  ") for rule in self.rules.values())]),
         ]
         for place, declarations in map(declared, self.have):
-            paragraphs.append("\n".join([f"You have, of {place}:", *(_filled(f"  {line}", "      ") for line in declarations)]))
+            paragraphs.append("\n".join([f"You have, of {place}:", *(filled(f"  {line}", "      ") for line in declarations)]))
         where = f"In the engine: {self.function.module}, {self.function.qualname}. "
-        paragraphs.append(_filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
+        paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
         paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
         about = "\n\n".join(paragraphs)
         return f'"""{about}\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
-
-
-def _filled(text: str, later: str = "") -> str:
-    return fill(text.strip("\n"), WIDTH, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -100,25 +107,24 @@ class Failure:
         return "\n".join(f"{name:<10}" + indent(text, " " * 10).lstrip() for name, text in parts.items())
 
 
-def calling(picture: str = "", *, exact: bool = True, **given: Any) -> Case:
+def calling(picture: str = "", *, exact: bool = True, comes_last: bool = False, **given: Any) -> Case:
     """Return a case that calls a version with copies of these arguments, in their order."""
 
     def observe(version: Version) -> object:
         return version(*(value.clone() if is_tensor(value) else value for value in given.values()))
 
-    return Case(given, observe, exact, picture)
+    return Case(given, observe, exact, picture, comes_last=comes_last)
 
 
 def check(task: Task, version: Version) -> Failure | None:
     """Return the smallest case in which the version differs from the engine's."""
     own = task.function.made()
     for case in sorted(task.cases(), key=_size):
-        given = "\n".join([*(f"{name} = {written(value)}" for name, value in case.given.items()), *filter(None, [case.picture])])
         expected = case.observe(own)
         try:
             got = case.observe(version)
         except Exception as error:
-            return Failure(given, written(expected), describe_error(error, version))
+            return Failure(case.words, written(expected), filled(describe_error(error, version), width=WIDTH - 12))
         with suppress(Exception):  # the judge expects a result of the right type
             if same(case.judge(expected), case.judge(got), exact=case.exact):
                 continue
@@ -126,7 +132,7 @@ def check(task: Task, version: Version) -> Failure | None:
             name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
             if name is not None:
                 expected, got = {name: expected[name]}, {name: got.get(name)}
-        return Failure(given, written(expected), written(got))
+        return Failure(case.words, written(expected), written(got))
     return None
 
 
@@ -148,7 +154,8 @@ def written(value: object) -> str:
     """Return all of a value as text. Numbers of a tensor have five digits."""
     if is_tensor(value):
         kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind} {list(value.shape)}\n{pformat(_rounded(value.tolist()), width=WIDTH - 12)}"
+        numbers = pformat(_rounded(value.tolist()), width=WIDTH - 12, compact=True)
+        return f"{kind} {list(value.shape)}{chr(10) if len(numbers) > 30 else ' '}{numbers}"
     if isinstance(value, dict):
         return "\n".join(f"{name}: {written(part)}" for name, part in value.items())
     if isinstance(value, tuple) and any(map(is_tensor, value)):
@@ -178,8 +185,16 @@ def is_tensor(value: object) -> "TypeGuard[Tensor]":
 
 
 def _rounded(numbers: Any) -> Any:
-    return [*map(_rounded, numbers)] if isinstance(numbers, list) else float(f"{numbers:.5g}") if isinstance(numbers, float) else numbers
+    return (
+        [*map(_rounded, numbers)]
+        if isinstance(numbers, list)
+        else float(f"{numbers:.5g}")
+        if isinstance(numbers, float)
+        else numbers
+    )
 
 
-def _size(case: Case) -> int:
-    return len(case.picture) + sum(4 * value.numel() if is_tensor(value) else len(repr(value)) for value in case.given.values())
+def _size(case: Case) -> tuple[bool, int]:
+    return case.comes_last, len(case.picture) + sum(
+        4 * value.numel() if is_tensor(value) else len(repr(value)) for value in case.given.values()
+    )

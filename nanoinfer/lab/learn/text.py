@@ -6,7 +6,7 @@ from functools import partial
 
 from nanoinfer.engine.speculative.ngram import NGramIndex
 from nanoinfer.engine.stopping import StopStrings
-from nanoinfer.lab.learn.check import Case
+from nanoinfer.lab.learn.check import Case, calling
 from nanoinfer.lab.learn.workbook import Version
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -25,7 +25,7 @@ def _held_cases() -> Iterator[Case]:
 
     for seed in range(300):
         rng = random.Random(seed)
-        stops, text = _stops(rng, 1 + seed // 60), "".join(rng.choice("aab") for _ in range(seed // 40))
+        stops, text = _stops(rng, 1 + seed // 60), "".join(rng.choice("aab") for _ in range(rng.randint(0, 1 + seed // 40)))
         yield Case({"self._stops": stops, "self.text": text}, partial(observe, text=text, stops=stops))
 
 
@@ -56,8 +56,8 @@ def _accept_cases() -> Iterator[Case]:
         rng = random.Random(seed)
         drafts = tuple(rng.randrange(2) for _ in range(seed // 20))
         sampled = [rng.randrange(2) for _ in range(len(drafts) + 1)]
-        given = {"self.draft_token_ids": drafts, "sampled_token_ids": sampled}
-        yield Case(given, lambda version, item=ScheduledSequence(seq, 1, drafts), ids=sampled: version(item, ids))  # type: ignore[misc]
+        case = calling(self=ScheduledSequence(seq, 1, drafts), sampled_token_ids=sampled)
+        yield Case({"self.draft_token_ids": drafts, "sampled_token_ids": sampled}, case.observe)
 
 
 def _ngram_cases() -> Iterator[Case]:

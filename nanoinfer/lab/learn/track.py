@@ -2,7 +2,9 @@
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from nanoinfer.errors import InvalidValueError, suggest
 from nanoinfer.lab.learn.check import Task
@@ -19,11 +21,17 @@ def _task(name: str, function: str, **fields: object) -> Task:
 
 TRACK = [_task(name, **fields) for name, fields in _TASKS.items()]
 NAMES = [task.name for task in TRACK]
+Named = TypeVar("Named", bound=Any)
 
 
 def find(name: str) -> Task:
     """Return the task with this name, or with this file (`t01_accept_drafts.py`). Raises: InvalidValueError."""
-    name = re.sub(r"^t\d\d_|\.py$", "", Path(name).name)
-    if name not in NAMES:
-        raise InvalidValueError(f"there is no task {name!r}; {suggest(name, NAMES)}")
-    return TRACK[NAMES.index(name)]
+    return named(TRACK, name)
+
+
+def named(tasks: Sequence[Named], name: str) -> Named:
+    """Return the one of these tasks that has this name or this file. Raises: InvalidValueError."""
+    name, by_name = re.sub(r"^[st]\d\d_|\.py$", "", Path(name).name), {task.name: task for task in tasks}
+    if name not in by_name:
+        raise InvalidValueError(f"there is no task {name!r}; {suggest(name, list(by_name))}")
+    return by_name[name]

@@ -109,6 +109,11 @@ class Function:
         return _definition(self.module, self.qualname)
 
 
+def filled(text: str, later: str = "", width: int = WIDTH) -> str:
+    """Wrap a paragraph. later: what all lines but the first begin with."""
+    return textwrap.fill(text.strip("\n"), width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
+
+
 @cache
 def _module(name: str) -> tuple[list[str], ast.Module]:
     """Return the lines and the syntax tree of one of the package's modules, without importing it."""
@@ -119,7 +124,7 @@ def _module(name: str) -> tuple[list[str], ast.Module]:
 
 
 def _definition(module: str, qualname: str) -> Any:
-    """Return the syntax tree of a class, a function or a method, and of the module for "". """
+    """Return the syntax tree of a class, a function or a method, and of the module for ""."""
     found: Any = _module(module)[1]
     for part in filter(None, qualname.split(".")):
         found = next(node for node in found.body if _defines(node, part))
@@ -131,7 +136,7 @@ def _defines(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name == name
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return any(isinstance(target, ast.Name | ast.Attribute) and ast.unparse(target) in (name, f"self.{name}") for target in targets)
+    return any(ast.unparse(part) in (name, f"self.{name}") for target in targets for part in getattr(target, "elts", [target]))
 
 
 def declared(entry: str) -> tuple[str, list[str]]:
@@ -153,7 +158,8 @@ def declared(entry: str) -> tuple[str, list[str]]:
     documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
     found = []
     for name in names:
-        node = next(node for node in ast.walk(scope) if _defines(node, name))
+        node: Any = next((node for node in ast.walk(scope) if _defines(node, name)), None)
+        assert node is not None, f"{place} defines {name}"
         _, _, comment = lines[node.lineno - 1].partition("  # ")
         if isinstance(node, ast.FunctionDef):
             is_field = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
@@ -163,8 +169,11 @@ def declared(entry: str) -> tuple[str, list[str]]:
             comment = (ast.get_docstring(node) or "").partition("\n")[0]
         elif isinstance(node, ast.AnnAssign):
             kind = f": {ast.unparse(node.annotation)}"
-        else:
-            kind = "" if isinstance(node.targets[0], ast.Attribute) else f" = {ast.unparse(node.value)}"
+        elif isinstance(node.targets[0], ast.Name):
+            kind = f" = {ast.unparse(node.value)}"
+        else:  # self.name = the argument of the same type
+            types = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
+            kind = f": {ast.unparse(types[value])}" if (value := ast.unparse(node.value)) in types else ""
         comment = comment or " ".join(documented.get(name, "").split())
         found.append(f"{name}{kind}" + (f"  # {comment}" if comment else ""))
     return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found
@@ -173,10 +182,10 @@ def declared(entry: str) -> tuple[str, list[str]]:
 class Workbook:
     """A folder with a file per task."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        """names: the names of the tasks, in the order of the track."""
+    def __init__(self, folder: Path, names: list[str], kind: str = "t") -> None:
+        """names: the names of the tasks, in their order. kind: the letter with which their files begin."""
         self.folder = folder
-        self._files = {name: folder / f"t{number:02}_{name}.py" for number, name in enumerate(names, 1)}
+        self._files = {name: folder / f"{kind}{number:02}_{name}.py" for number, name in enumerate(names, 1)}
 
     @classmethod
     def here(cls, names: list[str]) -> "Workbook":
@@ -263,31 +272,30 @@ def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int
     calls these functions themselves, and no compiled code.
     """
     calls = dict.fromkeys(functions, 0)
-    undo: list[tuple[object, str, object]] = []
-    for function, version in functions.items():
-        original = function.original
-        counted = _counted(function, version, original, calls)
-        owners: list[object] = [function.owner]
-        if inspect.ismodule(function.owner):
-            owners = [module for key, module in list(sys.modules.items()) if key.startswith("nanoinfer")]
-        for owner in owners:
-            for name, value in list(vars(owner).items()):
-                if value is original:
-                    undo.append((owner, name, value))
-                    setattr(owner, name, counted)
+    counted = {function: _counted(function, version, calls) for function, version in functions.items()}
+    for function, version in counted.items():
+        _exchange(function.owner, _ORIGINALS[version], version)
     try:
         yield calls
     finally:
-        for owner, name, value in undo:
-            _ORIGINALS.pop(getattr(owner, name), None)
-            setattr(owner, name, value)
+        for function, version in counted.items():
+            _exchange(function.owner, version, _ORIGINALS.pop(version))
 
 
-def _counted(function: Function, version: Version, original: Version, calls: dict[Function, int]) -> Version:
+def _exchange(owner: object, old: Version, new: Version) -> None:
+    """Put a function in the place of another, in a class, or in every module of the engine that has imported it."""
+    owners = [module for name, module in list(sys.modules.items()) if name.startswith("nanoinfer")]
+    for each in owners if inspect.ismodule(owner) else [owner]:
+        for name, value in list(vars(each).items()):
+            if value is old:
+                setattr(each, name, new)
+
+
+def _counted(function: Function, version: Version, calls: dict[Function, int]) -> Version:
     @wraps(version)
     def counted(*args: object, **kwargs: object) -> object:
         calls[function] += 1
         return version(*args, **kwargs)
 
-    _ORIGINALS[counted] = original
+    _ORIGINALS[counted] = function.original
     return counted
