@@ -171,7 +171,8 @@ def _reference(tasks: list[Task]) -> str:
 def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
     """Yield the modules of the tasks' cases, whose imports of the package become imports of the one file."""
     rows = [f"    {(task.name, task.function.qualname, task.cases_in)!r}," for task in tasks]
-    yield "workbook", (workbook := _template("workbook.py", {"tasks": "\n".join(rows)}))
+    workbook = tangle(_template("workbook.py", {"tasks": "\n".join(rows)}), {}, {"WIDTH", "filled"})
+    yield "workbook", workbook
     for name in sorted({"check", *(task.cases_in for task in tasks)}):
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").replace(PACKAGE, "cases")
         lines = text.splitlines()
@@ -179,7 +180,7 @@ def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith(("nanoinfer", "cases")):
                 imported = [alias.name for alias in node.names]
                 if module == "cases.workbook":
-                    imported = [each for each in imported if each in names_in(workbook)]
+                    imported = [each for each in imported if f" {each}(" in workbook or each in names_in(workbook)]
                 new = f"from {module if module.startswith('cases') else 'engine'} import {', '.join(imported)}"
                 num_lines = (node.end_lineno or 0) - node.lineno + 1  # stays, because of the nodes that follow
                 lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + new] + [""] * (num_lines - 1)
