@@ -91,7 +91,8 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     helpers = [text for each in own.values() for text in each.helpers]
     bodies = {(task.function.module, task.function.qualname): own[task.name].source for task in tasks if own}
     template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
-    engine = tangle(template, bodies, set().union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    used = {name for task in tasks for entry in task.have for name in entry.split()[1:]}  # a learner may use all of them
+    engine = tangle(template, bodies, used.union(*map(names_in, (_reference(tasks), *readers, *helpers))))
     for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
         engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
     if missing := missing_names(engine):

@@ -1,5 +1,6 @@
 """The export: one file that runs alone, has the engine's tokens, and whose tests refuse what the track's tests refuse."""
 
+import ast
 import json
 import os
 import subprocess
@@ -145,6 +146,17 @@ def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book)
         with pytest.raises(InvalidValueError, match="more than once; rename"):
             one_file(TRACK, {name: book.file(name) for name in NAMES}, "mine")
         book.file(name).write_text(before)
+
+
+def test_the_file_has_all_that_a_task_says_one_has():
+    tree = ast.parse(one_file(TRACK, {}, "mine"))
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    defined |= {
+        ast.unparse(node).removeprefix("self.") for node in ast.walk(tree) if isinstance(getattr(node, "ctx", 0), ast.Store)
+    }
+    assert {name for task in TRACK for entry in task.have for name in entry.split()[1:]} - defined == {
+        "__len__"
+    }  # which a list has
 
 
 def test_missing_tasks_and_names_are_refused(book):
