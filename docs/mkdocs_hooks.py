@@ -42,12 +42,14 @@ NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a fur
     "Learn": ("tasks", "scheduler_game", "teaching"),
     "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints"),
     "Understand": ("reading", "architecture", "glossary"),
-    "Project": ("faq", "contributing"),
+    "Project": ("contributing",),
     "Appendix": ("scaling",),
 }
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
+# Code, what it prints, its copy for the clipboard, and prompts. Material leaves out an element that has none of its kind inside.
+CODE = re.compile(r'<(?:pre|div class="clipboard-copy-txt"|div class="jp-\w+Prompt[^"]*"|span class="notice")')
 PYODIDE = "0.28.3"  # the version of the package on npm
 PYODIDE_FILES = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
@@ -147,7 +149,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
     content = with_data(content)
     if page.file.src_uri.startswith(("notebooks/", "api.")):
-        content = content.replace("<pre", "<pre data-search-exclude")  # of the code, and of what it prints
+        content = CODE.sub(r"\g<0> data-search-exclude", content)
+    if page.file.src_uri == "README.zh.md":  # whose address is a folder, and MkDocs changes no HTML
+        content = re.sub(r'(src|srcset)="docs/', r'\1="../docs/', content)
     if not page.file.src_uri.endswith(".ipynb"):
         return content
 
@@ -166,7 +170,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
     content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
-    content = re.sub(r'href="\.\./docs/(\w+)\.md"', r'href="../../docs/\1/"', content)
+    content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
     content = FIGURE.sub(named, content)
@@ -178,7 +182,7 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
     page, parts = files.src_uris["README.md"].page, {}
     while page is not None:
         part = page.ancestors[-1].title if page.ancestors else "Start"
-        parts.setdefault(part, []).append(f"- [{page.title}]({page.url})")
+        parts.setdefault(part, []).append(f"- [{page.title}]({page.url or './'})")
         page = page.next_page
     sections = ["\n\n".join([f"## {part}", "\n".join(links)]) for part, links in parts.items()]
     text = "\n\n".join([f"# {config.site_name}", f"> {config.site_description}", *sections])

@@ -241,9 +241,9 @@ def draw_drafts(num_steps: int = 7) -> Movie:
         column, line = before
         for at, token in enumerate(tokens):
             put(token.token, GREEN if at < len(guesses) and guesses[at] == token.token_id else BLUE, frame + 1)
-        movie.text(290, 18, f"step {step + 1}: {num_tokens} tokens", frame, frame + 1)
+        movie.text(290, 18, f"step {step + 1}, tokens: {num_tokens}", frame, frame + 1)
         num_tokens += len(tokens)
-        movie.text(290, 18, f"step {step + 1}: {num_tokens} tokens", frame + 1, frame + 2)
+        movie.text(290, 18, f"step {step + 1}, tokens: {num_tokens}", frame + 1, frame + 2)
     movie.text(8, 182, "grey: guessed, green: right, blue: the model's own")
     return movie
 

@@ -359,7 +359,9 @@ class LLM:
         is a reranker, which reads each pair.
 
         Args:
-            use_tqdm, pooling_params, truncate_prompt_tokens: The arguments of embed().
+            use_tqdm: as in embed.
+            pooling_params: as in embed.
+            truncate_prompt_tokens: as in embed.
             instruction: The criterion by which a reranker judges. None: INSTRUCTION of embedding/pooling.py.
 
         Raises: As embed does.

@@ -14,7 +14,7 @@ WORDS = [
     *(
         "preemption",
         "print",
-        "argsort",
+        "roofline",
         "prefix caching",
         "paged attention",
         "scheduler",
@@ -81,7 +81,7 @@ def test_the_search_answers_words_and_all_their_beginnings(address, browser):
     assert len(WORDS) == 24
     assert {query: what for query, what in found.items() if not isinstance(what, list)} == {}
     assert [word for word in WORDS if not found[word]] == []
-    assert found["paged attention"][0].startswith("notebooks/03_")
+    assert any(location.startswith("notebooks/03_") for location in found["paged attention"][:3])
 
 
 def test_the_search_reads_no_code_of_notebooks_solutions_and_the_api(address):
@@ -145,7 +145,7 @@ def test_a_task_and_an_order_of_the_readers_own_run_in_the_browser(address, brow
     right = f"start, grid = {start}, self.config.chunk_grid\n    return min(seq.num_tokens - start, grid - start % grid)"
     run(f"def next_chunk(self, seq, num_computed_tokens=None):\n    {right}", "passed")
     page.goto(f"{address}docs/scheduler_game/")
-    page.get_by_text("Write the order yourself").click()
+    page.get_by_text("Write the order yourself", exact=True).click()
     run("def order_waiting(self, waiting):\n    return waiting", "timeline")
     assert page.locator("li").filter(has_text="of the best").count() == 1
     page.close()
