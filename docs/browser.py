@@ -20,7 +20,8 @@ from nanoinfer.scheduling.sequence import Sequence
 # What the reader changes.
 ORDER = '''\
 def order_waiting(self, waiting):
-    """waiting: sequences. Each has arrival_time, deadline, priority, num_tokens, num_computed_tokens. self.now is in ms."""
+    # waiting: sequences. Each has arrival_time, deadline, priority, num_tokens.
+    # self.now: ms since the first request
     return sorted(waiting, key=lambda seq: seq.num_tokens)
 '''
 OWN = "an order of your own"
@@ -79,9 +80,13 @@ def play_own_order(code: str, trace: int, *chosen: int) -> str:
 
 
 def tasks() -> dict[str, Any]:
-    """What the page shows of each task."""
-    shown = [task for task in TRACK if task.cases_in in ("text", "scheduling")]
-    return {"tasks": [{"name": task.name, "title": task.title, "code": task.text, "hints": task.hints} for task in shown]}
+    """What the page shows of each task: the text and the code of the learner's file, and the hints."""
+    shown = []
+    for task in TRACK:
+        if task.cases_in in ("text", "scheduling"):
+            _, about, code = task.text.split('"""', 2)
+            shown.append({"name": task.name, "title": task.title, "about": about, "code": code.strip(), "hints": task.hints})
+    return {"tasks": shown}
 
 
 def check_task(name: str, code: str) -> str:

@@ -203,9 +203,9 @@ const interactive = (() => {
   /* A field for code, which the browser keeps, and a button that calls run(code) and shows an error's text. */
   const editor = (name, label, code, run) => {
     const kept = `nanoinfer ${name}`;
-    const area = make("textarea", { spellcheck: "false", rows: 8, "aria-label": label, oninput: () => (localStorage[kept] = area.value) });
+    const area = make("textarea", { spellcheck: "false", "aria-label": label, oninput: () => (localStorage[kept] = area.value) });
     area.value = localStorage[kept] ?? code;
-    area.rows = Math.min(area.value.split("\n").length + 1, 30);
+    area.rows = area.value.split("\n").length + 4;
     const said = make("pre", { role: "status" });
     const start = button("Run", async () => {
       start.disabled = true;
@@ -221,9 +221,9 @@ const interactive = (() => {
 
   const tasks = (figure, { tasks }) => {
     const show = () => {
-      const { name, code, hints } = tasks[which.read()];
+      const { name, about, code, hints } = tasks[which.read()];
       const more = hints.map((text, i) => make("details", {}, make("summary", {}, `Hint ${i + 1}`), text));
-      page.replaceChildren(editor(name, `Your ${name}`, code, source => callPython("check_task", name, source)), ...more);
+      page.replaceChildren(make("pre", {}, about), editor(name, `Your ${name}`, code, source => callPython("check_task", name, source)), ...more);
     };
     const which = choice("Task", tasks.map(one => `${one.name}: ${one.title}`), 0, show), page = make("div");
     figure.replaceChildren(which.element, page);

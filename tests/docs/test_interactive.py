@@ -156,12 +156,14 @@ def test_every_marker_can_be_brought_to_life():
 
 
 @pytest.mark.slow
-def test_a_replay_opens_where_the_demo_says():
-    starts = {marker["run"]: marker["at"] for _, marker, _, _ in MARKERS if marker["kind"] == "replay"}
-    assert len(starts) == 4
-    for run, at in starts.items():
-        moment = gallery.record_demo(gallery.RUNS[run])[1][0]
-        assert at == f"step={moment.step}&token={moment.sequence_id}", run
+def test_a_replay_opens_where_the_demo_says_and_its_caption_says_what_the_page_shows():
+    replays = [(marker, source) for _, marker, source, _ in MARKERS if marker["kind"] == "replay"]
+    moments = {run: gallery.record_demo(gallery.RUNS[run])[1][0] for run in {marker["run"] for marker, _ in replays}}
+    assert len(moments) == 4
+    for marker, source in replays:
+        moment = moments[marker["run"]]
+        assert marker["at"] == f"step={moment.step}&token={moment.sequence_id}", marker["run"]
+        assert moment.description in source, marker["run"]
 
 
 # ---- in a browser
