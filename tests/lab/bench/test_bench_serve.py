@@ -105,7 +105,7 @@ def test_failures_are_counted_by_their_sentence():
         "ended before its last event": stream(*whole[:-1]),
         "where a JSON object was expected": stream(event(b"<html>")),
         "has no usage": stream(*chat_events("a")),
-        "the answer is empty": stream(*chat_events(num_tokens=0)),
+        "has no text, in 0 tokens": stream(*chat_events(num_tokens=0)),
     }
     with fake_server.serving(GOOD, *bad.values(), reply(500, {"error": "out of memory"}), GOOD) as server:
         found = measure(server, 9)
