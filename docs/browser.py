@@ -18,12 +18,12 @@ from nanoinfer.lab.learn.track import TRACK, find
 from nanoinfer.scheduling.sequence import Sequence
 
 # What the reader changes.
-ORDER = '''\
+ORDER = """\
 def order_waiting(self, waiting):
     # waiting: sequences. Each has arrival_time, deadline, priority, num_tokens.
     # self.now: ms since the first request
     return sorted(waiting, key=lambda seq: seq.num_tokens)
-'''
+"""
 OWN = "an order of your own"
 FILE = "your code"
 

@@ -1,6 +1,8 @@
 """Data for the interactive parts of the documentation site, and the Python that some of them run.
 
-interactive.js reads the data from the page that has the part. A part is `<figure class="interactive" data-kind="KIND">` in a notebook or on a page. DATA has a function for each kind that
+interactive.js reads the data from the page that has the part.
+
+A part is `<figure class="interactive" data-kind="KIND">` in a notebook or on a page. DATA has a function for each kind that
 needs more than its marker says.
 """
 
@@ -69,7 +71,7 @@ def python_archive() -> bytes:
     patterns = ("BENCHMARKS.md", "docs/*.py", "nanoinfer/**/*.py", "nanoinfer/**/*.toml")
     roots = {path: ROOT for pattern in patterns for path in ROOT.glob(pattern)}
     types = Path(annotated_types.__file__).parent
-    roots |= {path: types.parent for path in [*types.glob("*.py"), Path(typing_extensions.__file__)]}
+    roots |= dict.fromkeys([*types.glob("*.py"), Path(typing_extensions.__file__)], types.parent)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, root in sorted(roots.items()):

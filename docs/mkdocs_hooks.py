@@ -2,9 +2,9 @@
 
 README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, and the solutions with what they print. The API reference is
 made from the docstrings, the gallery by gallery.py, the data of interactive parts by interactive.py. A link to another file of
-the repository leads to its public address. Formulas become MathML, which needs no script. The search reads no code of notebooks,
-solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and the package, for browser.py. At the
-end every link inside the site is checked.
+the repository leads to its public address. Formulas become MathML, which needs no script. The search reads no code of
+notebooks, solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and the package, for
+browser.py. At the end every link inside the site is checked.
 """
 
 import html
@@ -48,7 +48,8 @@ NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a fur
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
-# Code, what it prints, its copy for the clipboard, and prompts. Material leaves out an element that has none of its kind inside.
+# Code, what it prints, its copy for the clipboard, and prompts. Material leaves out only elements that contain none of their
+# own kind.
 CODE = re.compile(r'<(?:pre|div class="clipboard-copy-txt"|div class="jp-\w+Prompt[^"]*"|span class="notice")')
 PYODIDE = "0.28.3"  # the version of the package on npm
 PYODIDE_FILES = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")

@@ -1,7 +1,7 @@
 """Draw README's moving pictures from recorded runs of the bundled model: attention, paging, continuous batching, drafts.
 
-`python docs/moving.py` writes them to docs/pictures/. Each is an SVG whose parts appear and vanish by its own style sheet, in the
-colours of the notebooks. Seeds are fixed, so the pictures are the same in every run.
+`python docs/moving.py` writes them to docs/pictures/. Each is an SVG whose parts appear and vanish by its own style sheet, in
+the colours of the notebooks. Seeds are fixed, so the pictures are the same in every run.
 """
 
 import sys
@@ -59,7 +59,9 @@ class Movie:
         self._spans.add(span)
         self._parts.append(element.replace(" ", f' class="f{span[0]}-{span[1]}" ', 1))
 
-    def box(self, x: float, y: float, width: float, fill: str, first: int = 0, end: int | None = None, height: int = 16) -> None:
+    def box(
+        self, x: float, y: float, width: float, fill: str, first: int = 0, end: int | None = None, height: int = 16
+    ) -> None:
         look = f'fill="{fill}" fill-opacity="{TINT}" stroke="{fill}"'
         self.add(f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height}" {look}/>', first, end)
 
@@ -69,11 +71,13 @@ class Movie:
     def svg(self) -> str:
         rules = ["text{font:11px monospace;fill:currentColor}[class^=f]{animation:0s step-end infinite}"]
         for first, end in sorted(self._spans - {(0, self.num_frames)}):
-            start, stop = (f"{100 * frame / self.num_frames:.4g}%" for frame in (first, end))
-            keys = ("" if first == 0 else "0%{opacity:0}") + start + "{opacity:1}" + stop + f"{{opacity:{int(end == self.num_frames)}}}"
-            rules.append(f"@keyframes f{first}-{end}{{{keys}}}.f{first}-{end}{{animation-name:f{first}-{end}}}")
-            if end < self.num_frames:
-                rules.append(f"@media(prefers-reduced-motion){{.f{first}-{end}{{opacity:0}}}}")
+            name, is_last = f"f{first}-{end}", end == self.num_frames
+            start, stop = 100 * first / self.num_frames, 100 * end / self.num_frames
+            before = "0%{opacity:0}" if first else ""
+            keys = f"{before}{start:.4g}%{{opacity:1}}{stop:.4g}%{{opacity:{int(is_last)}}}"
+            rules.append(f"@keyframes {name}{{{keys}}}.{name}{{animation-name:{name}}}")
+            if not is_last:
+                rules.append(f"@media(prefers-reduced-motion){{.{name}{{opacity:0}}}}")
         rules.append(f"[class^=f]{{animation-duration:{self.num_frames * self.seconds:.4g}s}}")
         rules.append("@media(prefers-reduced-motion){[class^=f]{animation-name:none!important}}")
         head = f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{escape(self.alt)}"'
@@ -96,7 +100,7 @@ class Watching(DenseAttention):
         return super().__call__(layer, q, k, v)
 
 
-def draw_attention(layer: int = 1, head: int = 0) -> Movie:
+def draw_attention() -> Movie:
     """How much each new token attends to those before it, whose keys and values are kept."""
     recorder = Recorder()
     LLM(tracer=recorder, dtype="float32").generate(
@@ -106,10 +110,10 @@ def draw_attention(layer: int = 1, head: int = 0) -> Movie:
     new = recorder.of(TokenAppended)
     ids = [*request.prompt_token_ids, *(token.token_id for token in new)]
     texts = [*request.tokens, *(token.token for token in new)]
-    watching, num_prompt = Watching(layer), len(request.tokens)
+    watching, num_prompt = Watching(layer=1), len(request.tokens)
     with torch.no_grad():
         load_model(Checkpoint.open("tiny-gpt2"))(torch.tensor(ids), torch.arange(len(ids)), watching)
-    weights: Tensor = watching.weights[head]
+    weights: Tensor = watching.weights[0]
     movie = Movie(190, len(new), "Attention: arcs from each new token back to the tokens before it, whose keys and values stay")
     movie.text(8, 18, "Attention: a new token looks back")
     ends = list(accumulate((CHAR * len(text) for text in texts), initial=8))
@@ -157,7 +161,9 @@ def draw_paging() -> Movie:
         elif isinstance(event, BatchBuilt):
             written |= {slot: len(states) - 1 for slot in event.slot_mapping if slot not in written}
     block_size, colours = DEMOS["sharing"].engine["block_size"], {"0": BLUE, "1": ORANGE}
-    movie = Movie(190, len(states), "Paging: the block tables of two sequences, which share the blocks of their common beginning")
+    movie = Movie(
+        190, len(states), "Paging: the block tables of two sequences, which share the blocks of their common beginning"
+    )
     movie.text(8, 18, "Paging: memory in blocks of 8 tokens")
     for row, (name, colour) in enumerate(colours.items()):
         movie.box(8, 28 + 20 * row, 12, colour, height=12)
@@ -194,7 +200,10 @@ def record_batches(groups: Iterable[slice]) -> list[tuple[str, ...]]:
 
 def draw_continuous() -> Movie:
     """Six answers in batches of three that wait for their longest, and with a place taken as soon as it is free."""
-    runs = {"static batches of 3": record_batches([slice(0, 3), slice(3, 6)]), "continuous batching": record_batches([slice(6)])}
+    runs = {
+        "static batches of 3": record_batches([slice(0, 3), slice(3, 6)]),
+        "continuous batching": record_batches([slice(6)]),
+    }
     num_frames = max(map(len, runs.values()))
     movie = Movie(190, num_frames, "Continuous batching: six answers need fewer steps if a free place is taken at once")
     for row, (name, steps) in enumerate(runs.items()):
@@ -208,7 +217,7 @@ def draw_continuous() -> Movie:
     return movie
 
 
-def draw_drafts(num_steps: int = 7) -> Movie:
+def draw_drafts() -> Movie:
     """What a draft model guesses in each step, and what of it is right."""
     recorder, _ = record_demo(DEMOS["drafts"])
     tokenizer = Tokenizer.load(Checkpoint.open("tiny-gpt2").path)
@@ -219,7 +228,10 @@ def draw_drafts(num_steps: int = 7) -> Movie:
             appended[-1].append(event)
         elif isinstance(event, StepTimed):
             appended.append([])
-    movie = Movie(190, 2 * num_steps, "Drafts: a small model guesses five tokens, and one step of the large one checks all", seconds=1)
+    num_steps = 7  # enough for three lines of text
+    movie = Movie(
+        190, 2 * num_steps, "Drafts: a small model guesses five tokens, and one step of the large one checks all", seconds=1
+    )
     movie.text(8, 18, "Drafts: one step checks five guesses")
     column = line = 0
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
-import browser  # noqa: E402
-import interactive  # noqa: E402
-import scheduler_game as game  # noqa: E402
+import browser
+import interactive
+import scheduler_game as game
 
 sys.path.remove(str(Path(__file__).parents[2] / "docs"))
 FIRST_COME = "def order_waiting(self, waiting):\n    return waiting\n"
@@ -24,13 +24,14 @@ def test_an_order_of_the_readers_own_is_played_by_the_rules_of_the_game():
         choice = tuple(values[index] for values, index in zip(game.QUESTIONS.values(), first_come, strict=True))
         expected = game.play(game.make_traces()[trace], choice, game.read_cost())
         assert json.loads(browser.play_own_order(FIRST_COME, trace, 3, *others)) == json.loads(json.dumps(expected))
-    assert list(game.QUESTIONS.values())[0] == tuple(game.ORDERS)  # the page's choices are as before
+    assert next(iter(game.QUESTIONS.values())) == tuple(game.ORDERS)  # the page's choices are as before
     reversed_order = FIRST_COME.replace("waiting\n", "list(waiting)[::-1]\n")
     assert json.loads(browser.play_own_order(reversed_order, trace, 3, *others)) != json.loads(json.dumps(expected))
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [("def f(", "line 1: "), ("x = 1", "the code has no function order_waiting"), (FIRST_COME + "1 / 0", "line 3")]
+    ("code", "words"),
+    [("def f(", "line 1: "), ("x = 1", "the code has no function order_waiting"), (FIRST_COME + "1 / 0", "line 3")],
 )
 def test_a_mistake_in_the_readers_code_is_named_with_its_line(code, words):
     with pytest.raises(browser.MistakeError, match=words):

@@ -42,4 +42,6 @@ def test_a_moving_picture_shows_what_the_run_does(moving, name):
     drawn = moving.MOVIES[name]().svg()
     assert NUMBER.sub("", drawn) == NUMBER.sub("", stored)
     # The last digit of an attention weight may differ on another processor.
-    assert [float(one) for one in NUMBER.findall(drawn)] == pytest.approx([float(one) for one in NUMBER.findall(stored)], abs=0.11)
+    assert [float(one) for one in NUMBER.findall(drawn)] == pytest.approx(
+        [float(one) for one in NUMBER.findall(stored)], abs=0.11
+    )

@@ -138,7 +138,9 @@ def test_a_task_and_an_order_of_the_readers_own_run_in_the_browser(address, brow
 
     page.goto(f"{address}docs/tasks/")
     assert not [url for url in asked if "pyodide" in url]  # only what runs Python loads it
-    page.get_by_label("Task").select_option(label=next(text for text in page.locator("option").all_inner_texts() if "next_chunk" in text))
+    page.get_by_label("Task").select_option(
+        label=next(text for text in page.locator("option").all_inner_texts() if "next_chunk" in text)
+    )
     run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1", "expected")
     run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1 +", "line 2")
     start = "seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens"
