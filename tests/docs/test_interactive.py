@@ -366,11 +366,12 @@ def test_the_game_shows_the_outcome_of_the_choices(show, data):
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_every_part_fits_and_can_be_read(show, scheme):
     parts = [figure("calculator", formula=name) for name in ("kv", "bend", "waste", "speculation")]
-    parts += [figure("sampler"), figure("game"), cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
+    parts += [figure("sampler"), figure("game"), figure("tasks"), cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
     page = show("".join(parts), scheme=scheme)
     page.get_by_label("top_k").fill("3")
-    page.get_by_role("button", name="Run").click()
+    page.get_by_role("button", name="Run").first.click()
     page.get_by_text("Every request").click()
+    page.get_by_text("Write the order yourself").click()
     page.evaluate("document.querySelectorAll('.jp-Cell + .jp-Cell').forEach(cell => cell.remove())")  # has no style here
     for width in (1280, 400):
         page.set_viewport_size({"width": width, "height": 900})
