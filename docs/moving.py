@@ -253,9 +253,9 @@ def draw_drafts() -> Movie:
         column, line = before
         for at, token in enumerate(tokens):
             put(token.token, GREEN if at < len(guesses) and guesses[at] == token.token_id else BLUE, frame + 1)
-        movie.text(290, 18, f"step {step + 1}, tokens: {num_tokens}", frame, frame + 1)
+        movie.text(276, 18, f"step {step + 1}, tokens: {num_tokens}", frame, frame + 1)
         num_tokens += len(tokens)
-        movie.text(290, 18, f"step {step + 1}, tokens: {num_tokens}", frame + 1, frame + 2)
+        movie.text(276, 18, f"step {step + 1}, tokens: {num_tokens}", frame + 1, frame + 2)
     movie.text(8, 182, "grey: guessed, green: right, blue: the model's own")
     return movie
 

@@ -1,5 +1,6 @@
 """The pages name files that exist, link to pages that exist, and give the import table as it is."""
 
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def test_the_commands_and_folders_for_agents_exist():
     page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
     assert set(re.findall(r"\bmake (\w+)", page)) <= set(targets)
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    assert set(re.findall(r"\bmake (\w+)", container["postCreateCommand"])) == {"demo"}
     paths = re.findall(r"`([\w./]+/[\w.]*)`", page)
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
