@@ -366,7 +366,8 @@ def test_the_game_shows_the_outcome_of_the_choices(show, data):
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_every_part_fits_and_can_be_read(show, scheme):
     parts = [figure("calculator", formula=name) for name in ("kv", "bend", "waste", "speculation")]
-    parts += [figure("sampler"), figure("game"), figure("tasks"), cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
+    parts += [figure(kind) for kind in ("sampler", "game", "tasks")]
+    parts += [cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
     page = show("".join(parts), scheme=scheme)
     page.get_by_label("top_k").fill("3")
     page.get_by_role("button", name="Run").first.click()
