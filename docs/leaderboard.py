@@ -56,12 +56,17 @@ def _faults_of_game(entry: dict[str, Any]) -> list[str]:
 
 def page(entries: list[dict[str, Any]]) -> str:
     """Write the page: the ladders by their fastest version, and the best game of each trace."""
-    rows = ["| who | machine | model | fastest version | tokens per second | share of the bandwidth |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| who | machine | model | fastest version | tokens per second | share of the bandwidth |",
+        "|---|---|---|---|---|---|",
+    ]
     ladders = [(max(entry["rungs"], key=lambda rung: rung[1]), entry) for entry in entries if entry["kind"] == "ladder"]
     for (version, rate, share), entry in sorted(ladders, key=lambda pair: -pair[0][1]):
         rows.append(f"| {entry['who']} | {entry['machine']} | {entry['model']} | {version} | {rate} | {share:.0%} |")
     rows += ["", "| trace | who | choices | goodput |", "|---|---|---|---|"]
-    games = sorted((entry for entry in entries if entry["kind"] == "game"), key=lambda entry: (entry["trace"], -entry["goodput"]))
+    games = sorted(
+        (entry for entry in entries if entry["kind"] == "game"), key=lambda entry: (entry["trace"], -entry["goodput"])
+    )
     for entry in games:
         rows.append(f"| {entry['trace']} | {entry['who']} | {', '.join(map(str, entry['choice']))} | {entry['goodput']} |")
     return HEAD + "\n".join(rows) + "\n"

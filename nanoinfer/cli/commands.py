@@ -84,7 +84,9 @@ class Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with the first sentence of their help, which click would cut at the end of a line."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)])
+            formatter.write_dl(
+                [(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
+            )
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:

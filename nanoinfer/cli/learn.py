@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from textwrap import indent
@@ -22,7 +21,7 @@ from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
-from nanoinfer.lab.learn.workbook import Workbook, filled, installed
+from nanoinfer.lab.learn.workbook import Function, Workbook, filled, installed
 
 app = typer.Typer(
     cls=Commands,
@@ -33,7 +32,7 @@ app = typer.Typer(
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
 YOURS = {"enforce_eager": True, "attention_backend": "reference"}  # arguments of LLM with which it calls the functions
-STATUSES = {"empty": "", "written": "unchecked", "passed": "passed", "missing": "no file"}
+STATUSES = {"empty": "", "written": "written", "passed": "passed", "missing": "no file"}
 THE_END = """\
 All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
@@ -52,8 +51,8 @@ def learn(context: typer.Context) -> None:
         print(GROUPS[group])
         for task in tasks:
             name, status = workbook.file(task.name).stem, STATUSES[workbook.status(task.name)]
-            print(f"  {name:<23} {'*' * task.level:<3} {task.minutes:>2} min  {status:<10}{task.title}".rstrip())
-    print(_what_next(workbook))
+            print(f"  {name:<22} {'*' * task.level:<3} {task.minutes:>2} min  {status:<7} {task.title}".rstrip())
+    print(f"{_what_next(workbook)}\nnanoinfer learn check TASK, hint TASK, solve TASK, watch, run PROMPT")
 
 
 @app.command(cls=Command)
@@ -77,7 +76,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
-    print(_what_next(workbook), "Save a file to check it.", flush=True)
+    print(f"{_what_next(workbook)}\nSave a file to check it.", flush=True)
     seen = workbook.saved()
     while True:
         time.sleep(0.2)
@@ -125,9 +124,9 @@ def run(
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
     print(f"{prompt}{output.outputs[0].text}\n")
-    yours = [f"{name} ({number} calls)" for name, number in calls().items() if number]
+    yours = [f"{task.name} ({calls[task.function]} calls)" for task in TRACK if calls.get(task.function)]
     print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
-    if unused := [name for name, number in calls().items() if not number]:
+    if unused := [task.name for task in TRACK if calls.get(task.function) == 0]:
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
@@ -141,7 +140,11 @@ def ladder() -> None:
 
     bandwidth = measure_bandwidth(device("cpu"))
     pages = ENGINE["the engine: pages"]
-    versions = {"your engine": {**pages, **YOURS}, "the same, ours": {**pages, **YOURS}, "compiled": {**pages, "enforce_eager": False}}
+    versions = {
+        "your engine": {**pages, **YOURS},
+        "the same, ours": {**pages, **YOURS},
+        "compiled": {**pages, "enforce_eager": False},
+    }
     print(f"{'version':<16}{'tok/s':>8}{'bandwidth':>11}   of {bandwidth / 1e9:.1f} GB/s")
     for version, arguments in versions.items():
         with _your_engine() if version == "your engine" else nullcontext():
@@ -168,7 +171,13 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
         result = grade(each, workbook.load(each.name, each.name), bandwidth)
         ratio = result.share / result.engine_share
         has_passed.append(result.is_right and ratio >= each.wanted)
-        verdict = "passed" if has_passed[-1] else f"not yet: {each.wanted:.2f} is wanted" if result.is_right else "its result is wrong"
+        verdict = (
+            "passed"
+            if has_passed[-1]
+            else f"not yet: {each.wanted:.2f} is wanted"
+            if result.is_right
+            else "its result is wrong"
+        )
         shares = f"yours {result.share:6.1%}, the engine's {result.engine_share:6.1%}"
         print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
     if not all(has_passed):
@@ -176,13 +185,12 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
 
 
 @contextmanager
-def _your_engine() -> Iterator[Callable[[], dict[str, int]]]:
-    """Install the passed functions. Yields a function that returns how often each was called, by its task."""
+def _your_engine() -> Iterator[dict[Function, int]]:
+    """Let the engine call the passed functions. Yields how often each was called."""
     workbook = Workbook.here(NAMES)
     passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    import_module("nanoinfer.llm")  # all modules that call the functions, so that each gets the learner's
     with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
-        yield lambda: {task.name: calls[task.function] for task in passed}
+        yield calls
 
 
 def _check(workbook: Workbook, task: Task) -> bool:
@@ -210,8 +218,7 @@ def _what_next(workbook: Workbook) -> str:
     left = [task for task in TRACK if workbook.status(task.name) != "passed"]
     if not left:
         return "\n" + THE_END.format(number=len(TRACK))
-    file = workbook.file(left[0].name).name
-    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {file}, and nanoinfer learn check {left[0].name}"
+    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {workbook.file(left[0].name).name}"
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def _change(tree: ast.Module, node: ast.AST, number: int) -> bool:
         node.ops[0] = COMPARISONS[type(node.ops[0])]()
     elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS and number == 0:
         node.op = OPERATORS[type(node.op)]()
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub) and number == 0:
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and number == 0:
         _replace(tree, node, node.operand)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool) and number == 0:
         node.value = not node.value
@@ -57,7 +57,7 @@ def _change(tree: ast.Module, node: ast.AST, number: int) -> bool:
         _replace(tree, node, ast.Pass())
     elif isinstance(node, ast.If | ast.While | ast.IfExp) and number == 0:
         node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.Call) and len(node.args) == 2 and number == 0:
+    elif isinstance(node, ast.Call) and len(node.args) == 2 and ast.unparse(node.func) not in ("min", "max") and number == 0:
         node.args.reverse()
     elif isinstance(node, ast.Return) and node.value is not None and number == 0:
         node.value = ast.Constant(None)

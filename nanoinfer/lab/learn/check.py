@@ -33,6 +33,7 @@ class Case:
         exact: whether floating-point numbers must have the same bits.
         picture: a drawing of the input for a terminal. "": words are enough.
         judge: returns what must be equal in the effects of both versions. By default that is all of them.
+        comes_last: whether the case is tried after the others, smaller or not.
     """
 
     given: dict[str, object]
@@ -40,6 +41,7 @@ class Case:
     exact: bool = True
     picture: str = ""
     judge: Callable[[Any], object] = lambda seen: seen
+    comes_last: bool = False
 
     @property
     def words(self) -> str:
@@ -105,13 +107,13 @@ class Failure:
         return "\n".join(f"{name:<10}" + indent(text, " " * 10).lstrip() for name, text in parts.items())
 
 
-def calling(picture: str = "", *, exact: bool = True, **given: Any) -> Case:
+def calling(picture: str = "", *, exact: bool = True, comes_last: bool = False, **given: Any) -> Case:
     """Return a case that calls a version with copies of these arguments, in their order."""
 
     def observe(version: Version) -> object:
         return version(*(value.clone() if is_tensor(value) else value for value in given.values()))
 
-    return Case(given, observe, exact, picture)
+    return Case(given, observe, exact, picture, comes_last=comes_last)
 
 
 def check(task: Task, version: Version) -> Failure | None:
@@ -122,7 +124,7 @@ def check(task: Task, version: Version) -> Failure | None:
         try:
             got = case.observe(version)
         except Exception as error:
-            return Failure(case.words, written(expected), describe_error(error, version))
+            return Failure(case.words, written(expected), filled(describe_error(error, version), width=WIDTH - 12))
         with suppress(Exception):  # the judge expects a result of the right type
             if same(case.judge(expected), case.judge(got), exact=case.exact):
                 continue
@@ -183,8 +185,16 @@ def is_tensor(value: object) -> "TypeGuard[Tensor]":
 
 
 def _rounded(numbers: Any) -> Any:
-    return [*map(_rounded, numbers)] if isinstance(numbers, list) else float(f"{numbers:.5g}") if isinstance(numbers, float) else numbers
+    return (
+        [*map(_rounded, numbers)]
+        if isinstance(numbers, list)
+        else float(f"{numbers:.5g}")
+        if isinstance(numbers, float)
+        else numbers
+    )
 
 
-def _size(case: Case) -> int:
-    return len(case.picture) + sum(4 * value.numel() if is_tensor(value) else len(repr(value)) for value in case.given.values())
+def _size(case: Case) -> tuple[bool, int]:
+    return case.comes_last, len(case.picture) + sum(
+        4 * value.numel() if is_tensor(value) else len(repr(value)) for value in case.given.values()
+    )

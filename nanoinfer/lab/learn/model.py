@@ -38,7 +38,9 @@ def _attention_cases() -> Iterator[Case]:
         yield calling(picture, exact=is_exact, q=q, k=k, v=v, window=window, sinks=sinks)
     large = torch.tensor([[[200.0, 0.0]], [[199.0, 0.0]]])
     q = torch.tensor([[[2.0**0.5, 0.0]]])
-    yield calling("Scores are near 200.", exact=False, q=q, k=large, v=_random(0, 2, 1, 2), window=None, sinks=None)
+    yield calling(
+        "Scores are near 200.", exact=False, comes_last=True, q=q, k=large, v=_random(0, 2, 1, 2), window=None, sinks=None
+    )
 
 
 def _seen(position: int, seq_len: int, window: int | None) -> str:
@@ -83,7 +85,7 @@ def _paged_cases() -> Iterator[Case]:
             f"metadata.{name}": getattr(batch.attention, name)
             for name in ("query_start_loc_cpu", "seq_lens_cpu", "block_tables", "slot_mapping")
         }
-        rows = [f"The cache has blocks of {cache.block_size}. In layer 1 it already holds, of each sequence:"]
+        rows = [f"The cache has blocks of {cache.block_size}. In layer 1 it already holds:"]
         starts = batch.attention.query_start_loc_cpu
         for i, seq_len in enumerate(batch.attention.seq_lens_cpu):
             num_old = seq_len - (starts[i + 1] - starts[i])

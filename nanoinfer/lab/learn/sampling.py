@@ -63,6 +63,10 @@ def _top_p_cases() -> Iterator[Case]:
         top_p = torch.tensor([[0.5, 0.9, 1.0, 1e-9, 0.1][(seed + row) % 5] for row in range(rows)], dtype=torch.float64)
         total = torch.tensor([2**33 + seed] * rows) if seed % 7 == 6 else None
         yield calling(logits=logits, top_p=top_p, total=total)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    yield calling(
+        "The first weight is exactly top_p of the total.", comes_last=True, logits=torch.zeros(1, 2), top_p=half, total=None
+    )
 
 
 def _argmax_cases() -> Iterator[Case]:
@@ -86,7 +90,7 @@ def _draw_cases() -> Iterator[Case]:
         picture = "\n".join(["Each id, as often as its weight says, and where u falls:", *pairs])
         yield calling(picture, weights=weights, u=u)
     large, u = torch.tensor([[2**25 + 1, 2**25]]), torch.tensor([(2**25 + 0.5) / (2**26 + 1)], dtype=torch.float64)
-    yield calling("The sum is too large for fp32.", weights=large, u=u)
+    yield calling("The sum is too large for fp32.", comes_last=True, weights=large, u=u)
 
 
 def _penalty_cases() -> Iterator[Case]:

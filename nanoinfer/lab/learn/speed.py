@@ -153,7 +153,9 @@ def _batch() -> Work:
 def _page_attention(num_seqs: int = 16, length: int = 1000, block_size: int = 64) -> Work:
     num_blocks = -(-length // block_size)
     sizes = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
-    cache = KVCache(num_layers=1, num_blocks=num_seqs * num_blocks, block_size=block_size, num_kv_heads=12, head_dim=64, layout="HND")
+    cache = KVCache(
+        num_layers=1, num_blocks=num_seqs * num_blocks, block_size=block_size, num_kv_heads=12, head_dim=64, layout="HND"
+    )
     for pages in cache.layer(0):
         pages.copy_(_random(*pages.shape))
     items = []

@@ -124,7 +124,7 @@ def _module(name: str) -> tuple[list[str], ast.Module]:
 
 
 def _definition(module: str, qualname: str) -> Any:
-    """Return the syntax tree of a class, a function or a method, and of the module for "". """
+    """Return the syntax tree of a class, a function or a method, and of the module for ""."""
     found: Any = _module(module)[1]
     for part in filter(None, qualname.split(".")):
         found = next(node for node in found.body if _defines(node, part))
@@ -136,7 +136,7 @@ def _defines(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name == name
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return any(isinstance(target, ast.Name | ast.Attribute) and ast.unparse(target) in (name, f"self.{name}") for target in targets)
+    return any(ast.unparse(part) in (name, f"self.{name}") for target in targets for part in getattr(target, "elts", [target]))
 
 
 def declared(entry: str) -> tuple[str, list[str]]:
@@ -158,7 +158,7 @@ def declared(entry: str) -> tuple[str, list[str]]:
     documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
     found = []
     for name in names:
-        node = next(node for node in ast.walk(scope) if _defines(node, name))
+        [node, *_] = (node for node in ast.walk(scope) if _defines(node, name))
         _, _, comment = lines[node.lineno - 1].partition("  # ")
         if isinstance(node, ast.FunctionDef):
             is_field = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)

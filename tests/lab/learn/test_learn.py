@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
@@ -14,15 +15,9 @@ from nanoinfer.lab.learn.check import check
 from nanoinfer.lab.learn.track import NAMES, TRACK, find
 from nanoinfer.lab.learn.workbook import Workbook, installed
 from nanoinfer.scheduling.prefix_index import Prefix
+from tests.lab.learn import mutate
 
-KNOWN = set(
-    "abs amax append cat clamp clamp_ clear cumsum einsum find float float32 finfo flatten full_like get isfinite masked_fill masked_fill_ "
-    "max min ones startswith where to round scatter searchsorted shape size softmax sort squeeze tiny tril triu uint8 unsqueeze int32 "
-    "bool chunk device dtype empty_like expand floor repeat_interleave view token_ids emit BlocksAllocated BlockCopied BlocksCached tracer "
-    "state_slots perf_counter allocate cache_finished num_tokens_read _has_windows _release stored remove preempted"
-    .split()
-)  # methods of Python's types and of torch, and what the file says to leave out
-
+KNOWN = {name for kind in (torch, torch.Tensor, torch.finfo, str, list, dict) for name in dir(kind)} | {"perf_counter"}
 # For each rule of a task, what replaces what in the engine's source: mistakes that a learner makes.
 MUTANTS = {
     "accept_drafts": {
@@ -145,12 +140,15 @@ MUTANTS = {
             ("selection.drop(victim)", "pass"),
             ("selection.drop(victim)", "selection.preempted.append(victim)"),
         ],
-        "itself": [("return False", "return True"), ("if victim is seq:", "if victim is seq and len(selection.preempted) > 1:")],
+        "itself": [
+            ("return False", "return True"),
+            ("if victim is seq:", "if victim is seq and len(selection.preempted) > 1:"),
+        ],
     },
     "continue_running": {
         "order": [("list(self.running)", "list(reversed(self.running))"), ("list(self.running)", "self.running")],
         "gone": [("seq.status is not SequenceStatus.RUNNING", "False")],
-        "ended": [("seq.num_tokens >= seq.max_num_tokens", "False"), ("seq.num_pending_tokens and ", "")],
+        "ended": [("seq.num_tokens >= seq.max_num_tokens", "False")],
         "one": [("num_new > 1 and ", "")],
         "budget": [("selection.budget < num_new", "selection.budget <= num_new")],
         "waits": [("selection.budget = 0", "pass")],
@@ -182,7 +180,9 @@ MUTANTS = {
             ("input_ids += item.draft_token_ids", "pass"),
             ("start = seq.num_computed_tokens", "start = 0 if seq.num_new_tokens > 1 else seq.num_computed_tokens"),
         ],
-        "positions": [("positions += range(start, end + num_drafts)", "positions += [*range(start, end), *[end] * num_drafts]")],
+        "positions": [
+            ("positions += range(start, end + num_drafts)", "positions += [*range(start, end), *[end] * num_drafts]")
+        ],
         "slots": [("% block_size for", "% (block_size + 1) for")],
         "queries": [
             ("[item.num_new_tokens] + [1] * num_drafts", "[item.num_new_tokens + num_drafts]"),
@@ -212,7 +212,10 @@ MUTANTS = {
         "layer": [("cache.write(layer,", "cache.write(0,"), ("cache.gather(layer,", "cache.gather(0,")],
         "queries": [("slice(starts[i], starts[i + 1])", "slice(starts[i + 1] - 1, starts[i + 1])")],
         "tables": [("metadata.block_tables[i, skipped:]", "metadata.block_tables[0, skipped:]")],
-        "passed": [("keys, values, window, sinks)", "keys, values)"), ("keys, values, window, sinks)", "keys, values, window)")],
+        "passed": [
+            ("keys, values, window, sinks)", "keys, values)"),
+            ("keys, values, window, sinks)", "keys, values, window)"),
+        ],
         "freed": [("cache.num_blocks_before(seq_len - len(q[queries]), window)", "0")],
     },
     "temperature": {
@@ -240,7 +243,10 @@ MUTANTS = {
         "sign": [
             ("torch.where(old > 0, old / penalty, old * penalty)", "old / penalty"),
             ("old > 0", "old < 0"),
-            ("penalty = counts.read(logits), penalties[counts.rows]", "penalty = counts.read(logits), penalties[counts.rows] ** counts.values"),
+            (
+                "penalty = counts.read(logits), penalties[counts.rows]",
+                "penalty = counts.read(logits), penalties[counts.rows] ** counts.values",
+            ),
         ],
         "rows": [("penalties[counts.rows]", "penalties[0]")],
         "tiny": [(".clamp_(max=torch.finfo(logits.dtype).max)", "")],
@@ -283,7 +289,12 @@ OTHERS = {
             " if n == 0 or any(len(s) > n and self.text.endswith(s[:n]) for s in self._stops))",
         )
     ],
-    "temperature": [("torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1))", "torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1) - 3e-38)")],
+    "temperature": [
+        (
+            "torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1))",
+            "torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1) - 3e-38)",
+        )
+    ],
     "min_p": [("integer_weights(logits).float() / ONE", "(logits - logits.amax(dim=-1, keepdim=True)).exp()")],
     "top_p": [("(before >= enough.unsqueeze(-1))", "(before >= enough.unsqueeze(-1)) & (before > 0)")],
     "eight_bits": [
@@ -294,6 +305,9 @@ OTHERS = {
         )
     ],
 }
+
+
+WITHOUT_TENSORS = [task.name for task in TRACK if task.cases_in in ("scheduling", "text")]
 
 
 @pytest.fixture
@@ -344,11 +358,14 @@ def test_every_rule_of_a_task_stands_in_its_file_and_has_a_mutant():
 
 def test_what_the_engines_version_uses_stands_in_the_tasks_file():
     for task in TRACK:
-        about = " ".join([ast.get_docstring(ast.parse(task.text)), task.function.header])
-        body = ast.parse(task.function.source).body[0].body
-        used = {node.attr for part in body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
-        mentioned = set(re.findall(r"\w+", about + " ".join(task.hints)))
-        assert used - mentioned - KNOWN == set(), task.name
+        about = " ".join([ast.get_docstring(ast.parse(task.text)), task.function.header, *task.hints])
+        (function,) = ast.parse(task.function.source).body
+        for part in ast.walk(function):
+            is_left_out = isinstance(part, ast.If) and any(name in ast.unparse(part.test) for name in mutate.IGNORED)
+            if is_left_out or isinstance(part, ast.Assert):
+                part.test, part.body = ast.Constant(True), []
+        used = {node.attr for part in function.body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
+        assert used - set(re.findall(r"\w+", about)) - KNOWN == set(), task.name
 
 
 def test_a_task_has_a_file_that_shows_no_solution_and_a_section_that_explains_it():
@@ -359,7 +376,9 @@ def test_a_task_has_a_file_that_shows_no_solution_and_a_section_that_explains_it
         exec(compile(task.text, task.name, "exec"), {})  # its imports exist
         lesson, _, section = task.notebook.partition("#")
         [notebook] = Path(__file__).parents[3].glob(f"notebooks/*_{lesson}.ipynb")
-        assert f'"## {section}\\n"' in notebook.read_text(encoding="utf-8") or f'"## {section}"' in notebook.read_text(encoding="utf-8")
+        assert f'"## {section}\\n"' in notebook.read_text(encoding="utf-8") or f'"## {section}"' in notebook.read_text(
+            encoding="utf-8"
+        )
 
 
 def test_a_failing_case_shows_all_of_its_input():
@@ -454,7 +473,7 @@ def test_a_saved_file_is_checked_at_once(run, monkeypatch):
 
     monkeypatch.setattr("nanoinfer.cli.learn.time.sleep", save)
     output = run("watch").output
-    assert "Next: t01_accept_drafts.py" in output
+    assert "Next: t01_accept_drafts.py\nSave a file" in output
     assert "accept_drafts: passed\n\n1 of 24 passed. Next: t02_argmax.py" in output
 
 
@@ -471,7 +490,9 @@ for arguments in {calls}:
         os.chdir("book")
 print([name for name in sys.modules if name in ("torch", "numpy", "transformers")])
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout == "[]\n"
+    )
 
 
 @pytest.mark.long
@@ -479,11 +500,6 @@ def test_random_changes_of_the_solutions_are_found():
     assert mutate.main(200, seed=0) >= 0.95
 
 
-def test_a_speed_task_is_right_before_it_is_fast(monkeypatch):
-    small = {"_page_attention": (2, 70, 16), "_fused_draw": (2,)}
-    for name, sizes in small.items():
-        task = speed.named(name[1:])
-        work = getattr(speed, name)(*sizes)
 @pytest.mark.slow
 def test_generating_imports_nothing_of_it():
     code = "import nanoinfer.llm, sys; print([name for name in sys.modules if name.startswith('nanoinfer.lab.learn')])"
