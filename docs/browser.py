@@ -17,7 +17,7 @@ from nanoinfer.lab.learn.check import check
 from nanoinfer.lab.learn.track import TRACK, find
 from nanoinfer.scheduling.sequence import Sequence
 
-# What the reader changes.
+# The first code in the field, which the reader changes.
 ORDER = """\
 def order_waiting(self, waiting):
     # waiting: sequences. Each has arrival_time, deadline, priority, num_tokens.

@@ -186,16 +186,18 @@ const interactive = (() => {
 
   // ---- Python (browser.py) in a worker, which is loaded by the first call
 
-  const MAX_SECONDS = 30; // for an answer, once Python is loaded. Then the worker is ended, and the next call starts another
-  let worker = null;
+  const MAX_SECONDS = 30; // for an answer, once Python is loaded
+  let worker = null, stop = null; // stop(reason): ends the running call, and the worker with it
   const callPython = (name, ...values) => new Promise((resolve, reject) => {
-    const end = reason => (worker.terminate(), (worker = null), reject(new Error(reason)));
-    let timer = null;
+    stop?.("another function was run");
     worker ??= new Worker(new URL("python_worker.js", ADDRESS));
-    worker.onerror = event => (clearTimeout(timer), end(event.message || "Python could not be loaded"));
+    let timer = null;
+    const end = () => (clearTimeout(timer), (stop = null));
+    stop = reason => (end(), worker.terminate(), (worker = null), reject(new Error(reason)));
+    worker.onerror = ({ message }) => stop(message || "Python could not be loaded");
     worker.onmessage = ({ data }) => {
-      if (data.isReady) return (timer = setTimeout(end, 1000 * MAX_SECONDS, `no answer within ${MAX_SECONDS} seconds: the function does not end`));
-      clearTimeout(timer);
+      if (data.isReady) return (timer = setTimeout(stop, 1000 * MAX_SECONDS, `no answer within ${MAX_SECONDS} seconds: the function does not end`));
+      end();
       "error" in data ? reject(new Error(data.error)) : resolve(JSON.parse(data.value));
     };
     worker.postMessage([name, values]);
@@ -264,9 +266,9 @@ const interactive = (() => {
     const describe = () => (about.textContent = `${traces[which.read()].words} ${traces[which.read()].blocks} blocks of ${limits.blockSize} tokens.`);
     const selects = choices.map((one, i) => choice(one.label, one.values, usual[i], () => {}));
     const about = make("p"), status = words(), picture = make("div"), scores = make("ul");
-    const own = order ? [make("details", {}, make("summary", {}, "Write the order yourself"), editor("order", "Your order_waiting", order, playOwn))] : [];
+    const own = make("details", {}, make("summary", {}, "Write the order yourself"), editor("order", "Your order_waiting", order, playOwn));
     figure.replaceChildren(which.element, about, ...selects.map(one => one.element),
-      make("p", {}, button("Run", () => play(which.read(), chosen())), " ", button("Show the best", showBest)), status, picture, scores, ...own);
+      make("p", {}, button("Run", () => play(which.read(), chosen())), " ", button("Show the best", showBest)), status, picture, scores, own);
     describe();
   };
   const KINDS = [["waits", "waits"], ["reads", "reads its prompt"], ["writes", "writes"]]; // classes and words

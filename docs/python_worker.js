@@ -15,6 +15,7 @@ onmessage = async ({ data: [name, values] }) => {
     postMessage({ isReady: true });
     postMessage({ value: browser[name](...values) });
   } catch (error) {
-    postMessage({ error: error.message.trim().split("\n").at(-1) }); // of a traceback, what was raised
+    const [raised] = error.message.trim().split("\n").slice(-1); // the last line of a traceback
+    postMessage({ error: raised.replace("browser.MistakeError: ", "") });
   }
 };
