@@ -39,8 +39,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from nanoinfer import tracing
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidTypeError, NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
@@ -387,3 +387,16 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
+
+
+def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
+    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
+    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
+    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
+        if not issubclass(given, base):
+            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
+    if config.scheduler.scheduling_policy != "fcfs":
+        from nanoinfer.scheduling.policies import POLICIES
+
+        scheduler = POLICIES[config.scheduler.scheduling_policy]
+    return scheduler, block_manager

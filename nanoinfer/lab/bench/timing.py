@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from nanoinfer.lab.bench.workloads import Workload
 
 F = TypeVar("F", bound="Figures")
@@ -154,6 +152,8 @@ def percentiles(times: list[float]) -> Percentiles | None:
     """Return percentiles of times in seconds. None: there are no times."""
     if not times:
         return None
+    import numpy as np  # not in a browser, where the site's pages simulate
+
     seconds = np.array(times)
     values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
     return Percentiles(*(round(float(value) * 1e3, 3) for value in values))
