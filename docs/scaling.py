@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.config import CacheConfig
 from nanoinfer.lab.bench.random_models import RANDOM_MODELS
 from nanoinfer.lab.bench.roofline import Machine, Part, count
@@ -90,7 +90,7 @@ def all_reduce_share(model: QwenForCausalLM, ranks: int, *, num_seqs: int, num_n
 
 
 def least_s(parts: tuple[Part, ...]) -> float:
-    return sum(part.least_s(H200, DTYPE) for part in parts)
+    return sum(part.seconds(H200.bandwidth, H200.gemm_rates[DTYPE]) for part in parts)
 
 
 def node_decode(model: QwenForCausalLM, ranks: int) -> float:

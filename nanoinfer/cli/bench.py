@@ -144,8 +144,10 @@ def roofline(
     """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.lab.bench import roofline as measurement
     from nanoinfer.lab.bench.random_models import checkpoint_of
+    from nanoinfer.loading import loader
 
     options.import_modules(measured.imports)
+    device = loader.resolve_device(measured.device)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
@@ -154,13 +156,18 @@ def roofline(
         "bandwidth_GB_per_s": machine.bandwidth / 1e9,
         "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
         "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "memory_bytes": measurement.memory_bytes(device),
         "phases": [
             {
                 "name": phase.name,
                 "measured_ms": phase.measured_s * 1e3,
                 "least_ms": phase.least_s(machine, dtype) * 1e3,
                 "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
-                "parts": [asdict(part) | {"least_ms": part.least_s(machine, dtype) * 1e3} for part in phase.parts],
+                "parts": [
+                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3}
+                    for part in phase.parts
+                ],
             }
             for phase in phases
         ],
@@ -264,11 +271,15 @@ def _show_throughput(results: "list[Measurement[Figures]]") -> None:
 
 
 def _show_percentiles(results: "list[Measurement[F]]") -> None:
-    """Print every latency of each workload."""
+    print_percentiles([(result.workload.name, asdict(result.figures)) for result in results])
+
+
+def print_percentiles(results: list[tuple[str, dict[str, Any]]]) -> None:
+    """Print every latency of each workload. results: a workload's name, and its Figures as a dict."""
     rows = [
-        (result.workload.name, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
-        for result in results
-        for name, percentiles in asdict(result.figures).items()
+        (workload, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
+        for workload, figures in results
+        for name, percentiles in figures.items()
         if name.endswith("_ms") and percentiles is not None
     ]
     options.print_table(("workload", "figure", "mean ms", "p50 ms", "p95 ms", "p99 ms"), rows)

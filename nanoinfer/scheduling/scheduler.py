@@ -34,7 +34,7 @@ block. It only decides which sequence waits.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -70,9 +70,11 @@ class Scheduler:
         waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
+        clock: returns the time in seconds, as in Sequence.arrival_time and deadline. A simulation sets a virtual clock.
     """
 
     reads_priority = False
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         seq.num_tokens_at_start = seq.num_tokens
         if seq.num_preemptions == 0:
-            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, time.perf_counter()
+            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, self.clock()
         self._select(selection, seq, num_new)
         return True
 

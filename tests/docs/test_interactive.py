@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.attention.cache_sizes import bytes_per_block
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.scheduling.block_manager import BlockManager

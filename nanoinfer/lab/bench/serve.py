@@ -203,7 +203,9 @@ def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> R
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
         timing.num_prompt_tokens, timing.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not timing.token_times:
-            raise NanoinferError(f"the answer has no text, in {timing.num_output_tokens} tokens; does the model have a tokenizer?")
+            raise NanoinferError(
+                f"the answer has no text, in {timing.num_output_tokens} tokens; does the model have a tokenizer?"
+            )
     except NanoinferError as error:
         timing.error = str(error)
     return timing
