@@ -46,6 +46,7 @@ from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
+from nanoinfer.server.recording import RequestLog
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore, StoredResponse
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.settings import ServerSettings
@@ -82,6 +83,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
     _add_information(app, async_llm, models, settings.metrics_prefix)
+    if settings.record is not None:
+        async_llm.on_finished = RequestLog(settings.record).add
     if settings.enable_weight_update:
         add_weights(app, async_llm)
     if settings.enable_lora_update:

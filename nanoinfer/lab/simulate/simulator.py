@@ -13,7 +13,7 @@ figures are those of single steps.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, fields, replace
 from types import FunctionType
@@ -128,9 +128,9 @@ class Result:
     device_s: float = 0.0
     num_blocks: int = 0
 
-    def figures(self) -> Figures:
-        """Return the figures of `nanoinfer bench`."""
-        found = figures(self.timings)
+    def figures(self, goodput: Mapping[str, float] = {}) -> Figures:
+        """Return the figures of `nanoinfer bench`. goodput: as in timing.figures."""
+        found = figures(self.timings, goodput)
         if found.itl_ms is None:
             return found
         num_times = sum(timing.num_output_tokens - 1 for timing in self.timings)
