@@ -187,7 +187,6 @@ def percentiles(times: list[float]) -> Percentiles | None:
     """Return percentiles of times in seconds. None: there are no times."""
     if not times:
         return None
-    import numpy as np  # not in a browser, where the site's pages simulate
 
     seconds = np.array(times)
     values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
