@@ -297,17 +297,15 @@ class Scheduler:
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
         prefix = self._prefix_of(seq)
         num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
-        released = [item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1]
         num_reserved = sum(self._num_kept_free(other) for other in self.running if other is not victim)
         num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
-        if num_new > 1 and selection.budget + sum(released) < num_new:
+        if num_new > 1 and selection.budget < num_new:  # a victim has a single new token, which leaves no budget
             return False
         if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
             return False
         self.running.remove(victim)
         self._stop(victim)
         selection.drop(victim)
-        selection.budget += sum(released)
         assert self._start(selection, seq, num_reserved), "there is room, as was computed"
         return True
 
