@@ -40,6 +40,12 @@ nanoinfer explain --demo preemption""",
         "check_scheduler:check_scheduler",
         "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
     ),
+    "simulate": (
+        "simulate:simulate",
+        """\
+nanoinfer simulate -m config.json --hardware H100 --num-prompts 200 --request-rate 20 --input-len 500 --output-len 100
+nanoinfer bench roofline --json > here.json; nanoinfer simulate --hardware here.json --workload B16""",
+    ),
     "doctor": ("examine:doctor", "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv"),
     "verify": (
         "examine:verify",
