@@ -1,4 +1,4 @@
-"""Tangle a template and pieces of the package's source into one module that does not import the package.
+"""Tangle a template and parts of the package's source into one module that does not import the package.
 
 In: a template, and bodies of functions that replace the package's. Out: the text of the module. The source is read each time,
 so the module cannot become stale. A line of the template stands for definitions:
@@ -79,24 +79,24 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
     """
     own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in _names(node)}
     used = used | names_in(template)
-    pieces: dict[int, list[Excerpt]] = {}
+    excerpts: dict[int, list[Excerpt]] = {}
     for number, line in enumerate(template.splitlines()):
         if not (found := DIRECTIVE.fullmatch(line)):
             continue
         module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
         left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
-        pieces[number] = [
+        excerpts[number] = [
             _excerpt(module, node, owner, bodies)
             for its_owner, node in _definitions(_module(module))
             if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
         ]
-    while sum(piece.take(used) for piece in chain.from_iterable(pieces.values())):
+    while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
     lines = []
     for number, line in enumerate(template.splitlines()):
         indent = line[: len(line) - len(line.lstrip())]
-        taken = [piece.emit() for piece in pieces.get(number, ()) if piece.is_taken]
-        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in pieces else line)
+        taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
+        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)) + "\n"
 
 
