@@ -63,7 +63,7 @@ class Own:
         for node in ast.parse(text).body:
             start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
             segment = "\n".join(text.splitlines()[start - 1 : node.end_lineno])
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "__future__")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "jaxtyping", "__future__")):
                 continue  # the one file has the names
             if isinstance(node, ast.Import | ast.ImportFrom):
                 own.imports.append(segment)
@@ -93,6 +93,7 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
     used = {name for task in tasks for entry in task.have for name in entry.split()[1:]}  # a learner may use all of them
     engine = tangle(template, bodies, used.union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    imports = [text for text in imports if not _imported(text) <= _imported(engine)]
     for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
         engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
     if missing := missing_names(engine):
@@ -218,6 +219,11 @@ def _measured(folder: Path) -> dict[str, Any]:
 def _is_own(file: Path, task: Task) -> bool:
     """Return whether a file's function is another than the package's, which `nanoinfer learn solve` writes."""
     return ast.dump(ast.parse(Own.read(file, task.function.name).source)) != ast.dump(ast.parse(task.function.source))
+
+
+def _imported(text: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {ast.unparse(alias) for node in nodes for alias in node.names}
 
 
 def _read(name: str) -> str:
