@@ -43,14 +43,13 @@ def faults_of_ladder(entry: dict[str, Any]) -> list[str]:
     return found
 
 
-def faults_of_game(entry: dict[str, Any], data: dict[str, Any]) -> list[str]:
-    """Return what cannot be right in a game. data: every outcome of every trace."""
-    traces = {trace["name"]: trace for trace in data["traces"]}
+def faults_of_game(entry: dict[str, Any]) -> list[str]:
+    """Return what cannot be right in a game, which is played again."""
+    traces = {trace.name: trace for trace in scheduler_game.make_traces()}
     choice = tuple(entry["choice"])
     if entry["trace"] not in traces or choice not in scheduler_game.CHOICES:
         return [f"there is no such trace or choice: {entry['trace']}, {choice}"]
-    trace = traces[entry["trace"]]
-    goodput = trace["outcomes"][trace["of"][scheduler_game.CHOICES.index(choice)]]["goodput"]
+    goodput = scheduler_game.play(traces[entry["trace"]], choice)["goodput"]
     return [] if goodput == entry["goodput"] else [f"the goodput is {goodput}, not {entry['goodput']}"]
 
 
@@ -74,9 +73,8 @@ def page(entries: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     entries = [json.loads(line) for line in LINES.read_text(encoding="utf-8").splitlines()]
-    data = scheduler_game.game_data() if any(entry["kind"] == "game" for entry in entries) else {}
     for number, entry in enumerate(entries, 1):
-        for fault in faults_of_game(entry, data) if entry["kind"] == "game" else faults_of_ladder(entry):
+        for fault in faults_of_game(entry) if entry["kind"] == "game" else faults_of_ladder(entry):
             sys.exit(f"line {number}: {fault}")
     PAGE.write_text(page(entries), encoding="utf-8")
 

@@ -43,10 +43,8 @@ def test_a_ladder_that_cannot_be_right_is_refused(leaderboard):
 
 
 def test_a_game_has_the_goodput_of_its_choices(leaderboard):
-    choices = leaderboard.scheduler_game.CHOICES
-    data = {"traces": [{"name": "Overload", "of": [0] * len(choices), "outcomes": [{"goodput": 3.5}]}]}
-    game = {"kind": "game", "who": "me", "trace": "Overload", "choice": list(choices[5]), "goodput": 3.5}
-    assert leaderboard.faults_of_game(game, data) == []
-    assert leaderboard.faults_of_game({**game, "goodput": 4.0}, data) == ["the goodput is 3.5, not 4.0"]
-    assert "no such trace or choice" in leaderboard.faults_of_game({**game, "trace": "Underload"}, data)[0]
-    assert "| Overload | me |" in leaderboard.page([game])
+    [game, *_] = lines(leaderboard, "game")
+    assert leaderboard.faults_of_game(game) == []
+    assert leaderboard.faults_of_game({**game, "goodput": 99.0}) == [f"the goodput is {game['goodput']}, not 99.0"]
+    assert "no such trace or choice" in leaderboard.faults_of_game({**game, "trace": "Underload"})[0]
+    assert f"| {game['trace']} | {game['who']} |" in leaderboard.page([game])

@@ -249,7 +249,12 @@ def _start_cases() -> Iterator[Case]:
             cached.token_ids[: rng.randint(0, 5)] + [rng.randrange(9) for _ in range(rng.randint(1, 4))], name="new"
         )
         seq.num_preemptions = rng.choice([0, 0, 1])
-        return scheduler, seq, cached.token_ids, {"num_reserved": rng.randint(0, 2), "selection.budget": rng.choice([0, 1, 2, 4, 8])}
+        return (
+            scheduler,
+            seq,
+            cached.token_ids,
+            {"num_reserved": rng.randint(0, 2), "selection.budget": rng.choice([0, 1, 2, 4, 8])},
+        )
 
     def observe(version: Version, seed: int) -> object:
         scheduler, seq, _, numbers = prepared(version, seed)

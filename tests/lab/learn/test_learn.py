@@ -545,6 +545,8 @@ def test_a_speed_task_passes_if_it_is_right_and_fast(run, monkeypatch):
     assert result.exit_code == 1
     assert Path("s01_batch.py").read_text().count("def batch(") == 1
     assert run("speed", "s04_int8_weights.py").exit_code == 0
+    Path("s01_batch.py").write_text("def batch(:")
+    assert "s01_batch           a SyntaxError in line 1" in run("speed", "batch").output
 
 
 @pytest.mark.slow
