@@ -87,9 +87,9 @@ def _block_cases(name: str) -> Iterator[Case]:
         rows = []
         for number, prompt in enumerate(prompts):
             blocks = [" ".join(map(str, prompt[i : i + block_size])) for i in range(0, len(prompt), block_size)]
-            told = {1: "ends", 3: "cache_salt='salt', ends", 4: "has a reader", 5: "ends"}.get(number, "")
+            note = {1: "ends", 3: "cache_salt='salt', ends", 4: "has a reader", 5: "ends"}.get(number, "")
             rows.append(
-                f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {told}".rstrip()
+                f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {note}".rstrip()
             )
         picture = "\n".join(
             [
