@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from types import FunctionType
 
 from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
-from nanoinfer.engine.llm_engine import scheduling_classes
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import HASHED_TOKENS, Workload
@@ -27,7 +26,7 @@ from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks, most_that_fit
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 
