@@ -155,16 +155,18 @@ const interactive = (() => {
     let cell = figure.closest(".jp-Cell"), found = null;
     while ((cell = cell?.nextElementSibling) && !found) found = cell.querySelector(".jp-Cell-outputWrapper")?.textContent.match(pattern) && cell;
     if (!found) return; // the question stays as it is
-    const output = found.querySelector(".jp-Cell-outputWrapper");
+    const output = found.querySelector(".jp-Cell-outputWrapper"), hidden = [output]; // and the figure of the same numbers
+    if (found.nextElementSibling?.matches(".celltag_figure")) hidden.push(found.nextElementSibling);
     const truth = Number(output.textContent.match(pattern)[1].replaceAll(",", ""));
     const reveal = guess => {
-      output.classList.remove("not-yet");
+      hidden.forEach(one => one.classList.remove("not-yet"));
       if (guess === null) return form.remove();
       const most = 1.15 * Math.max(guess, truth), nearest = choices?.reduce((a, b) => (Math.abs(b - truth) < Math.abs(a - truth) ? b : a));
       const row = (name, value, kind) => ({ name, length: value / most, text: `${number(value)} ${unit}`, kind });
       form.replaceChildren(bars([row("you", guess, "chosen"), row("here", truth, "")]));
       const factor = Math.max(guess, truth) / Math.min(guess, truth);
-      status.textContent = (choices ? guess === nearest : factor < 1.25) ? "Close. " : `${Number.isFinite(factor) ? `Off by a factor of ${number(factor, 2)}. ` : ""}`;
+      const off = Number.isFinite(factor) ? `by a factor of ${number(factor, 2)}` : `by ${number(Math.abs(guess - truth))} ${unit}`; // a guess of 0
+      status.textContent = (choices ? guess === nearest : factor < 1.25) ? "Close. " : `Off ${off}. `;
       status.append("The output below has the measurement.");
     };
     const status = words(), form = make("form", { onsubmit: event => (event.preventDefault(), reveal(guess.read())) });
@@ -173,7 +175,7 @@ const interactive = (() => {
       ? choices.map(one => button(`${number(one)} ${unit}`, () => reveal(one)))
       : [guess.element, make("button", { type: "submit" }, "Compare")];
     form.append(...ask, button("Just show it", () => reveal(null)));
-    output.classList.add("not-yet");
+    hidden.forEach(one => one.classList.add("not-yet"));
     figure.append(form, status);
   };
 

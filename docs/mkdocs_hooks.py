@@ -53,6 +53,10 @@ FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
 CODE = re.compile(r'<(?:pre|div class="clipboard-copy-txt"|div class="jp-\w+Prompt[^"]*"|span class="notice")')
 PYODIDE = "0.28.3"  # the version of the package on npm
 PYODIDE_FILES = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+FIGURE_CODE = re.compile(
+    r'(celltag_figure"[^>]*>\s*)(<div class="jp-Cell-inputWrapper".*?)(?=<div class="jp-Cell-outputWrapper")', re.DOTALL
+)
+CELL = '<div class="jp-Cell '
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 
@@ -174,7 +178,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
-    content = FIGURE.sub(named, content)
+    content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 
 
@@ -188,6 +192,17 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
     sections = ["\n\n".join([f"## {part}", "\n".join(links)]) for part, links in parts.items()]
     text = "\n\n".join([f"# {config.site_name}", f"> {config.site_description}", *sections])
     files.append(File.generated(config, "llms.txt", content=f"{text}\n"))
+
+
+def folded(content: str) -> str:
+    """Fold what Jupyter shows folded: the code of figures, and sections of questions, which end at the next heading."""
+    fold = '<details class="fold"><summary>{}</summary>'.format
+    content = FIGURE_CODE.sub(rf"\1{fold('the code of this figure')}\2</details>", content)
+    if (at := content.find("celltag_questions")) >= 0:
+        start = content.index(CELL, at)
+        end = content.rindex(CELL, start, content.index("<h2", start))
+        content = f"{content[:start]}{fold('the answers')}{content[start:end]}</details>{content[end:]}"
+    return content
 
 
 def on_post_build(config: MkDocsConfig) -> None:

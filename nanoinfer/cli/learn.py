@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
@@ -41,7 +42,8 @@ All {number} passed. It is your engine now:
   nanoinfer learn run "Once upon a time"   generate with it
   nanoinfer learn ladder                   measure it beside the engine itself
   nanoinfer learn speed                    make five functions faster
-  nanoinfer bench ladder                   eleven versions of an engine, measured here"""
+  nanoinfer bench ladder                   eleven versions of an engine, measured here
+  nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
 @app.callback()
@@ -197,6 +199,38 @@ def _your_engine() -> Iterator[dict[Function, int]]:
     passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
     with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
         yield calls
+
+
+@app.command(cls=Command)
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    *,
+    solved: Annotated[bool, typer.Option("--solved", help="Export the engine's own functions. No workbook is needed.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Compare the answers to this many prompts, of each bundled model.")] = 50,
+) -> None:
+    """Make a repository of your engine: one file that runs without nanoinfer, its tests and what was measured."""
+    from nanoinfer.lab.learn.export import export as write_repository  # imports torch
+
+    files: dict[str, Path] = {}
+    if not solved:
+        workbook = Workbook.here(NAMES)
+        if missing := [task.name for task in TRACK if workbook.status(task.name) != "passed"]:
+            raise InvalidValueError(
+                f"an export needs {len(TRACK)} passed tasks, and {len(missing)} are not: {', '.join(missing)}; check them by: "
+                "nanoinfer learn check, take the engine's version by: nanoinfer learn solve TASK, or use --solved"
+            )
+        files = {task.name: workbook.file(task.name) for task in TRACK}
+    report = write_repository(folder, TRACK, files, prompts)
+    num_differ = len(report["differ"])
+    print(f"{folder}: engine.py has {report['lines']} lines. {num_differ} of {report['answers']} answers differ.")
+    for name, failure in report["refused"].items():
+        print(f"{name} differs in the one file:\n{indent(failure, '  ')}")
+    for each in report["differ"]:
+        print(f"differs: {each}")
+    for each in report["near_ties"]:
+        print(f"near-tie: {each}")
+    if report["refused"] or num_differ:
+        raise typer.Exit(1)
 
 
 def _check(workbook: Workbook, task: Task) -> bool:

@@ -123,7 +123,7 @@ def _mask_cases() -> Iterator[Case]:
         rows = torch.randperm(num_rows, generator=generator)[: 1 + seed % num_rows].sort().values
         forbidden = torch.rand(len(rows), vocab, generator=generator) < 0.5
         given: dict[str, object] = {"grammar.rows": rows, "grammar.forbidden": forbidden}
-        entries = StageEntries(grammar=GrammarMask(rows, forbidden, {}))
+        entries = StageEntries(grammar=GrammarMask(rows, forbidden))
         yield _of_batch(_logits(seed, num_rows, vocab), given, exact=True, entries=entries)
     yield _of_batch(torch.ones(1, 2), {"batch.entries.grammar": None}, exact=True)
 

@@ -13,7 +13,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.scheduler import Scheduler, _Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 PARAMS = SamplingParams()  # making them checks all of their fields
 
@@ -308,7 +308,7 @@ def _pack_cases() -> Iterator[Case]:
             first = items[0].sequence
             first.num_pending_tokens, first.num_computed_tokens = 1, len(first.token_ids)
             items[0], sampled = ScheduledSequence(first, 1), {first: 3}
-        return StepPlan(scheduled=tuple(items), rows=rows_of(items), prompt_rows=prompt_rows_of(items)), block_size, sampled
+        return StepPlan(scheduled=tuple(items), rows=rows_of(items)), block_size, sampled
 
     def observe(version: Version, seed: int) -> object:
         packed = version(*plan(seed))
