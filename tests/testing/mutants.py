@@ -37,6 +37,15 @@ PAIRS = (
 OTHER = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 UNSEEN = {
+    (
+        "__init__",
+        "layout.windows != (None,) -> layout.windows == (None,)",
+    ): "the code for windows does the same without windows",
+    (
+        "schedule",
+        "not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks -> not self.running or "
+        "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
+    ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
     ("allocate", "num_before = len(table) -> pass"): "is for the tracer",
     ("can_start", "0 -> 1"): "without windows, a prefix never has all blocks, because the last token is computed",
