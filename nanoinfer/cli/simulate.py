@@ -1,20 +1,27 @@
 """`nanoinfer simulate`: the figures of a workload on a machine that need not be here, with the engine's own scheduling."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from nanoinfer.arguments import declarations
 from nanoinfer.cli import options
-from nanoinfer.cli.bench import WorkloadOptions, pick_workloads, print_percentiles
+from nanoinfer.cli.bench import Goodput, WorkloadOptions, pick_workloads
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.commands import Command
 from nanoinfer.config import EngineArgs
+from nanoinfer.errors import InvalidValueError, suggest
 
 if TYPE_CHECKING:
     from nanoinfer.lab.simulate.costs import ModelSizes
+    from nanoinfer.lab.simulate.report import Choice, SimulatedRun
+
+G = TypeVar("G")
 
 ConfigModel = Annotated[
     str | None, typer.Option("--model", "-m", help="A config.json, or what the other commands take. Default: tiny-qwen3.")
@@ -44,54 +51,114 @@ class SimulatedOptions:
     async_scheduling: Annotated[bool | None, EngineArgs] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What runs where."""
+
+    model: ConfigModel = None
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="H100, H200, MI300X, M4, laptop, or a file of `nanoinfer bench roofline --json` or `bench calibrate`."
+        ),
+    ] = "H100"
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a device per hour, for the cost of tokens.")] = None
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
+    ] = False
+    num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests in turns.")] = 1
+    num_prefill_engines: Annotated[
+        int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
+    ] = 0
+
+
 @options.expand_options
 def simulate(
     *,
-    model: ConfigModel = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help="H100, H200, MI300X, M4, laptop, or a file of `bench roofline --json` or `bench calibrate`."),
-    ] = "H100",
+    machine: MachineOptions,
     picked: WorkloadOptions,
     engine: SimulatedOptions,
-    enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
-    ] = False,
-    num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests in turns.")] = 1,
-    num_prefill_engines: Annotated[
-        int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
-    ] = 0,
+    goodput: Goodput = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Values of an option above, such as max_num_seqs=8,16,32. Given twice, every combination is simulated.",
+        ),
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            metavar="goodput",
+            help="Search the settings with the largest goodput, among those of --sweep. Default: max_num_seqs, "
+            "max_num_batched_tokens and chunk_size.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Path of a page with plots.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a server on a machine by name: TTFT, TPOT and ITL of a workload, with the engine's own scheduler.
 
     No model runs. A step takes what its bytes and operations take at the machine's limits, and what was measured besides.
     """
+    from nanoinfer.lab.bench.timing import parse_goodput
+    from nanoinfer.lab.simulate import report
+
+    groups = machine, picked, engine
+    given = {name: value for group in groups for name, value in asdict(group).items()}
+    limits, workloads = parse_goodput(goodput or []), [workload.name for workload in pick_workloads(picked)]
+    values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
+    values |= _swept(sweep or [], map(type, groups))
+    options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
+    if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
+        way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
+        raise InvalidValueError(f"--find must be goodput, {way_out}, got {find!r}")
+    with options.busy("Simulating"):
+        run = partial(_run, machine, picked, engine, limits)
+        if find is None:
+            runs = report.sweep(run, values)
+        else:
+            grid = values or report.GRID
+            runs = report.find(run, grid, {name: given[name] for name in grid})
+    shown = runs if find is None else runs[-1:]
+    if html is not None:
+        changed = (
+            f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
+        )
+        html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    found = {"settings": settings, "results": [one.as_json() for one in runs]}
+    options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
+
+
+def _run(
+    machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
+) -> "SimulatedRun":
+    """Simulate with other values of some options."""
     from nanoinfer.lab.simulate.disaggregated import simulate_engines
     from nanoinfer.lab.simulate.hardware import Hardware
+    from nanoinfer.lab.simulate.report import SimulatedRun
     from nanoinfer.lab.simulate.simulator import requests_of
 
-    sizes, machine, settings = read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine))
-    engines: dict[str, Any] = {
-        "num_engines": num_engines,
-        "num_prefill_engines": num_prefill_engines,
-        "enable_expert_parallel": enable_expert_parallel,
-    }
-    with options.busy("Simulating"):
-        results = [
-            (workload, simulate_engines(sizes, machine, settings, requests_of(workload), **engines))
-            for workload in pick_workloads(picked)
-        ]
-    report = {
-        "settings": asdict(engine) | engines | {"model": model},
-        "hardware": asdict(machine),
-        "results": [
-            {"workload": workload.name, "figures": asdict(result.figures()), "counts": dict(result.counts)}
-            | {"num_steps": result.num_steps, "num_blocks": result.num_blocks, "device_s": result.device_s}
-            for workload, result in results
-        ],
-    }
-    options.print_result(report, as_json, _print_tables)
+    machine, engine = _with(machine, choice), _with(engine, choice)
+    hardware, [workload] = Hardware.named(machine.hardware), pick_workloads(_with(picked, choice))
+    result = simulate_engines(
+        read_sizes(machine.model),
+        hardware,
+        EngineArgs(**asdict(engine)),
+        requests_of(workload),
+        num_engines=machine.num_engines,
+        num_prefill_engines=machine.num_prefill_engines,
+        enable_expert_parallel=machine.enable_expert_parallel,
+    )
+    price = hardware.price_per_hour if machine.price is None else machine.price
+    num_devices = machine.num_engines * engine.tensor_parallel_size
+    return SimulatedRun.of(choice, result, limits, None if price is None else price * num_devices)
+
+
+def _with(group: G, choice: "Choice") -> G:
+    """Return the options with the values of a choice that belong to them."""
+    return replace(group, **{name: value for name, value in choice.items() if hasattr(group, name)})  # type: ignore[type-var]
 
 
 @bench_app.command(cls=Command)
@@ -133,14 +200,23 @@ def read_sizes(model: str | None) -> "ModelSizes":
     return ModelSizes.of(read_json(path))
 
 
-def _print_tables(report: dict[str, Any]) -> None:
-    print_percentiles([(result["workload"], result["figures"]) for result in report["results"]])
-    for result in report["results"]:
-        figures, counts = result["figures"], result["counts"]
-        hits = counts["prefix_cache_hits"] / max(counts["prefix_cache_queries"], 1)
-        print(
-            f"{result['workload']}: {figures['num_requests']} requests in {figures['duration_s']:.2f} s, "
-            f"{figures['output_tokens_per_s']:.1f} output tokens/s\n"
-            f"{result['num_steps']} steps, {hits:.0%} of the prompts' tokens from the prefix cache, "
-            f"{counts['num_preemptions']} preemptions"
-        )
+def _swept(texts: list[str], groups: Iterable[Any]) -> dict[str, list[Any]]:
+    """Read NAME=VALUES. groups: the classes of the options that may be swept."""
+    kinds: dict[str, Any] = {name: one.kind for group in groups for name, one in declarations(group).items()}
+    found = {}
+    for text in texts:
+        name, _, values = text.removeprefix("--").partition("=")
+        if (name := name.replace("-", "_")) not in kinds:
+            raise InvalidValueError(f"--sweep has no option {name!r}; {suggest(name, list(kinds))}")
+        is_text = kinds[name] in (str, Path)
+        read: Callable[[str], Any] = kinds[name] if is_text else partial(options.read_json, f"--sweep {name}")
+        found[name] = [read(value) for value in values.split(",")]
+    return found
+
+
+def _print_runs(columns: list[str], rows: list[list[str]]) -> None:
+    """Print a row for each run, or the figures of a single run below each other."""
+    if len(rows) > 1:
+        options.print_table(columns, rows)
+    else:
+        options.print_table(("", ""), list(zip(columns, rows[0], strict=True)))

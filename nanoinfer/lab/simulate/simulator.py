@@ -13,13 +13,12 @@ figures are those of single steps.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, fields, replace
 from types import FunctionType
 
 from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
-from nanoinfer.engine.llm_engine import scheduling_classes
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import HASHED_TOKENS, Workload
@@ -27,7 +26,7 @@ from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks, most_that_fit
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -128,9 +127,9 @@ class Result:
     device_s: float = 0.0
     num_blocks: int = 0
 
-    def figures(self) -> Figures:
-        """Return the figures of `nanoinfer bench`."""
-        found = figures(self.timings)
+    def figures(self, goodput: Mapping[str, float] = {}) -> Figures:
+        """Return the figures of `nanoinfer bench`. goodput: as in timing.figures."""
+        found = figures(self.timings, goodput)
         if found.itl_ms is None:
             return found
         num_times = sum(timing.num_output_tokens - 1 for timing in self.timings)

@@ -250,7 +250,7 @@ def test_the_command_imports_no_torch_and_prints_figures(tmp_path):
     figures = found["results"][0]["figures"]
     assert (figures["num_requests"], figures["num_output_tokens"]) == (20, 20 * 128)
     assert 0 < figures["ttft_ms"]["p50"] <= figures["ttft_ms"]["p99"]
-    assert found["hardware"]["name"] == "H100"
+    assert found["settings"]["hardware"] == "H100"
 
 
 def test_each_percentile_of_the_figures_is_at_least_the_one_before():
