@@ -2,9 +2,10 @@
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
-rewrites the cells, and a test compares them.
+rewrites the cells, and a test compares them. It also folds the cells that draw.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,11 @@ import nbformat
 REPOSITORY = "https://github.com/nanoinfer/nanoinfer"  # the only place with the public address
 FOLDER = Path(__file__).parent
 MARK = "\n\n<!-- header -->\n"
+FOLDED = {
+    "cellView": "form",
+    "jupyter": {"source_hidden": True},
+    "tags": ["figure"],
+}  # a figure's code, in Colab, Jupyter, the site
 
 
 @dataclass(frozen=True)
@@ -39,41 +45,41 @@ class Header:
 NOTEBOOKS = {
     "00a_attention_primer": Header(
         "what a head, a query, a key and a value are, what softmax, residual, normalisation and MLP do, and what a logit is.",
-        30,
+        40,
         ("models/gpt2.py", "attention/dense.py"),
         ("model", "LM head"),
     ),
     "00b_an_engine_in_60_lines": Header(
         "what a KV cache, a packed batch, continuous batching and a sampler are for, and write each of them in a few lines.",
-        40,
+        45,
         ("engine/llm_engine.py", "scheduling/scheduler.py", "execution/forward_batch.py", "sampling/draw.py"),
         ("scheduler", "batch", "KV cache", "sampler"),
         ("00a",),
     ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
-        40,
-        ("tokenization/tokenizer.py", "models/gpt2.py", "sampling/sampler.py"),
+        50,
+        ("tokenization/tokenizer.py", "models/gpt2.py", "models/layers.py", "sampling/sampler.py"),
         ("tokenizer", "model", "LM head", "sampler", "text"),
         ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
-        35,
+        45,
         ("attention/kv_cache.py", "attention/reference.py"),
         ("model", "KV cache"),
         ("01",),
     ),
     "03_pages": Header(
         "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
-        35,
+        50,
         ("scheduling/block_manager.py", "attention/kv_cache.py"),
         ("block tables", "KV cache"),
         ("02",),
     ),
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs little more than one of 1, where that ends, and what a smaller dtype gains.",
-        35,
+        50,
         ("lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
@@ -81,7 +87,7 @@ NOTEBOOKS = {
     "05_scheduling": Header(
         "what TTFT, TPOT and ITL are, what chunked prefill does to them, what happens when blocks run out, and why it cannot "
         "loop for ever.",
-        40,
+        50,
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
         ("scheduler", "batch"),
         ("03", "04"),
@@ -89,7 +95,7 @@ NOTEBOOKS = {
     "06_serving": Header(
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
-        30,
+        55,
         ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
         ("server",),
         ("05",),
@@ -98,7 +104,7 @@ NOTEBOOKS = {
     "07_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
-        45,
+        60,
         ("sampling/stages.py", "sampling/draw.py"),
         ("sampler",),
         ("01",),
@@ -106,14 +112,14 @@ NOTEBOOKS = {
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
-        25,
+        35,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
         ("text", "stop rules"),
         ("01",),
     ),
     "09_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
-        35,
+        45,
         ("sampling_params.py", "sampling/grammar.py", "sampling/grammar_mask.py"),
         ("grammar", "sampler"),
         ("07", "08"),
@@ -121,7 +127,7 @@ NOTEBOOKS = {
     ),
     "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
-        35,
+        50,
         ("engine/speculative/speculator.py", "engine/speculative/ngram.py", "engine/speculative/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "07"),
@@ -129,7 +135,7 @@ NOTEBOOKS = {
     ),
     "11_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
-        30,
+        45,
         ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
         ("devices", "weights"),
         ("00a", "02", "04"),
@@ -137,7 +143,7 @@ NOTEBOOKS = {
     ),
     "d1_beam_search": Header(
         "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
-        30,
+        40,
         ("engine/beam_search.py",),
         ("beams", "block tables"),
         ("03", "07"),
@@ -145,7 +151,7 @@ NOTEBOOKS = {
     ),
     "d2_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
-        35,
+        60,
         ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
         ("kernels",),
         ("05", "07"),
@@ -153,7 +159,7 @@ NOTEBOOKS = {
     ),
     "d3_tied_and_untied_heads": Header(
         "what tying the head saves, and what a loader that ignores it breaks.",
-        30,
+        50,
         ("loading/weights.py", "models/gpt2.py"),
         ("LM head", "weights"),
         ("07",),
@@ -161,7 +167,7 @@ NOTEBOOKS = {
     ),
     "d4_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
-        30,
+        45,
         ("fast/sampling/few_logits.py", "sampling/stages.py", "fast/cpu/screen.py"),
         ("sampler",),
         ("07", "d2"),
@@ -169,7 +175,7 @@ NOTEBOOKS = {
     ),
     "d5a_write_your_own_model": Header(
         "what a model and an attention backend must provide, and how to test them.",
-        30,
+        40,
         ("models/registry.py", "attention/base.py"),
         ("model", "kernels"),
         ("02", "03"),
@@ -206,7 +212,7 @@ NOTEBOOKS = {
     ),
     "d6_a_compiler_for_transformer_layers": Header(
         "how a model file is recorded, fused and run as one list of kernel calls, and which bits stay the same.",
-        35,
+        45,
         ("fast/trace.py", "fast/fuse.py", "fast/cpu/compile.py", "fast/cpu/operations.py", "fast/cpu/program.cpp"),
         ("kernels",),
         ("04", "d2"),
@@ -214,7 +220,7 @@ NOTEBOOKS = {
     ),
     "d7_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
-        40,
+        70,
         ("scheduling/block_manager.py", "scheduling/state_slots.py", "attention/kv_cache.py", "models/gated_delta.py"),
         ("block tables", "KV cache"),
         ("03", "10"),
@@ -230,7 +236,7 @@ NOTEBOOKS = {
     ),
     "d9_inside_a_gpu_kernel": Header(
         "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
-        40,
+        60,
         ("attention/triton.py",),
         ("kernels",),
         ("02", "04"),
@@ -244,6 +250,14 @@ NOTEBOOKS = {
         ("scheduler", "server"),
         ("04", "05", "06"),
     ),
+}
+
+TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README
+    "00a_attention_primer": ("sections 1 to 5 and 8", 25),
+    "00b_an_engine_in_60_lines": ("all of it", 45),
+    "03_pages": ('to the end of "The life of blocks"', 30),
+    "05_scheduling": ('to the end of "Chunked prefill", and "When blocks run out"', 25),
+    "07_the_sampler_stage_by_stage": ('to the end of "Why three of them?", and "The draw"', 25),
 }
 
 
@@ -285,11 +299,13 @@ def header_of(stem: str) -> str:
     neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
     in_colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
     folder = REPOSITORY.rsplit("/", 1)[1]
+    track = [TRACK[stem]] if stem in TRACK else []
     badge = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
     lines = [
         f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
-        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes.",
+        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes."
+        + "".join(f" **In three hours** (see README): {what}, {num} minutes." for what, num in track),
         f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
         f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
         f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary]({REPOSITORY}/blob/main/docs/glossary.md).",
@@ -312,6 +328,9 @@ def main() -> None:
         path = FOLDER / f"{stem}.ipynb"
         notebook = nbformat.read(path, as_version=4)
         notebook.cells[0].source = with_header(stem, notebook.cells[0].source)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.metadata = FOLDED if re.search(r"\bshow\(", cell.source) else {}
         nbformat.write(notebook, path)
 
 

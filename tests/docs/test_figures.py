@@ -108,6 +108,11 @@ def test_a_figure_that_is_not_shown_with_a_caption_is_found():
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[0-9d]*.ipynb")), ids=lambda path: path.stem)
-def test_every_figure_of_a_notebook_has_a_caption_and_words(path):
+def test_every_figure_of_a_notebook_has_a_caption_and_words_and_its_code_is_folded(path):
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.source for cell in cells if not is_shown(cell.source)] == []
+    for cell in cells:
+        calls = calls_in(cell.source)
+        fold = {"cellView": "form", "jupyter": {"source_hidden": True}, "tags": ["figure"]}  # in Colab, Jupyter, the site
+        assert cell.metadata == (fold if "show" in calls else {}), cell.source
+        assert not ("show" in calls and "print" in calls), cell.source  # what is computed stays visible

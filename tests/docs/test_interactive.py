@@ -116,12 +116,14 @@ def test_every_marker_can_be_brought_to_life():
 
 
 @pytest.mark.slow
-def test_a_replay_opens_where_the_demo_says():
-    starts = {marker["run"]: marker["at"] for _, marker, _, _ in MARKERS if marker["kind"] == "replay"}
-    assert len(starts) == 4
-    for run, at in starts.items():
-        moment = gallery.record_demo(gallery.RUNS[run])[1][0]
-        assert at == f"step={moment.step}&token={moment.sequence_id}", run
+def test_a_replay_opens_where_the_demo_says_and_its_caption_says_what_the_page_shows():
+    replays = [(marker, source) for _, marker, source, _ in MARKERS if marker["kind"] == "replay"]
+    moments = {run: gallery.record_demo(gallery.RUNS[run])[1][0] for run in {marker["run"] for marker, _ in replays}}
+    assert len(moments) == 4
+    for marker, source in replays:
+        moment = moments[marker["run"]]
+        assert marker["at"] == f"step={moment.step}&token={moment.sequence_id}", marker["run"]
+        assert moment.description in source, marker["run"]
 
 
 # ---- in a browser
@@ -301,6 +303,8 @@ def test_the_game_shows_the_outcome_of_the_choices(show, data):
         if number == 0:
             usual = trace["outcomes"][trace["of"][game.CHOICES.index(game.USUAL)]]
             assert page.locator("p[role=status]").inner_text().startswith(f"{usual['goodput']:.2f} good requests per second")
+        scores = page.locator("li").all_inner_texts()
+        assert [score.endswith("not played") for score in scores] == [i > number for i in range(len(scores))]
         page.get_by_role("button", name="Show the best").click()
         best = max(outcome["goodput"] for outcome in trace["outcomes"])
         status = page.locator("p[role=status]").inner_text()
@@ -313,18 +317,22 @@ def test_the_game_shows_the_outcome_of_the_choices(show, data):
         assert num_bad == len(trace["requests"]) - outcome["good"]
         page.get_by_text("Every request").click()
         assert page.locator("tbody tr").count() == len(trace["requests"])
-    assert page.locator("li").all_inner_texts() == [f"{trace['name']}: 100% of the best" for trace in data["traces"]]
+        assert page.locator("li").all_inner_texts() == scores  # what was only shown is not played
+    page.get_by_role("button", name="Run").click()
+    assert page.locator("li").last.inner_text() == f"{data['traces'][-1]['name']}: 100% of the best"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_every_part_fits_and_can_be_read(show, scheme):
     parts = [figure("calculator", formula=name) for name in ("kv", "bend", "waste", "speculation")]
-    parts += [figure("sampler"), figure("game"), cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
+    parts += [figure(kind) for kind in ("sampler", "game", "tasks")]
+    parts += [cells(figure("predict", find=r"([\d.]+)", choices="1|2|3"), "2")]
     page = show("".join(parts), scheme=scheme)
     page.get_by_label("top_k").fill("3")
-    page.get_by_role("button", name="Run").click()
+    page.get_by_role("button", name="Run").first.click()
     page.get_by_text("Every request").click()
+    page.get_by_text("Write the order yourself").click()
     page.evaluate("document.querySelectorAll('.jp-Cell + .jp-Cell').forEach(cell => cell.remove())")  # has no style here
     for width in (1280, 400):
         page.set_viewport_size({"width": width, "height": 900})

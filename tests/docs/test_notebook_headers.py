@@ -9,6 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nanoinfer.lab.learn import track
+
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("header", ROOT / "notebooks" / "header.py")
 header = importlib.util.module_from_spec(SPEC)
@@ -60,6 +62,32 @@ def test_every_part_of_the_picture_is_shown_by_a_notebook(growing):
     assert [kinds.count(kind) for kind in ("lit", "known", "later")] == [num_lit, len(growing.PLACES) - num_lit, 0]
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert sorted(texts) == sorted([*growing.PLACES, "the next step"])
+
+
+def test_the_minutes_are_those_that_reading_takes():
+    """About 160 words, 8 lines of code or 20 lines of output in a minute, and figures. The readme says the same minutes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for stem, entry in header.NOTEBOOKS.items():
+        cells = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells
+        prose = " ".join(cell.source.split(header.MARK)[0] for cell in cells if cell.cell_type == "markdown")
+        code = [cell for cell in cells if cell.cell_type == "code"]
+        figures = [cell for cell in code if "figure" in cell.metadata.get("tags", [])]
+        num_lines = sum(len(cell.source.split("\n")) for cell in code if cell not in figures)
+        num_shown = sum(output.get("text", "").count("\n") for cell in code for output in cell.outputs)
+        minutes = len(re.sub("<[^>]*>", "", prose).split()) / 160 + num_lines / 8 + num_shown / 20 + 0.7 * len(figures)
+        assert 0.75 < entry.minutes / minutes < 1.25, (stem, minutes)
+        assert re.search(rf"notebooks/{stem}\.ipynb\).*\| {entry.minutes} \|\n", readme), stem
+
+
+def test_the_three_hours_of_the_readme_are_those_of_the_headers():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert all(f"{header.number_of(stem)} ({what})" in readme for stem, (what, _) in header.TRACK.items())
+    minutes = sum(minutes for _, minutes in header.TRACK.values())
+    assert f"in {minutes} minutes" in readme
+    assert minutes <= 150  # and half an hour for the tasks
+    tasks = re.findall(r"`(\w+)`", readme.split("eight functions of the engine with `nanoinfer learn`:")[1].split(".")[0])
+    assert len(tasks) == 8
+    assert set(tasks) <= set(track.NAMES)
 
 
 def test_a_notebook_needs_only_earlier_ones():

@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _FRESH = multiprocessing.get_context("spawn")
+CELL_END = "\x1e\n"
 
 
 def run_script(path, *arguments, cwd, environment=None, fresh=False):
@@ -36,7 +37,7 @@ def run_script(path, *arguments, cwd, environment=None, fresh=False):
 def run_cells(sources, *, cwd, environment=None, fresh=False):
     """Run the cells of a notebook in IPython, up to the first that raises. Returns: returncode, stdout, stderr.
 
-    fresh: as for run_script.
+    CELL_END stands in stdout after each cell. fresh: as for run_script.
     """
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as in Jupyter
     return _run(_cells, sources, cwd, inline | (environment or {}), _FRESH if fresh else _CONTEXT)
@@ -100,6 +101,7 @@ def _cells(sources):
     for source in sources:
         if not shell.run_cell(source, store_history=True).success:
             sys.exit(1)
+        print(CELL_END, end="")
 
 
 @contextmanager

@@ -187,6 +187,7 @@ def percentiles(times: list[float]) -> Percentiles | None:
     """Return percentiles of times in seconds. None: there are no times."""
     if not times:
         return None
+
     seconds = np.array(times)
     values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
     return Percentiles(*(round(float(value) * 1e3, 3) for value in values))

@@ -147,8 +147,16 @@ class ModelSizes:
         for window, num_layers in self._layers_of:
             width = context if window is None else min(window, context)
             work.num_keys += min(context, width + num_new - 1) * num_layers
-            num_seen = width if num_new == 1 else _seen(context, width) - _seen(context - num_new, width)
-            work.num_pairs += num_seen * num_layers
+            work.num_pairs += (_seen(context, width) - _seen(context - num_new, width)) * num_layers
+
+    def add_decodes(self, work: Work, contexts: ListLike[int]) -> None:
+        """Add a token of each of several sequences, as add does with num_new = 1."""
+        work.num_tokens += len(contexts)
+        work.num_seqs += len(contexts)
+        for window, num_layers in self._layers_of:
+            num_keys = sum(contexts) if window is None else sum(min(window, context) for context in contexts)
+            work.num_keys += num_keys * num_layers
+            work.num_pairs += num_keys * num_layers
 
     def grow(self, work: Work, starts: ListLike[int], num_steps: int) -> None:
         """Change the work of a decode step into that of the next step of the same sequences.

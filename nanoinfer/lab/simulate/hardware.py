@@ -100,7 +100,8 @@ def _of_roofline(report: dict[str, Any], source: str) -> Hardware:
     )
 
 
-# The host's work for a step, for which an H100 waits: 683 tokens per second in A, 19,433 in B64 (BENCHMARKS.md, "One NVIDIA H100").
+# The host's work for a step, for which an H100 waits: 683 tokens per second in A, 19,433 in B64. See BENCHMARKS.md, "One NVIDIA
+# H100".
 _OF_A_GPU = Overheads(per_step_s=1.44e-3, per_sequence_s=29e-6)
 # ... and of a CPU, in a step of one row: BENCHMARKS.md, "A step without its forward pass".
 _OF_A_CPU = Overheads(per_step_s=0.3e-3)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from types import FunctionType
 
 from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
-from nanoinfer.engine.llm_engine import scheduling_classes
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import HASHED_TOKENS, Workload
@@ -27,7 +26,7 @@ from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks, most_that_fit
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -331,14 +330,18 @@ class Simulation:
         return self._device_free_s
 
     def _work_of(self, plan: StepPlan) -> Work:
-        work = Work(num_rows=len(plan.rows))
+        work, contexts = Work(num_rows=len(plan.rows)), []
         for item in plan.scheduled:
             seq, num_new = item.sequence, item.num_new_tokens
             end = seq.num_computed_tokens + num_new
+            if num_new == 1:
+                contexts.append(end)
+                continue
             if received := self._running[seq].request.num_received_tokens if seq.num_preemptions == 0 else 0:
                 num_new = max(min(end - received, num_new), 0)
             if num_new:
                 self.costs.sizes.add(work, num_new, end)
+        self.costs.sizes.add_decodes(work, contexts)
         return work
 
     def _collect(self, plan: StepPlan, ready_s: float) -> None:
@@ -380,8 +383,11 @@ class Simulation:
         """Advance steps of decoding together until the step before the next event. Return False if there is none."""
         running, scheduler = self.scheduler.running, self.scheduler
         num_pending = int(self._is_async)
-        if not running or any(seq.num_new_tokens != 1 or seq.num_pending_tokens != num_pending for seq in running):
-            return False
+        if not running or any(
+            seq.num_pending_tokens != num_pending or len(seq.token_ids) + num_pending - seq.num_computed_tokens != 1
+            for seq in running
+        ):
+            return False  # not all decode
         if scheduler.waiting and (
             len(running) < scheduler.config.max_num_seqs or type(scheduler).to_preempt is not Scheduler.to_preempt
         ):
@@ -427,8 +433,8 @@ class _DecodeSteps:
         self._manager, self._sizes, self._running = manager, sizes, list(running)
         self._starts = [seq.num_computed_tokens for seq in running]
         self._by_phase: dict[int, list[int]] = defaultdict(list)  # start % block_size -> indices into running
+        sizes.add_decodes(self.work, [start + 1 for start in self._starts])
         for index, start in enumerate(self._starts):
-            sizes.add(self.work, 1, start + 1)
             self._by_phase[start % manager.block_size].append(index)
         # A block is full, or leaves a window, when the number of known tokens has one of these rests.
         rests = {0} | {(window - 1) % manager.block_size for window in manager.windows if window is not None}
