@@ -3,11 +3,12 @@
 
 PYTHON ?= python3
 PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
-VENVS := .venv .venv-lowest .venv-trl .venv-ray
+VENVS := .venv .venv-lowest .venv-trl .venv-ray .venv-clients
 BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
 TRL := .venv-trl/$(PROGRAMS)
 RAY := .venv-ray/$(PROGRAMS)
+CLIENTS := .venv-clients/$(PROGRAMS)
 CONSTRAINTS := constraints.txt
 PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -18,7 +19,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,$(VENVS),$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl test-ray coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl test-ray test-clients coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -48,6 +49,11 @@ test-ray: .venv-ray/installed-test
 	$(RAY)/python $(PIP_INSTALL) -e ".[ray-serve]" "ray[data]"
 	$(RAY)/python -m pytest tests/server/test_ray_batch.py tests/server/test_ray_serve.py
 	$(RAY)/python -m pytest tests/end_to_end/test_examples.py -k ray
+
+# The tests with Anthropic's client and OpenAI's agents SDK, of which the newest versions are taken. They are skipped elsewhere.
+test-clients: .venv-clients/installed-test
+	$(CLIENTS)/python $(PIP_INSTALL) --upgrade anthropic openai openai-agents
+	$(CLIENTS)/python -m pytest tests/server/test_messages.py tests/server/test_responses.py
 
 # Which lines and branches of nanoinfer/ the tests run, in pytest's own processes. It fails below the floor in pyproject.toml. From
 # Python 3.14 on, branches are measured by sys.monitoring, which takes little time.

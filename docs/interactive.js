@@ -186,31 +186,91 @@ const interactive = (() => {
     figure.querySelector("img").replaceWith(make("iframe", { src: source, title: figure.querySelector("img").alt, loading: "lazy" }));
   };
 
+  // ---- Python (browser.py) in a worker, which is loaded by the first call
+
+  const MAX_SECONDS = 30; // for an answer, once Python is loaded
+  let worker = null, stop = null; // stop(reason): ends the running call, and the worker with it
+  const callPython = (name, ...values) => new Promise((resolve, reject) => {
+    stop?.("another function was run");
+    worker ??= new Worker(new URL("python_worker.js", ADDRESS));
+    let timer = null;
+    const end = () => (clearTimeout(timer), (stop = null));
+    stop = reason => (end(), worker.terminate(), (worker = null), reject(new Error(reason)));
+    worker.onerror = ({ message }) => stop(message || "Python could not be loaded");
+    worker.onmessage = ({ data }) => {
+      if (data.isReady) return (timer = setTimeout(stop, 1000 * MAX_SECONDS, `no answer within ${MAX_SECONDS} seconds: the function does not end`));
+      end();
+      "error" in data ? reject(new Error(data.error)) : resolve(JSON.parse(data.value));
+    };
+    worker.postMessage([name, values]);
+  });
+  /* A field for code, which the browser keeps, and a button that calls run(code) and shows an error's text. */
+  const editor = (name, label, code, run) => {
+    const kept = `nanoinfer ${name}`;
+    const area = make("textarea", { spellcheck: "false", "aria-label": label, oninput: () => (localStorage[kept] = area.value) });
+    area.value = localStorage[kept] ?? code;
+    area.rows = area.value.split("\n").length + 4;
+    const said = make("pre", { role: "status" });
+    const start = button("Run", async () => {
+      start.disabled = true;
+      said.textContent = worker ? "Running ..." : "Loading Python, 12 MB once ...";
+      said.textContent = await run(area.value).catch(error => error.message);
+      start.disabled = false;
+    });
+    const reset = button("Begin anew", () => ((area.value = code), delete localStorage[kept]));
+    return make("div", {}, area, make("p", {}, start, reset), said);
+  };
+
+  // ---- the tasks of `nanoinfer learn` that need no tensors
+
+  const tasks = (figure, { tasks }) => {
+    const show = () => {
+      const { name, about, code, hints } = tasks[which.read()];
+      const more = hints.map((text, i) => make("details", {}, make("summary", {}, `Hint ${i + 1}`), text));
+      page.replaceChildren(make("pre", {}, about), editor(name, `Your ${name}`, code, source => callPython("check_task", name, source)), ...more);
+    };
+    const which = choice("Task", tasks.map(one => `${one.name}: ${one.title}`), 0, show), page = make("div");
+    figure.replaceChildren(which.element, page);
+    show();
+  };
+
   // ---- the scheduler game
 
-  const game = (figure, { choices, usual, limits, traces }) => {
+  const game = (figure, { choices, usual, limits, traces, order }) => {
     const best = trace => Math.max(...trace.outcomes.map(one => one.goodput)), mine = traces.map(() => null);
     const indexOf = values => values.reduce((index, value, i) => index * choices[i].values.length + value, 0);
     const valuesOf = index => choices.map((_, i) => Math.floor(index / choices.slice(i + 1).reduce((n, one) => n * one.values.length, 1)) % choices[i].values.length);
-    const run = () => {
-      const trace = traces[which.read()], outcome = trace.outcomes[trace.of[indexOf(selects.map(one => one.read()))]];
-      mine[which.read()] = Math.max(mine[which.read()] ?? 0, outcome.goodput);
+    const show = (trace, outcome) => {
       status.textContent = `${outcome.goodput.toFixed(2)} good requests per second: ${outcome.good} of ${trace.requests.length} kept their limits, in ${(outcome.ms / 1000).toFixed(2)} s. `
         + `Best of the ${trace.of.length} choices: ${best(trace).toFixed(2)}. ${outcome.preemptions} preemptions, at most ${outcome.atOnce} sequences in a step.`;
       picture.replaceChildren(timeline(trace, outcome), table(trace, outcome));
+    };
+    const play = (index, outcome) => {
+      mine[index] = Math.max(mine[index] ?? 0, outcome.goodput);
       scores.replaceChildren(...traces.map((one, i) => make("li", {}, `${one.name}: ${mine[i] !== null ? `${percent(mine[i] / best(one))} of the best` : "not played"}`)));
+      show(traces[index], outcome);
+    };
+    const chosen = () => {
+      const trace = traces[which.read()];
+      return trace.outcomes[trace.of[indexOf(selects.map(one => one.read()))]];
     };
     const showBest = () => {
       const trace = traces[which.read()], index = trace.of.findIndex(one => trace.outcomes[one].goodput === best(trace));
       valuesOf(index).forEach((value, i) => selects[i].write(value));
-      run();
+      show(trace, chosen());
+    };
+    const playOwn = async code => {
+      const index = which.read();
+      play(index, await callPython("play_own_order", code, index, ...selects.map(one => one.read())));
+      return "The timeline above is that of your order, with your other choices.";
     };
     const which = choice("Trace", traces.map(one => one.name), 0, () => (describe(), picture.replaceChildren(), (status.textContent = "")));
     const describe = () => (about.textContent = `${traces[which.read()].words} ${traces[which.read()].blocks} blocks of ${limits.blockSize} tokens.`);
     const selects = choices.map((one, i) => choice(one.label, one.values, usual[i], () => {}));
     const about = make("p"), status = words(), picture = make("div"), scores = make("ul");
+    const own = make("details", {}, make("summary", {}, "Write the order yourself"), editor("order", "Your order_waiting", order, playOwn));
     figure.replaceChildren(which.element, about, ...selects.map(one => one.element),
-      make("p", {}, button("Run", run), " ", button("Show the best", showBest)), status, picture, scores);
+      make("p", {}, button("Run", () => play(which.read(), chosen())), " ", button("Show the best", showBest)), status, picture, scores, own);
     describe();
   };
   const KINDS = [["waits", "waits"], ["reads", "reads its prompt"], ["writes", "writes"]]; // classes and words
@@ -240,7 +300,7 @@ const interactive = (() => {
 
   // ---- start
 
-  const STARTS = { sampler, calculator, predict, replay, game };
+  const STARTS = { sampler, calculator, predict, replay, tasks, game };
   for (const figure of document.querySelectorAll("figure.interactive")) {
     const data = figure.querySelector("script");
     STARTS[figure.dataset.kind](figure, data && JSON.parse(data.textContent));

@@ -1,18 +1,25 @@
-"""Data for the interactive parts of the documentation site: interactive.js reads it from the page that has them.
+"""Data for the interactive parts of the documentation site, and the Python that some of them run.
+
+interactive.js reads the data from the page that has the part.
 
 A part is `<figure class="interactive" data-kind="KIND">` in a notebook or on a page. DATA has a function for each kind that
 needs more than its marker says.
 """
 
+import io
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import annotated_types
+import browser
 import scheduler_game
 import torch
+import typing_extensions
 
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -22,6 +29,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 CONTEXTS = ("Once upon a time, there was a", "Once upon a time, there was a kind fox named Leo. He loved to")
 NUM_SHOWN = 12
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
 FIGURE = re.compile(r'<figure class="interactive" data-kind="([\w-]+)"[^>]*>')
 
 
@@ -39,7 +47,11 @@ def sampler_data() -> dict[str, Any]:
     return {"contexts": contexts}
 
 
-DATA: dict[str, Callable[[], Any]] = {"sampler": cache(sampler_data), "game": cache(scheduler_game.game_data)}
+DATA: dict[str, Callable[[], Any]] = {
+    "sampler": cache(sampler_data),
+    "game": cache(lambda: scheduler_game.game_data() | {"order": browser.ORDER}),
+    "tasks": browser.tasks,
+}
 
 
 def with_data(page: str) -> str:
@@ -52,6 +64,19 @@ def with_data(page: str) -> str:
         return f'{marker[0]}<script type="application/json">{text}</script>'
 
     return FIGURE.sub(insert, page)
+
+
+def python_archive() -> bytes:
+    """A zip archive of the package's Python files, of what they need without torch, and of browser.py with its game."""
+    patterns = ("BENCHMARKS.md", "docs/*.py", "nanoinfer/**/*.py", "nanoinfer/**/*.toml")
+    roots = {path: ROOT for pattern in patterns for path in ROOT.glob(pattern)}
+    types = Path(annotated_types.__file__).parent
+    roots |= dict.fromkeys([*types.glob("*.py"), Path(typing_extensions.__file__)], types.parent)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, root in sorted(roots.items()):
+            archive.write(path, path.relative_to(root))
+    return file.getvalue()
 
 
 def page_of(body: str, *, scheme: str = "default") -> str:

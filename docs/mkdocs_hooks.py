@@ -2,19 +2,25 @@
 
 README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, and the solutions with what they print. The API reference is
 made from the docstrings, the gallery by gallery.py, the data of interactive parts by interactive.py. A link to another file of
-the repository leads to its public address. Formulas become MathML, which needs no script. At the end every link inside the site
-is checked.
+the repository leads to its public address. Formulas become MathML, which needs no script. The search reads no code of
+notebooks, solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and the package, for
+browser.py. At the end every link inside the site is checked.
 """
 
 import html
+import logging
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 from base64 import b64decode
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from jinja2 import Environment
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -22,25 +28,31 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+log = logging.getLogger("mkdocs.plugins")
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
 from gallery import write  # noqa: E402
 from header import NOTEBOOKS, REPOSITORY, number_of, title_of  # noqa: E402
-from interactive import with_data  # noqa: E402
+from interactive import python_archive, with_data  # noqa: E402
 from parameters import table  # noqa: E402
 
 import nanoinfer  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
-    "Learn": ("scheduler_game", "teaching"),
+    "Learn": ("tasks", "scheduler_game", "teaching"),
     "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints"),
     "Understand": ("reading", "architecture", "glossary"),
-    "Project": ("faq", "contributing"),
+    "Project": ("contributing",),
     "Appendix": ("scaling",),
 }
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
+# Code, what it prints, its copy for the clipboard, and prompts. Material leaves out only elements that contain none of their
+# own kind.
+CODE = re.compile(r'<(?:pre|div class="clipboard-copy-txt"|div class="jp-\w+Prompt[^"]*"|span class="notice")')
+PYODIDE = "0.28.3"  # the version of the package on npm
+PYODIDE_FILES = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 FIGURE_CODE = re.compile(
     r'(celltag_figure"[^>]*>\s*)(<div class="jp-Cell-inputWrapper".*?)(?=<div class="jp-Cell-outputWrapper")', re.DOTALL
 )
@@ -60,7 +72,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
     parts["Understand"].append({"API": "api.md"})
     parts["Project"] += [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
-    config.nav = [{"Home": "README.md"}, *({name: pages} for name, pages in parts.items())]
+    config.nav = [{"Home": "README.md"}, {"中文": "README.zh.md"}, *({name: pages} for name, pages in parts.items())]
     return config
 
 
@@ -72,13 +84,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         return File(path.relative_to(folder).as_posix(), str(folder), config.site_dir, config.use_directory_urls)
 
     patterns = [
-        "README.md",
+        "README*.md",
         "BENCHMARKS.md",
         "CHANGELOG.md",
         "docs/*.md",
         "docs/pictures/*.*",
         "docs/site.css",
-        "docs/interactive.js",
+        "docs/*.js",
         "notebooks/[0-9d]*.ipynb",
         "notebooks/pictures/*.svg",
     ]
@@ -96,7 +108,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for stem in NOTEBOOKS:
         found.append(File.generated(config, f"notebooks/solutions/{stem}.md", content=solution_page(stem)))
     found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *names])))
+    for name, content in python_files(Path(config.site_dir).parent).items():
+        found.append(File.generated(config, f"python/{name}", content=content))
     return found
+
+
+def python_files(folder: Path) -> dict[str, bytes]:
+    """The files of python/ by name. npm fetches Pyodide into the folder, once. There are none if it cannot."""
+    package, npm = folder / f"pyodide-{PYODIDE}.tgz", shutil.which("npm")
+    if npm and not package.exists():
+        subprocess.run([npm, "pack", f"pyodide@{PYODIDE}"], cwd=folder, capture_output=True)
+    if not package.exists():
+        log.info("the pages cannot run Python, because npm did not fetch Pyodide")
+        return {}
+    with tarfile.open(package) as archive:
+        files = {name: archive.extractfile(f"package/{name}").read() for name in PYODIDE_FILES}  # type: ignore[union-attr]
+    return files | {"nanoinfer.zip": python_archive()}
 
 
 def solution_page(stem: str) -> str:
@@ -126,6 +153,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
     content = with_data(content)
+    if page.file.src_uri.startswith(("notebooks/", "api.")):
+        content = CODE.sub(r"\g<0> data-search-exclude", content)
+    if page.file.src_uri == "README.zh.md":  # whose address is a folder, and MkDocs changes no HTML
+        content = re.sub(r'(src|srcset)="docs/', r'\1="../docs/', content)
     if not page.file.src_uri.endswith(".ipynb"):
         return content
 
@@ -144,11 +175,23 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
     content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
-    content = re.sub(r'href="\.\./docs/(\w+)\.md"', r'href="../../docs/\1/"', content)
+    content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
     content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
+
+
+def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
+    """Add llms.txt (https://llmstxt.org): the title and address of every page, by the parts of the navigation."""
+    page, parts = files.src_uris["README.md"].page, {}
+    while page is not None:
+        part = page.ancestors[-1].title if page.ancestors else "Start"
+        parts.setdefault(part, []).append(f"- [{page.title}]({page.url or './'})")
+        page = page.next_page
+    sections = ["\n\n".join([f"## {part}", "\n".join(links)]) for part, links in parts.items()]
+    text = "\n\n".join([f"# {config.site_name}", f"> {config.site_description}", *sections])
+    files.append(File.generated(config, "llms.txt", content=f"{text}\n"))
 
 
 def folded(content: str) -> str:

@@ -1,53 +1,32 @@
 """Play the scheduler game: the engine's scheduler and block manager on six traces, with every choice that a player has.
 
 `python docs/scheduler_game.py` prints the best and the worst choices for each trace. The site shows the outcomes
-(scheduler_game.md), so its browser schedules nothing. No model runs: after each step the clock advances by what such a step
-takes, a line through GPT-2's figures in BENCHMARKS.md. Seeds are fixed, so the outcomes are the same everywhere.
+(scheduler_game.md), so its browser schedules nothing. No model runs: `nanoinfer simulate` says how long each step takes. Seeds
+are fixed, so the outcomes are the same everywhere.
 """
 
 import random
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.config import EngineArgs
+from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes
+from nanoinfer.lab.simulate.hardware import HARDWARE
+from nanoinfer.lab.simulate.simulator import Request as SimulatedRequest
+from nanoinfer.lab.simulate.simulator import simulate
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
 
 BLOCK_SIZE = 16
-
-
-# ---- what a step takes
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Milliseconds of a step: fixed + per_row * (sequences that decode) + per_token * (prompt tokens)."""
-
-    fixed: float
-    per_row: float
-    per_token: float
-
-    def __call__(self, num_rows: int, num_prompt_tokens: int) -> float:
-        return self.fixed + self.per_row * num_rows + self.per_token * num_prompt_tokens
-
-
-def read_cost() -> Cost:
-    """The line through workloads A (one stream), B64 (64 streams) and C (a prompt) of GPT-2 in bfloat16."""
-    page = Path(__file__).parents[1].joinpath("BENCHMARKS.md").read_text(encoding="utf-8")
-    first = {name: re.search(rf"\| GPT-2, bfloat16 \| {name} \| [\d.]+ \(([\d,]+)", page) for name in ("A", "B64", "C")}
-    rate_1, rate_64, prompt_ms = (float(first[name][1].replace(",", "")) for name in ("A", "B64", "C"))  # type: ignore[index]
-    per_token = prompt_ms / 1023
-    one = (128 / rate_1 * 1000 - 32 * per_token) / 128  # 32 tokens in, 128 out
-    many = (64 * 64 / rate_64 * 1000 - 64 * 64 * per_token) / 64  # 64 streams of 64 in, 64 out
-    per_row = (many - one) / 63
-    return Cost(one - per_row, per_row, per_token)
+DTYPE = "bfloat16"
+GPT2 = ModelSizes.of(
+    {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+)
+MACHINE = HARDWARE["laptop"]
 
 
 # ---- what a player chooses
@@ -56,10 +35,8 @@ def read_cost() -> Cost:
 class LateLastScheduler(DeadlineScheduler):
     """The earliest deadline first, but what has missed its deadline waits until nothing else does."""
 
-    now = 0.0
-
     def order_waiting(self, waiting: deque[Sequence]) -> list[Sequence]:
-        return sorted(waiting, key=lambda seq: (seq.deadline < self.now, seq.deadline))
+        return sorted(waiting, key=lambda seq: (seq.deadline < self.clock(), seq.deadline))
 
 
 ORDERS = {
@@ -82,7 +59,7 @@ QUESTIONS = {
 }
 
 
-def make_scheduler(choice: Choice, num_blocks: int) -> Scheduler:
+def settings_of(choice: Choice, num_blocks: int) -> EngineArgs:
     order, chunk, reserve, at_once = choice
 
     class Chosen(ORDERS[order]):  # type: ignore[misc]
@@ -92,8 +69,15 @@ def make_scheduler(choice: Choice, num_blocks: int) -> Scheduler:
             longest = self.block_manager.num_blocks_for(seq.max_num_tokens - 1) - len(seq.block_table)
             return longest if reserve == "the longest answer" else 0
 
-    config = SchedulerConfig(max_num_seqs=at_once, max_num_batched_tokens=chunk, chunk_size=chunk)
-    return Chosen(config, BlockManager(num_blocks, BLOCK_SIZE))
+    return EngineArgs(
+        dtype=DTYPE,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory=num_blocks * GPT2.cache.bytes_per_block(BLOCK_SIZE, FORMATS[DTYPE]),
+        max_num_seqs=at_once,
+        max_num_batched_tokens=chunk,
+        chunk_size=chunk,
+        scheduler_cls=Chosen,
+    )
 
 
 # ---- the traces
@@ -129,8 +113,8 @@ def chats(
     num: int,
     every: float,
     *,
-    first_ms: int = 250,
-    pause_ms: int = 60,
+    first_ms: int = 125,
+    pause_ms: int = 30,
     prompts: tuple[int, int] = (30, 120),
     outputs: tuple[int, int] = (16, 48),
     shared: tuple[int, ...] = (),
@@ -150,19 +134,22 @@ def by_arrival(requests: list[Request]) -> list[Request]:
 
 def make_traces() -> list[Trace]:
     rng = random.Random(0)
-    documents = [Request(at, prompt(rng, 900), 24, 64, 1200, 100) for at in (100.0, 350.0, 600.0)]
-    jobs = [Request(5.0 * i, prompt(rng, 400), 60, 64, 4000, 400, 1) for i in range(6)]
+    documents = [Request(at, prompt(rng, 900), 24, 64, 600, 50) for at in (50.0, 175.0, 300.0)]
+    jobs = [Request(2.5 * i, prompt(rng, 400), 60, 64, 2000, 200, 1) for i in range(6)]
     small = {"prompts": (30, 70), "outputs": (40, 64)}
     system = tuple(range(400))
     return [
-        Trace("Fast readers", "Chats. Nobody should wait 40 ms between two tokens.", 400, chats(1, 14, 45, pause_ms=40)),
-        Trace("Three documents", "Chats, and three prompts of 900 tokens.", 600, by_arrival([*chats(4, 10, 70), *documents])),
-        Trace("Little memory", "Long answers.", 36, chats(4, 14, 25, first_ms=500, pause_ms=50, **small)),
-        Trace("One system prompt", "All begin with the same 400 tokens.", 150, chats(8, 14, 20, first_ms=300, shared=system)),
+        Trace("Fast readers", "Chats. Nobody should wait 15 ms between two tokens.", 400, chats(1, 14, 22, pause_ms=15)),
+        Trace("Three documents", "Chats, and three prompts of 900 tokens.", 600, by_arrival([*chats(4, 10, 35), *documents])),
+        Trace("Little memory", "Long answers.", 36, chats(4, 14, 12, first_ms=250, pause_ms=20, **small)),
+        Trace("One system prompt", "All begin with the same 400 tokens.", 150, chats(8, 14, 10, first_ms=150, shared=system)),
         Trace(
-            "Chats and jobs", "Six jobs of priority 1 may take seconds. Chats have priority 0.", 120, [*jobs, *chats(2, 10, 60)]
+            "Chats and jobs",
+            "Six jobs of priority 1 may take seconds. Chats have priority 0.",
+            120,
+            by_arrival([*jobs, *chats(2, 10, 30)]),
         ),
-        Trace("Overload", "More chats than the machine can serve in time.", 70, chats(4, 30, 12, first_ms=300)),
+        Trace("Overload", "More chats than the machine can serve in time.", 70, chats(4, 30, 6, first_ms=150)),
     ]
 
 
@@ -179,58 +166,42 @@ class Story:
     spans: list[tuple[int, int]] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)  # when each came
 
+    def enter(self, ms: float, kind: int) -> None:
+        if self.spans and self.spans[-1][0] == round(ms):  # it lasted no time
+            self.spans.pop()
+        if not self.spans or self.spans[-1][1] != kind:
+            self.spans.append((round(ms), kind))
 
-def play(trace: Trace, choice: Choice, cost: Cost) -> dict[str, Any]:
+
+def play(trace: Trace, choice: Choice) -> dict[str, Any]:
     """Run a trace to its end. Returns the goodput, and what happened."""
-    scheduler = make_scheduler(choice, trace.num_blocks)
-    stories = [Story() for _ in trace.requests]
-    arriving = deque(enumerate(trace.requests))
-    now, num_preemptions, num_at_once = 0.0, 0, 0
+    stories = [Story([(round(one.arrival), WAITS)]) for one in trace.requests]
+    num_at_once = 0
 
-    def enter(index: int, kind: int) -> None:
-        spans = stories[index].spans
-        if spans[-1][0] == round(now):  # it lasted no time
-            spans.pop()
-        if not spans or spans[-1][1] != kind:
-            spans.append((round(now), kind))
-
-    while arriving or scheduler.num_unfinished:
-        if not scheduler.num_unfinished:
-            now = max(now, arriving[0][1].arrival)
-        while arriving and arriving[0][1].arrival <= now:
-            index, one = arriving.popleft()
-            stories[index].spans.append((round(one.arrival), WAITS))
-            scheduler.add(
-                Sequence(
-                    str(index),
-                    list(one.prompt),
-                    SamplingParams(max_tokens=one.max_tokens),
-                    seed=0,
-                    max_num_tokens=len(one.prompt) + one.max_tokens,
-                    priority=one.priority,
-                    arrival_time=one.arrival,
-                    deadline=one.arrival + one.first_ms,
-                )
-            )
-        scheduler.now = now  # type: ignore[attr-defined]
-        plan = scheduler.schedule()
-        for seq in plan.preempted:
-            enter(int(seq.request_id), WAITS)
-        for item in plan.scheduled:
-            enter(int(item.sequence.request_id), READS if item.num_new_tokens > 1 else WRITES)
-        num_preemptions += len(plan.preempted)
+    def on_step(plan: StepPlan, start_s: float, end_s: float) -> None:
+        nonlocal num_at_once
         num_at_once = max(num_at_once, len(plan.scheduled))
-        scheduler.commit(plan)
-        now += cost(plan.num_decode_tokens, plan.num_prefill_tokens) if plan.scheduled else 0
+        for seq in plan.preempted:
+            stories[int(seq.request_id)].enter(start_s * 1e3, WAITS)
+        for item in plan.scheduled:
+            stories[int(item.sequence.request_id)].enter(start_s * 1e3, READS if item.num_new_tokens > 1 else WRITES)
         for seq, _ in plan.rows:
-            index = int(seq.request_id)
-            scheduler.append(seq, seq.num_output_tokens)
-            stories[index].tokens.append(now)
-            enter(index, WRITES)
-            if seq.num_output_tokens == trace.requests[index].num_output:
-                enter(index, ENDS)
-                scheduler.finish(seq)
-    assert scheduler.block_manager.num_free_blocks == trace.num_blocks
+            story, index = stories[int(seq.request_id)], int(seq.request_id)
+            story.tokens.append(end_s * 1e3)
+            story.enter(end_s * 1e3, ENDS if len(story.tokens) == trace.requests[index].num_output else WRITES)
+
+    requests = [
+        SimulatedRequest(
+            arrival_s=one.arrival / 1e3,
+            prompt=list(one.prompt),
+            output_len=one.num_output,
+            max_tokens=one.max_tokens,
+            priority=one.priority,
+            deadline_s=(one.arrival + one.first_ms) / 1e3,
+        )
+        for one in trace.requests
+    ]
+    result = simulate(GPT2, MACHINE, settings_of(choice, trace.num_blocks), requests, on_step=on_step)
     outcomes: list[tuple[int, int, list[tuple[int, int]]]] = []
     for one, story in zip(trace.requests, stories, strict=True):
         first = story.tokens[0] - one.arrival
@@ -240,10 +211,10 @@ def play(trace: Trace, choice: Choice, cost: Cost) -> dict[str, Any]:
         first <= one.first_ms and pause <= one.pause_ms for (first, pause, _), one in zip(outcomes, trace.requests, strict=True)
     )
     return {
-        "goodput": round(num_good / now * 1000, 2),
+        "goodput": round(num_good / result.end_s, 2),
         "good": num_good,
-        "ms": round(now),
-        "preemptions": num_preemptions,
+        "ms": round(result.end_s * 1e3),
+        "preemptions": result.counts["num_preemptions"],
         "atOnce": num_at_once,
         "requests": outcomes,
     }
@@ -251,12 +222,12 @@ def play(trace: Trace, choice: Choice, cost: Cost) -> dict[str, Any]:
 
 def game_data() -> dict[str, Any]:
     """Every outcome of every trace. Choices that lead to the same events share one."""
-    cost, traces = read_cost(), []
+    traces = []
     for trace in make_traces():
         outcomes: list[dict[str, Any]] = []
         of = []
         for choice in CHOICES:
-            outcome = play(trace, choice, cost)
+            outcome = play(trace, choice)
             if outcome not in outcomes:
                 outcomes.append(outcome)
             of.append(outcomes.index(outcome))
@@ -269,7 +240,6 @@ def game_data() -> dict[str, Any]:
 
 
 def main() -> None:
-    print(read_cost())
     for trace in game_data()["traces"]:
         goodputs = [trace["outcomes"][index]["goodput"] for index in trace["of"]]
         best = max(goodputs)

@@ -13,6 +13,7 @@ compiled in separate threads, so that a request without a grammar never waits fo
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -73,6 +74,7 @@ class AsyncLLM:
         self._is_closing = False
         self._freeing = threading.Lock()
         self._streaming = args.streaming
+        self.on_finished: Callable[[RequestStream], None] = lambda _: None  # called in the event loop when a request has ended
         self._is_delivery_planned = False
         self._last_delivery = 0.0  # on the event loop's clock
 
@@ -322,6 +324,7 @@ class AsyncLLM:
         for stream in streams:
             if (deltas := stream.deliver()) and deltas[-1].output is not None:
                 del self._streams[stream.request_id]
+                self.on_finished(stream)
 
 
 class RequestStream:
@@ -329,6 +332,7 @@ class RequestStream:
     have arrived since the last list.
 
     prepared: the request. request: the engine's Request. None: it has no output yet. is_closed: whether close() was called.
+    arrival_time: when it was submitted, in seconds of time.time().
     output: the RequestOutput. None: until its last delta was yielded.
     """
 
@@ -338,6 +342,7 @@ class RequestStream:
         self.request_id, self.num_answers = request_id, num_answers
         self.request: Request | None = None
         self.output: RequestOutput | None = None
+        self.arrival_time = time.time()
         self.is_closed = False
         self._has_news, self._abort = has_news, abort
         self._waiting: list[Delta] = []

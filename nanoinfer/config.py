@@ -482,8 +482,6 @@ class EngineArgs:
             InvalidValueError, InvalidTypeError: An argument out of its range, or of the wrong type.
             UnsupportedError: A combination that is not supported.
         """
-        import torch  # takes a second, for which importing this file does not wait
-
         given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(EngineArgs)}
         for name in ("model", "tokenizer", "prefix_cache_dir"):
             if isinstance(path := given[name], os.PathLike):
@@ -491,8 +489,7 @@ class EngineArgs:
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):
             if given[name] is None:
                 del given[name]  # the default
-        if isinstance(self.dtype, torch.dtype):
-            given["dtype"] = str(self.dtype).removeprefix("torch.")
+        given["dtype"] = str(self.dtype).removeprefix("torch.") if str(self.dtype).startswith("torch.") else self.dtype
         stages = named("stages", self.stages, "a list of functions or its name, such as 'my_module.STAGES'")
         given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):

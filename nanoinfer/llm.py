@@ -204,7 +204,8 @@ class LLM:
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, and no structured output. With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
-            lora_request, priority: as in generate.
+            lora_request: as in generate.
+            priority: as in generate.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
@@ -358,7 +359,9 @@ class LLM:
         is a reranker, which reads each pair.
 
         Args:
-            use_tqdm, pooling_params, truncate_prompt_tokens: The arguments of embed().
+            use_tqdm: as in embed.
+            pooling_params: as in embed.
+            truncate_prompt_tokens: as in embed.
             instruction: The criterion by which a reranker judges. None: INSTRUCTION of embedding/pooling.py.
 
         Raises: As embed does.

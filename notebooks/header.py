@@ -1,7 +1,7 @@
 """Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
-`NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d9). `python notebooks/header.py`
+`NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
 rewrites the cells, and a test compares them. It also folds the cells that draw.
 """
 
@@ -241,6 +241,14 @@ NOTEBOOKS = {
         ("kernels",),
         ("02", "04"),
         former="20",
+    ),
+    "d10_which_settings_which_machine": Header(
+        "how a wish becomes a load and limits, what a simulator of an engine knows and does not, and how to find out how wrong "
+        "it is.",
+        35,
+        ("lab/simulate/costs.py", "lab/simulate/simulator.py", "lab/simulate/calibrate.py"),
+        ("scheduler", "server"),
+        ("04", "05", "06"),
     ),
 }
 

@@ -34,7 +34,7 @@ from unittest.mock import patch
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.loading.checkpoint import Checkpoint

@@ -57,6 +57,7 @@ RandomModel = Annotated[
     ),
 ]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
+Goodput = Annotated[list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
 
@@ -81,7 +82,7 @@ class WorkloadOptions:
         typer.Option(
             metavar="FILE",
             help="Recorded requests: JSON lines with timestamp (ms), input_length, output_length and perhaps hash_ids, as in "
-            "Mooncake's traces. --num-prompts takes the first ones.",
+            "Mooncake's traces, or a CSV file of Azure's. --num-prompts takes the first ones.",
         ),
     ] = None
     num_prompts: Annotated[
@@ -90,6 +91,13 @@ class WorkloadOptions:
     input_len: Annotated[str, typer.Option(help="Tokens per prompt: 128, or drawn from 16-256.")] = "128"
     output_len: Annotated[str, typer.Option(help="Tokens per answer, in the same form.")] = "128"
     request_rate: Annotated[float, typer.Option(help="Requests per second, at random times; inf is all at once.")] = math.inf
+    burstiness: Annotated[
+        float, typer.Option(help="1 is a Poisson process. Below 1, requests come in bursts, above 1 more evenly.")
+    ] = 1.0
+    turns: Annotated[
+        int, typer.Option(min=1, help="Requests of a session. Each prompt repeats the session and adds --input-len.")
+    ] = 1
+    think_time: Annotated[float, typer.Option(help="Mean seconds between two requests of a session.")] = 10.0
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
     top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
@@ -116,21 +124,23 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     if picked.trace is not None:
         if picked != WorkloadOptions(trace=picked.trace, num_prompts=picked.num_prompts, **sampling):
             raise InvalidValueError(
-                "--trace gives the lengths and the arrivals; leave --workload, --input-len, --output-len, --request-rate and "
-                "--seed out"
+                "--trace gives the lengths and the arrivals; leave --workload, --input-len, --output-len, --request-rate, "
+                "--burstiness, --turns, --think-time and --seed out"
             )
         return [workloads.recorded(picked.trace, num_prompts=picked.num_prompts, sampling=sampling)]
     if picked.num_prompts is None:
         if picked != WorkloadOptions(workload=picked.workload):
             raise InvalidValueError(
-                "--input-len, --output-len, --request-rate, --temperature, --top-k, --top-p and --seed describe a workload of "
-                "your own; give --num-prompts, too"
+                "--input-len, --output-len, --request-rate, --burstiness, --turns, --think-time, --temperature, --top-k, "
+                "--top-p and --seed describe a workload of your own; give --num-prompts, too"
             )
         return workloads.named(picked.workload or DEFAULT_WORKLOADS)
     if picked.workload is not None:
         raise InvalidValueError("give --workload, or --num-prompts for a workload of your own, not both")
-    lengths = {name: getattr(picked, name) for name in ("num_prompts", "input_len", "output_len", "request_rate", "seed")}
-    return [workloads.described(sampling=sampling, **lengths)]
+    described = asdict(picked)
+    for name in ("workload", "trace", *sampling):
+        del described[name]
+    return [workloads.described(sampling=sampling, **described)]
 
 
 @app.command(cls=Command)
@@ -144,8 +154,10 @@ def roofline(
     """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.lab.bench import roofline as measurement
     from nanoinfer.lab.bench.random_models import checkpoint_of
+    from nanoinfer.loading import loader
 
     options.import_modules(measured.imports)
+    device = loader.resolve_device(measured.device)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
@@ -154,13 +166,18 @@ def roofline(
         "bandwidth_GB_per_s": machine.bandwidth / 1e9,
         "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
         "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "memory_bytes": measurement.memory_bytes(device),
         "phases": [
             {
                 "name": phase.name,
                 "measured_ms": phase.measured_s * 1e3,
                 "least_ms": phase.least_s(machine, dtype) * 1e3,
                 "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
-                "parts": [asdict(part) | {"least_ms": part.least_s(machine, dtype) * 1e3} for part in phase.parts],
+                "parts": [
+                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3}
+                    for part in phase.parts
+                ],
             }
             for phase in phases
         ],
@@ -319,9 +336,7 @@ def serve(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum requests in flight. Default: no limit.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send words to /chat/completions, not ids to /completions.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length. OpenAI's servers refuse the field.")] = True,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')
-    ] = None,
+    goodput: Goodput = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte after which a request has failed.")] = 600,
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs, each after a request to warm up.")] = 1,
     as_json: options.AsJson = False,
@@ -329,9 +344,10 @@ def serve(
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
     from nanoinfer.lab.bench import serve as measurement
+    from nanoinfer.lab.bench.timing import parse_goodput
     from nanoinfer.server.client import Client
 
-    limits = measurement.parse_goodput(goodput or [])
+    limits = parse_goodput(goodput or [])
     workloads = pick_workloads(picked)
     client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"), timeout=timeout)
     target = measurement.Target(

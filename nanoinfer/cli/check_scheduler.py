@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nanoinfer.cli.options import AsJson, expand_options, import_modules, print_result
+from nanoinfer.cli.options import AsJson, check_writable, expand_options, import_modules, print_result
 from nanoinfer.config import class_named
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, suggest
 
@@ -16,11 +16,12 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError, suggest
 @expand_options
 def check_scheduler(
     *,
-    scheduler: Annotated[
-        str | None, typer.Argument(metavar="MODULE:CLASS", help="A subclass of Scheduler. Default: the engine's own.")
-    ] = None,
-    block_manager_cls: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="A subclass of BlockManager. Default: the engine's own.")
+    classes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODULE:CLASS...",
+            help="A subclass of Scheduler, of BlockManager, or one of each. Default: the engine's own.",
+        ),
     ] = None,
     world: Annotated[
         list[str] | None,
@@ -37,33 +38,35 @@ def check_scheduler(
     """
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
-    from nanoinfer.testing.schedules import BrokenPromiseError, World, explore, replay
+    from nanoinfer.testing import schedules
     from nanoinfer.tracing import Recorder, StepScheduled
 
     def print_seen(seen: dict[str, float]) -> None:
         counts = f"{seen['num_states']:,} states, {seen['num_transitions']:,} transitions"
         print(f"{counts}, no promise broken. {seen['seconds']:.0f} s")
 
-    import_modules(None, scheduler, block_manager_cls)
-    scheduler_class = class_named("MODULE:CLASS", scheduler) or Scheduler
-    manager_class = class_named("block_manager_cls", block_manager_cls) or BlockManager
-    for given, base in (scheduler_class, Scheduler), (manager_class, BlockManager):
-        if not issubclass(given, base):
-            raise InvalidTypeError(f"{given.__name__} must be a subclass of nanoinfer's {base.__name__}")
-    sizes = replace(World(), **dict(map(_size, world or ())))
+    check_writable(html)
+    import_modules(None, *classes or ())
+    given = [class_named("MODULE:CLASS", name) or type(None) for name in classes or ()]
+    schedulers = [cls for cls in given if issubclass(cls, Scheduler)] or [Scheduler]
+    managers = [cls for cls in given if issubclass(cls, BlockManager)] or [BlockManager]
+    if len(schedulers) > 1 or len(managers) > 1 or not {*given} <= {*schedulers, *managers}:
+        names = ", ".join(cls.__name__ for cls in given)
+        raise InvalidTypeError(f"MODULE:CLASS must be a subclass of Scheduler, of BlockManager, or one of each, got {names}")
+    checked = schedulers[0], managers[0]
+    sizes = replace(schedules.World(), **dict(map(_size, world or ())))
     with Console(stderr=True).status("Exploring") as status:
         try:
-            seen = explore(
-                scheduler_class,
-                manager_class,
+            seen = schedules.check_scheduler(
+                *checked,
                 sizes,
                 lambda seen: status.update(f"Exploring: {seen.num_states:,} states after {seen.num_events} events"),
             )
             return print_result(seen._asdict(), as_json, print_seen)
-        except BrokenPromiseError as broken:
+        except schedules.BrokenPromiseError as broken:
             error = broken
     recorder = Recorder()
-    replay(scheduler_class, manager_class, sizes, error.events, recorder)
+    schedules.replay(*checked, sizes, error.events, recorder)
     print(error)
     if recorder.of(StepScheduled):
         recorder.to_html(html)

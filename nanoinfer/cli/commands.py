@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from nanoinfer.errors import NanoinferError, shown, suggest
@@ -28,8 +27,6 @@ OF_OLLAMA = {
     "show": "`nanoinfer inspect MODEL` describes a model",
     "ps": "a model is loaded only while a command runs, such as `nanoinfer serve MODEL`",
 }
-
-_stderr = Console(stderr=True)
 
 options_in_use: dict[str, str] = {}  # name of an argument -> the option that sets it, of the command that runs
 
@@ -87,7 +84,13 @@ class Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with the first sentence of their help, which click would cut at the end of a line."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)])
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=1000))
+                    for name in self.list_commands(ctx)
+                    if (command := self.get_command(ctx, name))
+                ]
+            )
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:
@@ -126,7 +129,9 @@ def in_words_of(message: str, options: Mapping[str, str]) -> str:
 
 def print_error(error: NanoinferError | str) -> None:
     """Print a line to standard error, without a traceback."""
-    _stderr.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    from rich.console import Console  # takes a while, and most commands end without an error
+
+    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -44,8 +44,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Explain each token: print a table, and write an HTML page that replays the generation."""
-    if not html.absolute().parent.is_dir():
-        raise InvalidValueError(f"cannot write {html}: there is no such folder; give another path")
+    options.check_writable(html)
     recorder = Recorder(stages=True)
     prepared = find_demo(demo, context) if demo is not None else None
     if prepared:

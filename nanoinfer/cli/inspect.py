@@ -14,7 +14,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from torch import nn
 
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.cli.options import print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.fast.cpu.accelerate import screened_head

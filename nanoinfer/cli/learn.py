@@ -1,25 +1,28 @@
 """`nanoinfer learn`: a workbook of the engine's functions to write, checked by cases, and run inside the engine.
 
-`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder.
+`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder. Those that run no model import torch
+only for tasks with tensors.
 """
 
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.cli.options import expand_options
-from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoinfer.lab.learn.check import Failure, Task
-    from nanoinfer.lab.learn.workbook import Workbook
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
+from nanoinfer.lab.learn.check import check as compare_cases
+from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
+from nanoinfer.lab.learn.workbook import Function, Workbook, filled, installed
 
 app = typer.Typer(
     cls=Commands,
@@ -28,8 +31,19 @@ app = typer.Typer(
     help="Write the engine's functions yourself, in a workbook that checks them.",
 )
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them.")]
-STATUSES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
+YOURS: dict[str, Any] = {
+    "enforce_eager": True,
+    "attention_backend": "reference",
+}  # arguments of LLM with which it calls the functions
+STATUSES = {"empty": "", "written": "written", "passed": "passed", "missing": "no file"}
+THE_END = """\
+All {number} passed. It is your engine now:
+  nanoinfer learn run "Once upon a time"   generate with it
+  nanoinfer learn ladder                   measure it beside the engine itself
+  nanoinfer learn speed                    make five functions faster
+  nanoinfer bench ladder                   eleven versions of an engine, measured here
+  nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
 @app.callback()
@@ -37,52 +51,54 @@ def learn(context: typer.Context) -> None:
     """List the tasks of this folder's workbook, and what is done."""
     if context.invoked_subcommand is not None:
         return
-    from nanoinfer.lab.learn.track import TRACK  # imports torch, as below
-
-    workbook = _workbook()
-    for task in TRACK:
-        status = STATUSES[workbook.status(task.name)]
-        print(f"{workbook.file(task.name).name:<26}{status:<22}{task.about.split(chr(10))[0]}".rstrip())
-    num_passed = sum(workbook.status(task.name) == "passed" for task in TRACK)
-    print(f"\n{num_passed} of {len(TRACK)} passed. Next: nanoinfer learn check TASK, or nanoinfer learn hint TASK.")
+    workbook = Workbook.here(NAMES)
+    for group, tasks in groupby(TRACK, key=lambda task: task.group):
+        print(GROUPS[group])
+        for task in tasks:
+            name, status = workbook.file(task.name).stem, STATUSES[workbook.status(task.name)]
+            print(f"  {name:<22} {'*' * task.level:<3} {task.minutes:>2} min  {status:<7} {task.title}".rstrip())
+    print(f"{_what_next(workbook)}\nnanoinfer learn check TASK, hint TASK, solve TASK, watch, run PROMPT")
 
 
 @app.command(cls=Command)
 def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
     """Write a workbook into a new folder: one file per task."""
-    from nanoinfer.lab.learn.track import NAMES, TRACK
-    from nanoinfer.lab.learn.workbook import Workbook
-
-    Workbook(folder, NAMES).write({task.name: task.text for task in TRACK})
-    print(f"{len(TRACK)} tasks in {folder}. Go there, open {TRACK[0].name}'s file, and call `nanoinfer learn`.")
+    workbook = Workbook(folder, NAMES)
+    workbook.write({task.name: task.text for task in TRACK})
+    print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
 
 
 @app.command(cls=Command)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
-    from nanoinfer.lab.learn.track import TRACK, find
-
-    workbook = _workbook()
-    tasks = TRACK if task is None else [find(task)]
-    num_failed = 0
-    for each in tasks:
-        failure = _check(workbook, each)
-        workbook.mark(each.name, passed=failure is None)
-        num_failed += failure is not None
-        print(f"{each.name}: passed" if failure is None else f"{each.name}: not yet\n{indent(str(failure), '  ')}")
-    if num_failed:
+    workbook = Workbook.here(NAMES)
+    has_passed = [_check(workbook, each) for each in (TRACK if task is None else [find(task)])]
+    if not all(has_passed):
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def watch() -> None:
+    """Check each file when you save it, until you press Ctrl-C."""
+    workbook = Workbook.here(NAMES)
+    print(f"{_what_next(workbook)}\nSave a file to check it.", flush=True)
+    seen = workbook.saved()
+    while True:
+        time.sleep(0.2)
+        before, seen = seen, workbook.saved()
+        for task in TRACK:
+            if seen.get(task.name) not in (None, before.get(task.name)) and _check(workbook, task):
+                print(_what_next(workbook))
+        sys.stdout.flush()
 
 
 @app.command(cls=Command)
 def hint(task: TaskName) -> None:
     """Show a hint, and another hint at each further call."""
-    from nanoinfer.lab.learn.track import find
-
     found = find(task)
-    num = _workbook().next_hint(task, len(found.hints))
+    num = Workbook.here(NAMES).next_hint(found.name, len(found.hints))
     for number, text in enumerate(found.hints[:num], 1):
-        print(f"{number}. {' '.join(text.split())}")
+        print(filled(f"{number}. {text}", "   "))
     if num == len(found.hints):
         print("There are no more.")
 
@@ -90,53 +106,142 @@ def hint(task: TaskName) -> None:
 @app.command(cls=Command)
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
-    from nanoinfer.lab.learn.track import find
-
-    found, workbook = find(task), _workbook()
+    found, workbook = find(task), Workbook.here(NAMES)
+    file = workbook.file(found.name).name
     if not yes:
-        typer.confirm(f"Replace the function in {workbook.file(task).name} by the engine's own?", abort=True)
-    workbook.replace_body(task, found.function.source)
-    print(f"{workbook.file(task).name} has the engine's version.")
+        typer.confirm(f"Replace the function in {file} by the engine's own?", abort=True)
+    workbook.replace_body(found.name, found.function.source)
+    print(f"{file} has the engine's version.")
 
 
 @app.command(cls=Command)
-@expand_options
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    max_tokens: Annotated[int, SamplingParams] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The longest answer, in tokens.")] = 64,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
-    from nanoinfer.lab.learn.track import TRACK
-    from nanoinfer.lab.learn.workbook import installed
+    import torch
+
     from nanoinfer.llm import LLM
 
-    workbook = _workbook()
-    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
-    with installed(versions) as calls:
-        llm = LLM(enforce_eager=True, attention_backend="reference", kv_cache_memory=2**24)
+    torch.set_num_threads(1)  # a small model's tensors are small, and threads would mostly wait for each other
+    with _your_engine() as calls:
+        llm = LLM(**YOURS, kv_cache_memory=2**24)
         params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
         [output] = llm.generate(prompt, params, use_tqdm=False)
-    print(f"{prompt}{output.outputs[0].text}\n")
-    yours = [f"{task.name} ({calls[task.function]} calls)" for task in passed if calls[task.function]]
-    print(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}.")
-    if unused := [task.name for task in passed if not calls[task.function]]:
-        print(f"Passed, but not needed here: {', '.join(unused)}.")
+    print(*map(filled, f"{prompt}{output.outputs[0].text}".split("\n")), sep="\n", end="\n\n")
+    yours = [f"{task.name} ({calls[task.function]} calls)" for task in TRACK if calls.get(task.function)]
+    print(filled(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}."))
+    if unused := [task.name for task in TRACK if calls.get(task.function) == 0]:
+        print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-def _workbook() -> "Workbook":
-    from nanoinfer.lab.learn.track import NAMES
-    from nanoinfer.lab.learn.workbook import Workbook
+@app.command(cls=Command)
+def ladder() -> None:
+    """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
+    from torch import device
 
-    return Workbook.here(NAMES)
+    from nanoinfer.lab.bench.ladder import ENGINE, WORKLOAD, engine_rung
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+
+    bandwidth = measure_bandwidth(device("cpu"))
+    pages = {**ENGINE["the engine: pages"], "dtype": "float32"}
+    versions = {
+        "your engine": {**pages, **YOURS},
+        "the same, ours": {**pages, **YOURS},
+        "compiled": {**pages, "enforce_eager": False},
+    }
+    print(f"{'version':<16}{'tok/s':>8}{'bandwidth':>11}   of {bandwidth / 1e9:.1f} GB/s")
+    for version, arguments in versions.items():
+        with _your_engine() if version == "your engine" else nullcontext():
+            rung = engine_rung(version, None, WORKLOAD, bandwidth, repeats=1, **arguments)
+        print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
-def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
-    from nanoinfer.lab.learn.check import SECONDS, Failure, describe_error
-    from nanoinfer.lab.learn.check import check as compare_cases
+@app.command(cls=Command)
+def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
+    """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
+    from torch import device
 
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
+    from nanoinfer.lab.learn.speed import SPEED, grade
+
+    workbook = Workbook(Workbook.here(NAMES).folder, [each.name for each in SPEED], "s")
+    found = SPEED if task is None else [named(SPEED, task)]
+    bandwidth, has_passed = measure_bandwidth(device("cpu")), []
+    print(f"Shares of this machine's memory bandwidth, {bandwidth / 1e9:.1f} GB/s:")
+    for each in found:
+        file = workbook.file(each.name)
+        if not file.exists():
+            file.write_text(each.text, encoding="utf-8")
+        result = grade(each, workbook.load(each.name, each.name), bandwidth)
+        ratio = result.share / result.engine_share
+        has_passed.append(result.is_right and ratio >= each.wanted)
+        verdict = (
+            "passed"
+            if has_passed[-1]
+            else f"not yet: {each.wanted:.2f} is wanted"
+            if result.is_right
+            else "its result is wrong"
+        )
+        shares = f"yours {result.share:6.1%}, the engine's {result.engine_share:6.1%}"
+        print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
+    if not all(has_passed):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _your_engine() -> Iterator[dict[Function, int]]:
+    """Let the engine call the passed functions. Yields how often each was called."""
+    workbook = Workbook.here(NAMES)
+    passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
+    with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
+        yield calls
+
+
+@app.command(cls=Command)
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    *,
+    solved: Annotated[bool, typer.Option("--solved", help="Export the engine's own functions. No workbook is needed.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Compare the answers to this many prompts, of each bundled model.")] = 50,
+) -> None:
+    """Make a repository of your engine: one file that runs without nanoinfer, its tests and what was measured."""
+    from nanoinfer.lab.learn.export import export as write_repository  # imports torch
+
+    files: dict[str, Path] = {}
+    if not solved:
+        workbook = Workbook.here(NAMES)
+        if missing := [task.name for task in TRACK if workbook.status(task.name) != "passed"]:
+            raise InvalidValueError(
+                f"an export needs {len(TRACK)} passed tasks, and {len(missing)} are not: {', '.join(missing)}; check them by: "
+                "nanoinfer learn check, take the engine's version by: nanoinfer learn solve TASK, or use --solved"
+            )
+        files = {task.name: workbook.file(task.name) for task in TRACK}
+    report = write_repository(folder, TRACK, files, prompts)
+    num_differ = len(report["differ"])
+    print(f"{folder}: engine.py has {report['lines']} lines. {num_differ} of {report['answers']} answers differ.")
+    for name, failure in report["refused"].items():
+        print(f"{name} differs in the one file:\n{indent(failure, '  ')}")
+    for each in report["differ"]:
+        print(f"differs: {each}")
+    for each in report["near_ties"]:
+        print(f"near-tie: {each}")
+    if report["refused"] or num_differ:
+        raise typer.Exit(1)
+
+
+def _check(workbook: Workbook, task: Task) -> bool:
+    """Check a task, print the result and keep it. Returns whether the task has passed."""
+    failure = _failure(workbook, task)
+    workbook.mark(task.name, passed=failure is None)
+    print(f"{task.name}: passed" if failure is None else f"{task.name}: not yet\n{indent(str(failure), '  ')}")
+    return failure is None
+
+
+def _failure(workbook: Workbook, task: Task) -> Failure | None:
     file, name = workbook.file(task.name), task.function.name
     version: Callable[..., object] | None = None
     try:
@@ -146,6 +251,14 @@ def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
     except Exception as error:
         got = describe_error(error, version) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
+
+
+def _what_next(workbook: Workbook) -> str:
+    """Return how many tasks have passed, and the next of them."""
+    left = [task for task in TRACK if workbook.status(task.name) != "passed"]
+    if not left:
+        return "\n" + THE_END.format(number=len(TRACK))
+    return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {workbook.file(left[0].name).name}"
 
 
 @contextmanager

@@ -462,6 +462,16 @@ def read_standard_input() -> str:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
 
+def check_writable(path: Path) -> None:
+    """Raises: InvalidValueError if a file cannot be written, before the work whose result it gets."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or path.is_dir():
+        reason = "it is a folder" if path.is_dir() else "there is no such folder"
+        raise InvalidValueError(f"cannot write {path}: {reason}; give another path")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidValueError(f"cannot write {path}: permission denied; give another path")
+
+
 def read_file(path: Path) -> str:
     """Read a UTF-8 text file, without the newline at its end."""
     try:

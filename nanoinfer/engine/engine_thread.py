@@ -30,8 +30,9 @@ class EngineThread(threading.Thread):
     def __init__(self, load: Callable[[], LLMEngine], publish: Callable[[list[Request]], object]) -> None:
         """Start the thread, and wait until the engine is loaded. Raises: the errors of `load`.
 
-        `load` is called in the new thread, because torch's OpenMP makes a team of threads for each thread that calls it, and
-        a second team makes all of them sleep. `publish` is called there after a step, with the requests that have new Deltas.
+        `load` is called in the new thread, because CUDA's current device belongs to a thread, and because torch's operators
+        start threads of their own for each thread that calls them: in steps with enforce_eager, and while a model is loaded.
+        `publish` is called there after a step, with the requests that have new Deltas.
         """
         super().__init__(name="nanoinfer engine", daemon=True)
         self.error: str | None = None

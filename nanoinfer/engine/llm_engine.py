@@ -18,11 +18,11 @@ from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.errors import EnginePausedError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.block_manager import CacheLayout
+from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
-
-
-def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
-    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
-    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
-    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
-        if not issubclass(given, base):
-            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
-    if config.scheduler.scheduling_policy != "fcfs":
-        from nanoinfer.scheduling.policies import POLICIES
-
-        scheduler = POLICIES[config.scheduler.scheduling_policy]
-    return scheduler, block_manager
 
 
 class LLMEngine:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_engine
-from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
+from nanoinfer.scheduling.scheduler import scheduling_classes
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.runner import LeadingShards

@@ -16,7 +16,7 @@ class ExecutorInfo:
     """What the engine must know about the loaded model and its KV cache.
 
     max_position_embeddings: the model's limit in tokens. max_model_len: the most tokens of a sequence in this cache.
-    windows: the windows of the cache's KV groups in tokens (attention/kv_cache.py).
+    windows: the windows of the cache's KV groups in tokens (attention/cache_sizes.py).
     num_state_slots: the number of slots for states (attention/states.py). 0: no layer keeps a state.
     """
 

@@ -5,7 +5,6 @@ In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an exampl
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from nanoinfer import tracing
 from nanoinfer.attention.base import AttentionMetadata, StateUpdate
+from nanoinfer.execution.packing import describe, pack
 from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
@@ -27,19 +27,6 @@ class PreviousTokens:
 
     token_ids: Int[Tensor, " num_rows"]
     rows: dict[Sequence, int]
-
-
-class _Packed(NamedTuple):
-    """The input of a step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
-
-    input_ids: list[int]  # 0 for a placeholder
-    placeholders: list[int]  # indices of the tokens that are only on the device
-    previous_rows: list[int]  # where those tokens are in PreviousTokens
-    positions: list[int]
-    slots: list[int]
-    query_lens: list[int]
-    seq_lens: list[int]  # for each query
-    sequences: list[Sequence]  # for each query
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +67,12 @@ class ForwardBatch:
             has_single_queries: if True, each token of a chunk is a query of its own for the attention, as in decoding, so
                 that a token's bits do not depend on the chunk (batch_invariant).
         """
-        packed = _pack(plan, block_size, previous)
+        packed = pack(plan, block_size, None if previous is None else previous.rows)
         query_start_loc = [0, *accumulate(packed.query_lens)]
         block_tables = _padded([seq.block_table for seq in packed.sequences])
         logits_indices = [index for _, index in plan.rows]
         if tracer is not None:
-            tracer.emit(_describe(packed, query_start_loc, logits_indices))
+            tracer.emit(describe(packed, query_start_loc, logits_indices))
         ids, positions, starts, lens, tables, slots, rows, placeholders, previous_rows = integers_on_device(
             [
                 packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
@@ -138,29 +125,6 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
     return replace(first, block_tables=block_tables.view(len(tables), -1), slot_mapping=slot_mapping)
 
 
-def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _Packed:
-    """Put the new tokens of all sequences in a row, each with its position and its slot in the cache."""
-    packed = _Packed([], [], [], [], [], [], [], [])
-    input_ids, placeholders, previous_rows, positions, slots, query_lens, seq_lens, sequences = packed
-    for item in plan.scheduled:
-        seq = item.sequence
-        start = seq.num_computed_tokens
-        end = start + item.num_new_tokens
-        input_ids += seq.token_ids[start:end]
-        if previous is not None and end > len(seq.token_ids):
-            placeholders.append(len(input_ids))
-            previous_rows.append(previous.rows[seq])
-            input_ids.append(0)
-        num_drafts = len(item.draft_token_ids)
-        input_ids += item.draft_token_ids
-        positions += range(start, end + num_drafts)
-        slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end + num_drafts)]
-        query_lens += [item.num_new_tokens] + [1] * num_drafts
-        seq_lens += range(end, end + num_drafts + 1)
-        sequences += [seq] * (num_drafts + 1)
-    return packed
-
-
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
     updates, start = [], 0
@@ -171,21 +135,6 @@ def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
             updates.append(StateUpdate(start, stop, seq.state_slot, writes))
         start = stop
     return tuple(updates)
-
-
-def _describe(packed: _Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":
-    known_ids = list(packed.input_ids)
-    for index in packed.placeholders:
-        known_ids[index] = -1
-    return tracing.BatchBuilt(
-        sequence_ids=tuple(seq.sequence_id for seq in packed.sequences),
-        query_start_loc=tuple(query_start_loc),
-        seq_lens=tuple(packed.seq_lens),
-        input_ids=tuple(known_ids),
-        positions=tuple(packed.positions),
-        slot_mapping=tuple(packed.slots),
-        logits_indices=tuple(logits_indices),
-    )
 
 
 def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:

@@ -16,7 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import Runtime
-from nanoinfer.scheduling.block_manager import most_blocks
+from nanoinfer.scheduling.block_manager import most_blocks, most_that_fit
 from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
@@ -92,17 +92,14 @@ def _most_that_fit(
     block_bytes = runtime.bytes_per_block
     if draft is not None:
         block_bytes += draft.bytes_per_block * runtime.block_size // draft.block_size
-    num_state_slots = 0
-    if state_bytes := runtime.sizes.bytes_per_state:  # two for each running sequence, one of them for a checkpoint
-        num_state_slots = min(memory // 2 // state_bytes, 2 * config.scheduler.max_num_seqs)
-        if num_state_slots < 1:
-            raise InvalidValueError(
-                f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; "
-                "raise kv_cache_memory"
-            )
-        memory -= num_state_slots * state_bytes
+    state_bytes, max_num_seqs = runtime.sizes.bytes_per_state, config.scheduler.max_num_seqs
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
-    num_blocks, fewest = min(memory // block_bytes, config.scheduler.max_num_seqs * blocks_for(longest)), blocks_for(1)
+    num_blocks, num_state_slots = most_that_fit(memory, block_bytes, state_bytes, max_num_seqs, blocks_for(longest))
+    if state_bytes and num_state_slots < 1:
+        raise InvalidValueError(
+            f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; raise kv_cache_memory"
+        )
+    memory, fewest = memory - num_state_slots * state_bytes, blocks_for(1)
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_gpu else ""
         if runtime.reserved_bytes:

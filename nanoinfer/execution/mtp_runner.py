@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
 from nanoinfer.execution.runtime import Runtime

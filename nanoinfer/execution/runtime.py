@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import CacheSizes, KVCache
+from nanoinfer.attention.cache_sizes import CacheSizes
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo

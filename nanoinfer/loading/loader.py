@@ -67,13 +67,14 @@ class Loaded:
 def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
-    model, weights, num_parameters = load_configured(checkpoint, config, shards)
+    # Checked before the weights are read, which takes long.
+    eos_token_ids = checkpoint.eos_token_ids
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
+    model, weights, num_parameters = load_configured(checkpoint, config, shards)
     gguf = checkpoint.gguf if config.tokenizer is None else None
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_path, gguf)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
-    eos_token_ids = checkpoint.eos_token_ids
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
         eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
     if outside := sorted(token_id for token_id in eos_token_ids if not 0 <= token_id < model.config.vocab_size):

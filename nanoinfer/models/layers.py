@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import wrap_torch_function
 
 from nanoinfer.models.rope import RopeConfig, cos_and_sin, rope_frequencies
 
@@ -61,10 +61,9 @@ class ZeroCentredRMSNorm(RMSNorm):
         return (wide * (1.0 + self.weight.float())).to(x.dtype)
 
 
+@wrap_torch_function(lambda x: (x,))  # a tracer records a single operation, as for torch's own functions
 def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     """Compute 1 / (1 + exp(-x)). torch.sigmoid rounds a tensor's tail differently, so a row would depend on the batch."""
-    if has_torch_function_unary(x):  # as in apply_rotary
-        return handle_torch_function(sigmoid, (x,), x)
     return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
@@ -126,20 +125,18 @@ class RotaryEmbedding(nn.Module):
         return positions.float().unsqueeze(-1) * self.inv_freq
 
 
+@wrap_torch_function(lambda x, cos, sin: (x,))
 def apply_rotary(
     x: Float[Tensor, "num_tokens heads head_dim"],
     cos: Float[Tensor, "num_tokens 1 head_dim"],
     sin: Float[Tensor, "num_tokens 1 head_dim"],
 ) -> Float[Tensor, "num_tokens heads head_dim"]:
     """Rotate every head of every token by its position's angles."""
-    if has_torch_function_unary(x):  # a tracer records a single operation, as for torch's own functions
-        return handle_torch_function(apply_rotary, (x,), x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+@wrap_torch_function(lambda x, cos, sin, num_rotated: (x,))
 def partial_rotary(x: Heads, cos: Angles, sin: Angles, num_rotated: int) -> Heads:
     """Rotate the first num_rotated numbers of every head, and keep the others."""
-    if has_torch_function_unary(x):  # as in apply_rotary
-        return handle_torch_function(partial_rotary, (x,), x, cos, sin, num_rotated)
     return torch.cat((apply_rotary(x[..., :num_rotated], cos, sin), x[..., num_rotated:]), dim=-1)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.attention.kv_cache import LayerSizes
+from nanoinfer.attention.cache_sizes import LayerSizes
 from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
 from nanoinfer.models.layers import Hidden, Ids
 

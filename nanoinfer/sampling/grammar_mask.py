@@ -4,7 +4,7 @@ In: the sequences of a step's rows. Out: GrammarMask, for the stage keep_grammat
 sampling/grammar.py. Each row's mask takes some 30 us, and is computed while a GPU still runs the forward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class GrammarMask:
 
     rows: Int[Tensor, " some_rows"]
     forbidden: Bool[Tensor, "some_rows vocab"]
-    errors: dict[int, str]
+    errors: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask | None":

@@ -14,9 +14,9 @@ slot `block_table[i // block_size] * block_size + i % block_size`:
 
 Usually every layer keeps every token, and a sequence has a single table. A CacheLayout says what else a model has:
 
-- Windows: a sequence has a table for each KV group, with blocks of the same pool (attention/kv_cache.py, `kv_groups`). A group
-  with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their places
-  in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
+- Windows: a sequence has a table for each KV group, with blocks of the same pool (`kv_groups` in attention/cache_sizes.py). A
+  group with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their
+  places in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
 
       tokens      | a a a a | b b b b | c c c c | d d     |     block_size 4, the next query is at position 14
       no window   |    7    |    2    |    9    |    4    |     it reaches every token
@@ -375,3 +375,18 @@ def most_blocks(num_tokens: int, windows: ListLike[int | None], block_size: int,
     return sum(
         num_for_all if window is None else min(num_for_all, -(-(window + chunk_size) // block_size) + 1) for window in windows
     )
+
+
+def most_that_fit(memory: int, block_bytes: int, state_bytes: int, max_num_seqs: int, longest: int) -> tuple[int, int]:
+    """Return how many blocks and state slots fit into the memory, but at most what max_num_seqs sequences need.
+
+    Args:
+        memory: the bytes for the cache, of which states get at most half.
+        block_bytes: the bytes of a block.
+        state_bytes: the bytes of a state. 0: the model keeps no states.
+        longest: the blocks that the longest sequence needs.
+    """
+    num_state_slots = 0
+    if state_bytes:  # two for each running sequence, one of them for a checkpoint
+        num_state_slots = min(memory // 2 // state_bytes, 2 * max_num_seqs)
+    return min((memory - num_state_slots * state_bytes) // block_bytes, max_num_seqs * longest), num_state_slots

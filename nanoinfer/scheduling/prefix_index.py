@@ -28,10 +28,7 @@ IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """A cache group:
-
-    a KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory.
-    """
+    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory."""
 
     window: int | None
     pool: Pool

@@ -34,13 +34,13 @@ block. It only decides which sequence waits.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from nanoinfer import tracing
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidTypeError, NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
@@ -70,9 +70,11 @@ class Scheduler:
         waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
+        clock: returns the time in seconds, as in Sequence.arrival_time and deadline. A simulation sets a virtual clock.
     """
 
     reads_priority = False
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         seq.num_tokens_at_start = seq.num_tokens
         if seq.num_preemptions == 0:
-            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, time.perf_counter()
+            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, self.clock()
         self._select(selection, seq, num_new)
         return True
 
@@ -295,17 +297,15 @@ class Scheduler:
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
         prefix = self._prefix_of(seq)
         num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
-        released = [item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1]
         num_reserved = sum(self._num_kept_free(other) for other in self.running if other is not victim)
         num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
-        if num_new > 1 and selection.budget + sum(released) < num_new:
+        if num_new > 1 and selection.budget < num_new:  # a victim has a single new token, which leaves no budget
             return False
         if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
             return False
         self.running.remove(victim)
         self._stop(victim)
         selection.drop(victim)
-        selection.budget += sum(released)
         assert self._start(selection, seq, num_reserved), "there is room, as was computed"
         return True
 
@@ -387,3 +387,16 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
+
+
+def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
+    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
+    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
+    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
+        if not issubclass(given, base):
+            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
+    if config.scheduler.scheduling_policy != "fcfs":
+        from nanoinfer.scheduling.policies import POLICIES
+
+        scheduler = POLICIES[config.scheduler.scheduling_policy]
+    return scheduler, block_manager

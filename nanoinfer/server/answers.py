@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
+from nanoinfer.server import schemas
 from nanoinfer.server.errors import ContextLengthError, RequestError, without_paths
 from nanoinfer.server.protocol import JsonObject
 
@@ -33,7 +34,7 @@ class Answers:
         self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only, self._merges = n, is_prompt_only, merges
         self.streams: list[RequestStream] = []
-        self._num_tokens = 0  # the tokens of all answers so far
+        self.num_tokens = 0  # of the answers that have ended, and of the deltas that are in events
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: Sequence[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
@@ -58,7 +59,6 @@ class Answers:
             updates = []
             for number, stream in list(unfinished.items()):
                 deltas = stream.take(merges=self._merges)
-                self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
                 updates += [(self.choice_index(number, delta.index), stream, delta) for delta in deltas]
                 if stream.output is not None:
                     del unfinished[number]
@@ -75,6 +75,7 @@ class Answers:
         for answer in (answer for output in self.outputs for answer in output.outputs):
             if failure := failure_of(answer):
                 raise RequestError(*failure)
+            self.num_tokens += len(answer.token_ids)
         return self.outputs
 
     @property
@@ -82,10 +83,10 @@ class Answers:
         """Return the outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> schemas.Usage:
         """Return OpenAI's usage so far."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
-        completion = 0 if self._is_prompt_only else self._num_tokens
+        completion = 0 if self._is_prompt_only else self.num_tokens
         cached = sum(stream.request.sequences[0].num_cached_tokens for stream in self.streams if stream.request is not None)
         return {
             "prompt_tokens": prompt,
@@ -147,6 +148,7 @@ class Reply(ABC):
                 if failure := failure_of(delta):
                     yield b"".join(events) + self.failure(*failure)
                     return
+                self.answers.num_tokens += len(delta.token_ids)
                 events += self.chunks(index, stream, delta)
             if any(events):
                 yield b"".join(events)

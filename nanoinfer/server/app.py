@@ -46,6 +46,7 @@ from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
+from nanoinfer.server.recording import RequestLog
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore, StoredResponse
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.settings import ServerSettings
@@ -82,6 +83,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
     _add_information(app, async_llm, models, settings.metrics_prefix)
+    if settings.record is not None:
+        async_llm.on_finished = RequestLog(settings.record).add
     if settings.enable_weight_update:
         add_weights(app, async_llm)
     if settings.enable_lora_update:
@@ -143,11 +146,10 @@ class GenerationEndpoints:
         streaming("/v1/chat/completions", response_model=schemas.ChatCompletion)(self.chat_completions)
         streaming("/v1/responses", response_model=schemas.OpenAIResponse)(self.responses)
         app.get("/v1/responses/{response_id}", response_model=schemas.OpenAIResponse)(self.stored_response)
-        app.delete("/v1/responses/{response_id}", response_model=schemas.DeletedResponse)(self.delete_response)
-        app.post("/v1/responses/input_tokens", response_model=schemas.ResponseInputTokens)(self.count_input_tokens)
+        app.delete("/v1/responses/{response_id}")(self.delete_response)
+        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
         app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS, response_model=schemas.AnthropicMessage)(self.messages)
-        counting = partial(app.post, responses=MESSAGES_ERRORS, response_model=schemas.InputTokens)
-        counting("/v1/messages/count_tokens")(self.count_tokens)
+        app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)(self.count_tokens)
 
     async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
         reply = CompletionReply(body, self.models.check_body(body), self.tokenizer)
@@ -164,14 +166,14 @@ class GenerationEndpoints:
         chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
-    async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> Response:
+    async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> schemas.InputTokens:
         self.models.check_body(body)
-        return json_response({"input_tokens": await self._num_tokens(http, partial(messages_to_chat, body))})
+        return {"input_tokens": await self._num_tokens(http, partial(messages_to_chat, body))}
 
-    async def count_input_tokens(self, http: StrictRequest, body: ResponsesRequest) -> Response:
+    async def count_input_tokens(self, http: StrictRequest, body: ResponsesRequest) -> schemas.ResponseInputTokens:
         self.models.check_body(body)
         num_tokens = await self._num_tokens(http, lambda: responses_to_chat(body, self._previous(http, body).messages)[0])
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
     async def _num_tokens(self, http: StrictRequest, to_chat: Callable[[], protocol.ChatCompletionRequest]) -> int:
         """Return the number of tokens of the prompt to which a chat request is rendered."""
@@ -204,9 +206,9 @@ class GenerationEndpoints:
             raise RequestError(400, message, param="stream", code="unsupported")
         return json_response(self.store.get(http.key, response_id).json)
 
-    async def delete_response(self, http: StrictRequest, response_id: str) -> Response:
+    async def delete_response(self, http: StrictRequest, response_id: str) -> schemas.DeletedResponse:
         self.store.delete(http.key, response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return {"id": response_id, "object": "response", "deleted": True}
 
     async def _chat(self, http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
         return await self._generate(http, chat, [partial(self.chat_format.prepare, chat, self.inputs)], reply)
@@ -291,20 +293,23 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
 
 
 def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_prefix: str) -> None:
-    facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
+    created = int(time.time())
     metrics = Metrics(async_llm, models.names[0], metrics_prefix)
 
-    def card(name: str) -> dict[str, object]:
-        parent = {"parent": models.names[0]} if name in models.adapters else {}
-        return {"id": name, "object": "model", "root": name, **facts, **parent}
+    def card(name: str) -> schemas.Model:
+        max_model_len = async_llm.engine.max_model_len
+        facts = schemas.Model(
+            id=name, object="model", root=name, created=created, owned_by="nanoinfer", max_model_len=max_model_len
+        )
+        return facts | {"parent": models.names[0]} if name in models.adapters else facts
 
-    @app.get("/v1/models", response_model=schemas.ModelList)
-    async def list_models() -> Response:
-        return json_response({"object": "list", "data": list(map(card, (*models.names, *models.adapters)))})
+    @app.get("/v1/models")
+    async def list_models() -> schemas.ModelList:
+        return {"object": "list", "data": list(map(card, (*models.names, *models.adapters)))}
 
-    @app.get("/v1/models/{model:path}", response_model=schemas.Model)
-    async def model(model: str) -> Response:
-        return json_response(card(models.check(model)))
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> schemas.Model:
+        return card(models.check(model))
 
     @app.get("/ping", response_class=Response)
     @app.get("/health", response_class=Response)
@@ -316,10 +321,10 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/load", response_model=schemas.ServerLoad)
-    async def load() -> Response:
-        return json_response({"server_load": async_llm.num_unfinished_answers})
+    @app.get("/load")
+    async def load() -> schemas.ServerLoad:
+        return {"server_load": async_llm.num_unfinished_answers}
 
-    @app.get("/version", response_model=schemas.Version)
-    async def version() -> Response:
-        return json_response({"version": __version__})
+    @app.get("/version")
+    async def version() -> schemas.Version:
+        return {"version": __version__}

@@ -64,10 +64,23 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-class MessagesErrorBody(ErrorBody):
+class ErrorDetails(BaseModel):
+    """The place where Anthropic's clients look for the code."""
+
+    error_code: str
+
+
+class MessagesErrorFields(ErrorFields):
+    """The fields of an error of /v1/messages."""
+
+    details: ErrorDetails | None = None
+
+
+class MessagesErrorBody(BaseModel):
     """The body of an error of /v1/messages."""
 
     type: Literal["error"]
+    error: MessagesErrorFields
 
 
 _OF_BODIES = (400, 408, 413, 415, 429, 504)
@@ -143,8 +156,9 @@ def error_body(
     types = _TYPES | _MESSAGES_TYPES if is_message else _TYPES
     server_error = "api_error" if is_message else "server_error"
     kind = types.get(status, server_error if status >= 500 else "invalid_request_error")
-    error: dict[str, object] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return {"type": "error", **error} if is_message else error
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    details = {"details": {"error_code": code}} if code else {}
+    return {"type": "error", "error": error | details} if is_message else {"error": error}
 
 
 def without_paths(message: str) -> str:

@@ -49,7 +49,6 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     # those of Anthropic's Messages and OpenAI's Responses
     "context_management": (({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {"edits": []}), ""),
     "speed": (("standard",), ""),
-    "thread": (({"type": "create"},), "send the conversation as messages"),
     "mcp_servers": (([],), "call them from the client, and offer their tools"),
     "citations": (({"enabled": False},), ""),
     "defer_loading": ((False,), ""),

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.server import protocol
+from nanoinfer.server import protocol, schemas
 from nanoinfer.server.blocks import Block, BlockReply, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
@@ -102,6 +102,7 @@ class _Conversation(protocol.ModelBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: Annotated[protocol.JsonObject, BeforeValidator(protocol.few_items)] | None = None
+    thread: protocol.JsonObject | None = None
 
 
 class CountTokensRequest(_Conversation):
@@ -120,6 +121,9 @@ def to_chat(body: CountTokensRequest | MessagesRequest, *, ends_thoughts: bool =
 
     ends_thoughts: whether the model can be held to a thinking_token_budget. If not, budget_tokens has no effect.
     """
+    if body.thread is not None:  # also where unknown fields are ignored, because a thread's messages would be missing
+        message = "thread is not supported; send the whole conversation as messages"
+        raise RequestError(400, message, param="thread", code="thread_unsupported_request")  # the client then does so
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
     system: list[protocol.JsonObject] = (
         [] if body.system is None else [{"role": "system", "content": protocol.joined(body.system)}]
@@ -240,7 +244,7 @@ class MessagesReply(BlockReply):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> schemas.MessageUsage:
         usage = self.answers.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

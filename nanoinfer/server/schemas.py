@@ -7,6 +7,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from nanoinfer.outputs import Logprob
 from nanoinfer.server.protocol import JsonObject
 
 # ---- /v1/chat/completions and /v1/completions
@@ -31,15 +32,9 @@ class ChatUsage(Usage):
     completion_tokens_details: ReasoningTokens
 
 
-class PromptLogprob(TypedDict):
-    logprob: float
-    rank: int
-    decoded_token: str | None
-
-
 class PromptFields(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    prompt_logprobs: NotRequired[list[dict[str, Logprob] | None]]
 
 
 class ChoiceFields(TypedDict):

@@ -49,6 +49,9 @@ class ServerSettings:
     trace: Annotated[bool, Doc(
         "Record the newest steps, without the sampler's stages, and replay answers at /trace/ID, which show the prompts and "
         "answers of all requests that ran in these steps.")] = False
+    record: Annotated[str | None, Doc(
+        "File that gets a line for each answer: its arrival, its lengths and hashes of its prompt, no text. `bench serve` and "
+        "`simulate` read it.")] = None
     # fmt: on
 
     def __post_init__(self) -> None:

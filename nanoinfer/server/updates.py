@@ -47,21 +47,21 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     origin = rollouts.origin_of(llm.engine)
     app.state.max_file_bytes = max_file_bytes(origin)
 
-    def status() -> dict[str, object]:
+    def status() -> schemas.WeightsStatus:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
-    @app.post("/pause", response_model=schemas.WeightsStatus)
-    async def pause(body: Body, mode: Literal["wait", "abort"] = "wait") -> Response:
+    @app.post("/pause")
+    async def pause(body: Body, mode: Literal["wait", "abort"] = "wait") -> schemas.WeightsStatus:
         body.check_unknown_fields()
         await async_llm.pause(mode)
-        return json_response(status())
+        return status()
 
-    @app.post("/resume", response_model=schemas.WeightsStatus)
-    async def resume(body: Body) -> Response:
+    @app.post("/resume")
+    async def resume(body: Body) -> schemas.WeightsStatus:
         body.check_unknown_fields()
         await async_llm.between_steps(llm.resume)
-        return json_response(status())
+        return status()
 
     uploads = asyncio.Semaphore(MAX_UPLOADS)
 
@@ -91,9 +91,9 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     async def update(path: str) -> None:
         await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400
 
-    @app.get("/get_world_size", response_model=schemas.WorldSize)
-    async def get_world_size() -> Response:
-        return json_response({"world_size": origin.config.tensor_parallel_size})
+    @app.get("/get_world_size")
+    async def get_world_size() -> schemas.WorldSize:
+        return {"world_size": origin.config.tensor_parallel_size}
 
 
 # ---- adapters

@@ -5,6 +5,8 @@ schedules.py explores every schedule of a small world. machines.py draws long ru
 
 from typing import TYPE_CHECKING
 
+from nanoinfer.testing.schedules import check_scheduler as check_scheduler
+
 if TYPE_CHECKING:
     from nanoinfer.testing.proposers import check_proposer as check_proposer
 else:

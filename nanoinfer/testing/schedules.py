@@ -9,7 +9,7 @@ In: the classes, and the size of a World. Out: how many states they can reach, o
 - Every answer ends: no state leads back to itself by steps alone, so nobody waits or is preempted for ever.
 
 Between two steps, requests arrive, are aborted or fail. A step samples any tokens of the alphabet, and any of them may be the
-last. The states are a graph, which explore() walks breadth first, so the first broken promise has a shortest run.
+last. The states are a graph, which check_scheduler() walks breadth first, so the first broken promise has a shortest run.
 
 States with the same future are explored once. They may differ in block ids, in the names of sequences, in counts that no
 decision reads, and in tokens: block keys are digests, so it only matters where two sequences have the same tokens.
@@ -34,7 +34,8 @@ from struct import Struct
 from typing import Literal, NamedTuple
 
 from nanoinfer import tracing
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import SchedulerConfig, SpeculativeConfig
+from nanoinfer.engine.speculative.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -54,16 +55,21 @@ class World:
         num_blocks: the blocks of the pool.
         block_size: the tokens of a block.
         max_num_seqs: the sequences that run at a time.
-        chunk_size: the tokens of a prompt's chunk, and the budget of a step (max_num_batched_tokens).
+        chunk_size: the tokens of a prompt's chunk.
+        max_num_batched_tokens: the prompt tokens of a step. 0: chunk_size.
         num_token_ids: the size of the alphabet.
         max_prompt_len: the tokens of the longest prompt.
         max_tokens: the tokens of the longest answer.
         num_forks: how many requests have two answers (n = 2).
         num_aborts: how many requests are aborted or fail.
+        num_readers: how many requests have a PromptReader, for which all rows of a prompt are computed.
         num_salts: the different salts of requests.
+        max_adapters: the LoRA adapters of running sequences. Each salt but the first belongs to one. 0: there are none.
         num_ranks: the different priorities and deadlines of requests.
         num_resets: how often the prefix cache is reset, or a step fails so that the engine restarts all sequences.
-        async_scheduling: whether a step is planned before the tokens of the step before are known, as on a GPU.
+        num_speculative_tokens: the most drafts of a sequence in a step. Each draft is token 0.
+        enable_prefix_caching: whether full blocks are cached.
+        async_scheduling: whether a step is planned before the previous step's tokens are known, as on a GPU. Not with drafts.
     """
 
     num_requests: int = 3
@@ -71,14 +77,19 @@ class World:
     block_size: int = 2
     max_num_seqs: int = 2
     chunk_size: int = 2
+    max_num_batched_tokens: int = 0
     num_token_ids: int = 2
     max_prompt_len: int = 4
     max_tokens: int = 3
     num_forks: int = 1
     num_aborts: int = 1
+    num_readers: int = 0
     num_salts: int = 1
+    max_adapters: int = 0
     num_ranks: int = 1
     num_resets: int = 0
+    num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = True
     async_scheduling: bool = False
 
 
@@ -89,11 +100,12 @@ class Arrive(NamedTuple):
     n: int = 1
     salt: str | None = None
     rank: int = 0
+    is_read: bool = False
 
     def __str__(self) -> str:
-        more = {"n": self.n, "cache_salt": self.salt, "rank": self.rank}
-        differing = (f", {name}={value}" for name, value in more.items() if value not in (1, None, 0))
-        return f"a request arrives: prompt {' '.join(map(str, self.prompt))}{''.join(differing)}"
+        given = self._asdict()
+        more = (f", {name}={given[name]}" for name, default in self._field_defaults.items() if given[name] != default)
+        return f"a request arrives: prompt {' '.join(map(str, self.prompt))}{''.join(more)}"
 
 
 class Abort(NamedTuple):
@@ -116,12 +128,12 @@ class Reset(NamedTuple):
 
 
 class RunStep(NamedTuple):
-    """A step. sampled: for each row the sampled id, and whether the answer ends with it."""
+    """A step. sampled: for each row the sampled id, and whether the answer ends with it. None: a draft before was wrong."""
 
-    sampled: tuple[tuple[int, bool], ...] = ()
+    sampled: tuple[tuple[int, bool] | None, ...] = ()
 
     def __str__(self) -> str:
-        samples = (f"{token_id}{' (the last)' * is_last}" for token_id, is_last in self.sampled)
+        samples = (f"{given[0]}{' (the last)' * given[1]}" for given in self.sampled if given is not None)
         return f"a step samples {', '.join(samples) or 'nothing'}"
 
 
@@ -141,7 +153,7 @@ class BrokenPromiseError(AssertionError):
 
 
 class Explored(NamedTuple):
-    """What explore() has seen, in which every promise holds.
+    """What check_scheduler() has seen, in which every promise holds.
 
     Attributes:
         num_states: the number of different states.
@@ -156,13 +168,16 @@ class Explored(NamedTuple):
     seconds: float
 
 
-def explore(
+def check_scheduler(
     scheduler_cls: type[Scheduler] = Scheduler,
     block_manager_cls: type[BlockManager] = BlockManager,
     world: World = World(),
     progress: Callable[[Explored], object] | None = None,
 ) -> Explored:
     """Check everything that the two classes can do in a world.
+
+        def test_my_scheduler():
+            check_scheduler(MyScheduler, MyBlocks, World(num_requests=2))
 
     Args:
         progress: called with what was seen so far, when all states that a number of events can reach are known.
@@ -191,7 +206,7 @@ def replay(
     events: ListLike[Event],
     recorder: "tracing.Recorder",
 ) -> None:
-    """Record a run of explore(), for a page that replays it. What breaks a promise is recorded as far as it goes."""
+    """Record a run of check_scheduler(), for a page that replays it. What breaks a promise is recorded as far as it goes."""
     recorder.emit(
         tracing.EngineStarted(
             f"a world of {world.num_requests} requests", 0, "none", "none", "none", world.num_token_ids, world.num_blocks,
@@ -211,32 +226,21 @@ def require(holds: object, promise: str) -> None:
         raise BrokenPromiseError(promise)
 
 
-Slot = tuple[str | None, tuple[int, ...]]  # a salt, and all tokens up to that of the slot
+class _Adapter(NamedTuple):
+    digest: str
 
 
-class SaltedMemory(Memory):
-    """A slot holds the salt, and all tokens up to its own."""
+class _Guesses(Proposer):
+    """Drafts of token 0."""
 
-    def __init__(self, manager: BlockManager) -> None:
-        super().__init__(manager)
-        self.unread: list[tuple[Sequence, int, bool]] = []  # with async_scheduling: sampled, and not yet appended
+    def __init__(self, config: SpeculativeConfig) -> None:
+        pass
 
-    def tokens(self, seq: Sequence) -> tuple[int, ...]:
-        """Return the sequence's tokens with those that only the device knows."""
-        return (*seq.token_ids, *(token_id for other, token_id, _ in self.unread if other is seq))
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        return [[0] * limit for limit in limits]
 
-    def last(self, block: int) -> Slot:
-        """Return the content of a full block's last slot."""
-        content: Slot = self.slots[(block + 1) * self.manager.block_size - 1]
-        return content
-
-    def content(self, seq: Sequence, i: int) -> Slot:
-        return _content(seq.cache_salt, self.tokens(seq)[: i + 1])
-
-
-@cache
-def _content(salt: str | None, token_ids: tuple[int, ...]) -> Slot:
-    return salt, token_ids  # the same object for all slots, which pickle then writes once
+    def forget(self, seq: Sequence) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -245,10 +249,11 @@ class State:
 
     world: World
     scheduler: Scheduler
-    memory: SaltedMemory
+    memory: Memory
     alive: list[Sequence] = field(default_factory=list)  # unfinished sequences, the oldest first
     num_arrived: int = 0
     num_forked: int = 0
+    num_read: int = 0
     num_aborted: int = 0
     num_resets: int = 0
 
@@ -260,25 +265,31 @@ class State:
         block_manager_cls: type[BlockManager],
         tracer: "tracing.Tracer | None" = None,
     ) -> "State":
-        size = world.chunk_size
-        config = SchedulerConfig(max_num_seqs=world.max_num_seqs, max_num_batched_tokens=size, chunk_size=size)
-        manager = block_manager_cls(world.num_blocks, world.block_size, tracer=tracer)
-        return cls(world, scheduler_cls(config, manager, tracer), SaltedMemory(manager))
+        config = SchedulerConfig(
+            max_num_seqs=world.max_num_seqs,
+            max_num_batched_tokens=world.max_num_batched_tokens or world.chunk_size,
+            chunk_size=world.chunk_size,
+        )
+        manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, tracer)
+        scheduler = scheduler_cls(config, manager, tracer, world.max_adapters or None)
+        return cls(world, scheduler, Memory(manager))
 
     # ---- what can happen
 
     def events(self) -> Iterator[Event]:
         """Yield what can happen before the next step."""
-        world, forked = self.world, self.num_forked < self.world.num_forks
+        world = self.world
+        ns, reads = range(1, 2 + (self.num_forked < world.num_forks)), range(1 + (self.num_read < world.num_readers))
         if self.num_arrived < world.num_requests:
             salts = [None, *map(str, range(1, world.num_salts))]
             tokens, met = self.tokens(), set()
             for length in range(1, min(world.max_prompt_len, world.num_blocks * world.block_size - 1) + 1):
                 for prompt in itertools.product(range(world.num_token_ids), repeat=length):
-                    for salt, rank, n in itertools.product(salts, range(world.num_ranks), range(1, 2 + forked)):
-                        if (met_before := (tokens.new_part(salt, prompt), rank, n)) not in met:
-                            met.add(met_before)
-                            yield Arrive(prompt, n, salt, rank)
+                    for salt, *more in itertools.product(salts, ns, range(world.num_ranks), reads):
+                        n, rank, is_read = more
+                        if (part := (tokens.new_part(salt, prompt), *more)) not in met:
+                            met.add(part)
+                            yield Arrive(prompt, n, salt, rank, bool(is_read))
         if self.num_aborted < world.num_aborts:
             for age, has_failed in itertools.product(range(len(self._requests())), (False, True)):
                 yield Abort(age, has_failed)
@@ -288,13 +299,21 @@ class State:
 
     def samples(self, plan: StepPlan) -> Iterator[RunStep]:
         """Yield what a step with this plan can sample."""
+        drafts = {item.sequence: item.draft_token_ids for item in plan.scheduled}
         ending = {seq for seq, _, is_last in self.memory.unread if is_last}
-        every = [(token_id, False) for token_id in range(self.world.num_token_ids)] + [(0, True)]
-        rows = [
-            [(0, True)] if seq in ending or len(self.memory.tokens(seq)) + 1 == seq.max_num_tokens else every
-            for seq, _ in plan.rows
-        ]
-        return map(RunStep, itertools.product(*rows))
+
+        def sampled(num_left: int, drafts: tuple[int, ...]) -> Iterator[tuple[tuple[int, bool] | None, ...]]:
+            token_ids = range(self.world.num_token_ids) if num_left > 1 else ()
+            for token_id in token_ids:
+                following = sampled(num_left - 1, drafts[1:]) if drafts[:1] == (token_id,) else [(None,) * len(drafts)]
+                yield from (((token_id, False), *more) for more in following)
+            yield ((0, True), *[None] * len(drafts))
+
+        rows = []
+        for seq in dict.fromkeys(seq for seq, _ in plan.rows):
+            num_left = 1 if seq in ending else seq.max_num_tokens - len(self.memory.tokens(seq))
+            rows.append([*sampled(num_left, drafts.get(seq, ()))])
+        return (RunStep(tuple(itertools.chain.from_iterable(parts))) for parts in itertools.product(*rows))
 
     def apply(self, event: Event) -> None:
         if isinstance(event, RunStep):
@@ -309,6 +328,7 @@ class State:
 
     def arrive(self, event: Arrive) -> None:
         self.num_forked += event.n > 1
+        self.num_read += event.is_read
         name, capacity = str(self.num_arrived), self.world.num_blocks * self.world.block_size
         self.num_arrived += 1
         first, *forks = [
@@ -318,9 +338,11 @@ class State:
                 PARAMS,
                 seed=0,
                 max_num_tokens=min(len(event.prompt) + self.world.max_tokens, capacity),
+                reader="a reader" if event.is_read else None,
                 index=index,
-                priority=event.rank,
+                priority=event.rank if self.scheduler.reads_priority else 0,
                 deadline=float(event.rank),
+                adapter=_Adapter(event.salt) if self.world.max_adapters and event.salt else None,
                 cache_salt=event.salt,
             )
             for index in range(event.n)
@@ -335,12 +357,11 @@ class State:
     def abort(self, event: Abort) -> None:
         self.num_aborted += 1
         for seq in self._requests()[event.age]:
-            size, failed = self.world.block_size, []
-            if event.has_failed:
-                failed = [(seq.cache_salt, tuple(seq.token_ids[: end * size])) for end in range(1, len(seq.prefix_keys) + 1)]
+            failed = self.memory.full_blocks(seq)[: len(seq.prefix_keys)] if event.has_failed else []
+            kept = self.memory.cached().keys() - failed
             self._finish(seq, has_failed=event.has_failed)
-            for block in self._cached():
-                require(self.memory.last(block) not in failed, "blocks of a failed request leave the prefix cache")
+            found = self.memory.cached().keys()
+            require(found == kept, "blocks of a failed request leave the prefix cache, and no others")
 
     def reset(self, event: Reset) -> None:
         self.num_resets += 1
@@ -349,20 +370,27 @@ class State:
             self.scheduler.restart()
         else:
             self.scheduler.block_manager.reset_prefix_cache()
-            require(not self._cached(), "reset_prefix_cache leaves no block in the prefix cache")
+            require(not self.memory.cached(), "reset_prefix_cache leaves no block in the prefix cache")
 
     def plan(self) -> StepPlan:
         """Schedule, compute and commit a step."""
-        return run_step(self.scheduler, self.memory, self.alive, len(self.memory.unread))
+        speculator = None
+        if num := self.world.num_speculative_tokens:
+            config = SpeculativeConfig(method=_Guesses, num_speculative_tokens=num, adaptive=False)
+            speculator = Speculator(_Guesses(config), config, self.scheduler.block_manager, max_num_rows=1000)
+        return run_step(self.scheduler, self.memory, self.alive, speculator)
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:
         """Append the tokens of a step, or those of the step before with async_scheduling."""
-        sampled = [(seq, token_id, is_last) for (seq, _), (token_id, is_last) in zip(plan.rows, event.sampled, strict=True)]
+        rows = zip(plan.rows, event.sampled, strict=True)
+        sampled = [(seq, *token) for (seq, _), token in rows if token is not None]
         if self.world.async_scheduling:
             sampled, self.memory.unread = self.memory.unread, sampled
         for seq, token_id, is_last in sampled:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.append(seq, token_id)
+                is_computed = self.world.async_scheduling or seq.num_new_tokens == 1
+                require(is_computed, "a sampled token is the only new token of its sequence")
                 is_last = is_last or len(seq.token_ids) == seq.max_num_tokens
                 if (tracer := self.scheduler.tracer) is not None:
                     at, text, reason = len(seq.token_ids) - 1, str(token_id), "stop" if is_last else None
@@ -382,7 +410,8 @@ class State:
         for seq in self.alive:
             is_running = seq.status is SequenceStatus.RUNNING
             require(is_running == (seq in scheduler.running), "`running` has the sequences that run")
-            require(is_running or not seq.block_table, "only running sequences hold blocks")
+            has_blocks = seq.block_table or seq.prefix_keys or seq.num_computed_tokens
+            require(is_running or not has_blocks, "only running sequences hold blocks, keys and computed tokens")
         num_pending = sum(len(seq.forks) for seq in self.alive)
         require(scheduler.num_unfinished + num_pending == len(self.alive), "every unfinished sequence runs, waits or is a fork")
 
@@ -393,8 +422,8 @@ class State:
         tree = TokenTree()
         for seq in self.alive:
             tree.add(seq.cache_salt, self.memory.tokens(seq))
-        for block in self._cached():
-            tree.add(*self.memory.last(block))
+        for content in self.memory.cached():
+            tree.add(*content)
         return tree
 
     def key(self) -> bytes:
@@ -411,13 +440,13 @@ class State:
                 (ages[seq.request_id], seq.index, seq.priority, len(seq.prompt_token_ids), seq.num_pending_tokens),
                 (seq.num_computed_tokens, seq.num_tokens > seq.num_tokens_at_start, len(seq.prefix_keys), len(seq.forks)),
                 (tree.add(seq.cache_salt, self.memory.tokens(seq)), [numbers[block] for block in seq.block_table]),
-                unread.get(seq),
+                (unread.get(seq), seq.reader is None),
             )
 
         parts = (
             [[*map(describe, queue)] for queue in (scheduler.running, scheduler.waiting)],
             [tree.add(*self.memory.last(block)) if pool.contents[block] else None for block in numbers],
-            (len(pool.reusable), self.num_arrived, self.num_forked, self.num_aborted, self.num_resets),
+            (len(pool.reusable), self.num_arrived, self.num_forked, self.num_read, self.num_aborted, self.num_resets),
             [_dumps(more) for more in (_own_attributes(scheduler, Scheduler), _own_attributes(manager, BlockManager)) if more],
         )
         return blake2b(marshal.dumps(parts, 2), digest_size=16).digest()
@@ -425,9 +454,6 @@ class State:
     def _requests(self) -> list[list[Sequence]]:
         """Return the unfinished sequences of each request, the oldest first."""
         return [[*group] for _, group in itertools.groupby(self.alive, key=lambda seq: seq.request_id)]
-
-    def _cached(self) -> list[int]:
-        return [block for block, content in enumerate(self.scheduler.block_manager.blocks.contents) if content]
 
     def _finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
@@ -441,7 +467,8 @@ class TokenTree:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[str | None, tuple[int, dict]] = {}  # type: ignore[type-arg]  # which holds dicts like itself
+        # None is always the first, because requests without a salt have no adapter. Each dict holds dicts like itself.
+        self._roots: dict[str | None, tuple[int, dict]] = {None: (0, {})}  # type: ignore[type-arg]
 
     def add(self, salt: str | None, token_ids: tuple[int, ...]) -> list[int]:
         """Return the numbers of the salt and of each token."""

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
 
-from nanoinfer.attention.kv_cache import CacheSizes, KVCache
+from nanoinfer.attention.cache_sizes import CacheSizes
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch

@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.attention.kv_cache import (
-    CacheSizes,
-    KVCache,
-    KVGroup,
-    StateCache,
-    finite_values,
-    kv_groups,
-    loaded,
-    quantized_heads,
-    zeros,
-)
+from nanoinfer.attention.cache_sizes import CacheSizes, KVGroup, kv_groups
+from nanoinfer.attention.kv_cache import KVCache, StateCache, finite_values, loaded, quantized_heads, zeros
 
 SIZES = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
 LAYOUTS = pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -36,7 +36,7 @@ def check(*options):
 
 
 def test_a_scheduler_of_the_current_folder_is_explored(folder):
-    result = check("policies_of_mine:Shortest", "--json")
+    result = check("policies_of_mine:Shortest", "nanoinfer.scheduling.block_manager:BlockManager", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_states"] > 50
     assert not (folder / "trace.html").exists()
@@ -44,7 +44,7 @@ def test_a_scheduler_of_the_current_folder_is_explored(folder):
 
 
 def test_a_broken_promise_ends_with_its_run_and_a_page(folder):
-    result = check("--block-manager-cls", "policies_of_mine:KeepsBlocks", "--html", "broken.html")
+    result = check("policies_of_mine:KeepsBlocks", "--html", "broken.html")
     assert result.exit_code == 1
     assert result.stdout.startswith("a block has a reference for each block table that it is in\nA shortest run:\n1. a request")
     assert "<html" in (folder / "broken.html").read_text(encoding="utf-8")
@@ -53,7 +53,10 @@ def test_a_broken_promise_ends_with_its_run_and_a_page(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("builtins:dict",), "dict must be a subclass of nanoinfer's Scheduler"),
+        (("builtins:dict",), "must be a subclass of Scheduler, of BlockManager, or one of each, got dict"),
+        (("policies_of_mine:Shortest", "policies_of_mine:Shortest"), "or one of each, got Shortest, Shortest"),
+        (("--html", "."), "cannot write .: it is a folder; give another path"),
+        (("--html", "nowhere/trace.html"), "cannot write nowhere/trace.html: there is no such folder; give another path"),
         (("nowhere:Mine",), "must be a class or its name"),
         (("--world", "num_request=2"), "--world has no 'num_request'; did you mean num_requests?"),
         (("--world", "num_blocks=many"), "--world must be NAME=NUMBER, got 'num_blocks=many'"),

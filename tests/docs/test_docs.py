@@ -1,5 +1,6 @@
 """The pages name files that exist, link to pages that exist, and give the import table as it is."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.docs.test_architecture import ALLOWED
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+NAMES = ["README.md", "README.zh.md", "AGENTS.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
@@ -28,6 +29,17 @@ def test_a_page_links_to_files_and_headings_that_exist(page):
         if anchor and file.suffix == ".md":
             titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def test_the_commands_and_folders_for_agents_exist():
+    page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    assert set(re.findall(r"\bmake (\w+)", page)) <= set(targets)
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    assert set(re.findall(r"\bmake (\w+)", container["postCreateCommand"])) == {"demo"}
+    paths = re.findall(r"`([\w./]+/[\w.]*)`", page)
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():

@@ -2,6 +2,7 @@
 
 import doctest
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,10 +73,34 @@ def test_no_page_turns_an_editable_installation_into_a_copy():
 
 def test_the_pictures_exist_and_are_small():
     pictures = re.findall(r'(?:src|srcset)="([^"]+)"', README.read_text(encoding="utf-8"))
-    assert len(pictures) == 4
+    assert len(pictures) == 8
     assert all((README.parent / picture).stat().st_size < 400_000 for picture in pictures)
 
 
 def test_every_notebook_and_no_other_stands_in_the_readme():
     linked = re.findall(r"\]\(notebooks/(\S+\.ipynb)\)", README.read_text())
-    assert sorted(linked) == sorted(path.name for path in (README.parent / "notebooks").glob("*.ipynb"))
+    assert sorted(set(linked)) == sorted(path.name for path in (README.parent / "notebooks").glob("*.ipynb"))
+
+
+def facts_of(text):
+    """What a translation keeps: commands, code, links with their order in tables, and figures."""
+    fenced = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    rows = [re.findall(r"\d[\d.,]*|\]\([^)]+\)", line) for line in prose.splitlines() if line.startswith("|")]
+    return {
+        "commands": [re.sub(r"(?m) +# .*$", "", block) for block in fenced],
+        "code": Counter(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)),
+        "links": Counter(re.findall(r'\]\(([^)]+)\)|(?:src|srcset|href)="([^"]+)"', prose)),
+        "rows": rows,
+        "figures": Counter(re.findall(r"\d(?:[\d.,]*\d)?", re.sub(r"`[^`]+`|\]\([^)]+\)|<[^>]+>", "", prose))),
+    }
+
+
+def test_the_chinese_readme_has_the_commands_links_and_figures_of_the_english_one():
+    english = README.read_text(encoding="utf-8")
+    chinese = README.with_name("README.zh.md").read_text(encoding="utf-8")
+    translated = chinese.replace("[English](README.md)", "[中文](README.zh.md)")
+    facts = facts_of(english)
+    assert facts_of(translated) == facts
+    for old, new in (("| 30 |", "| 35 |"), ("TORCH=cpu", "TORCH=gpu"), ("(docs/faq.md", "(docs/vllm.md"), ("183", "184")):
+        assert facts_of(translated.replace(old, new, 1)) != facts, old

@@ -25,15 +25,17 @@ def test_the_page_shows_the_figures_of_the_script(scaling):
 
 
 def test_the_models_have_the_parameters_of_their_cards(scaling):
-    assert {name: round(scaling.num_parameters(scaling.build(name)) / 1e9, 1) for name in scaling.MODELS} == CARDS
+    found = {name: round(scaling.costs_of(name, 1).sizes.num_weights / 1e9, 1) for name in scaling.MODELS}
+    assert found == CARDS
 
 
 def test_the_formulas_give_what_one_computes_by_hand(scaling):
-    model = scaling.build("8B")  # 36 layers, 8 KV heads of 128, hidden 4096
-    assert scaling.cache_bytes(model) == 36 * 8 * 128 * 2 * 2 == 147_456
-    num_read = (scaling.num_parameters(model) - 151_936 * 4096) * 2 + 4096 * 147_456  # one row of the embedding is read
-    assert scaling.step_s(model, 1, num_seqs=1, num_new=1) == pytest.approx(num_read / 4.8e12, rel=1e-3)
-    assert scaling.all_reduce_s(450_000, 8) == pytest.approx(10e-6 + 1.75e-6)
-    assert scaling.all_reduce_s(450_000, 1) == 0
+    sizes = scaling.costs_of("8B", 1).sizes  # 36 layers, 8 KV heads of 128, hidden 4096
+    assert sizes.cache.bytes_per_token(scaling.DTYPE) == 36 * 8 * 128 * 2 * 2 == 147_456
+    num_read = (sizes.num_weights - 151_936 * 4096) * 2 + 4096 * 147_456  # one row of the embedding is read
+    assert scaling.step_s("8B", 1, num_seqs=1, num_new=1) == pytest.approx(num_read / 4.8e12, rel=1e-3)
     waiting_s = 36 * 2 * (10e-6 + 1.75 * 4096 * 2 / 450e9)
-    assert scaling.step_s(model, 8, num_seqs=1, num_new=1) == pytest.approx(num_read / 4.8e12 / 8 + waiting_s, rel=1e-3)
+    assert scaling.step_s("8B", 8, num_seqs=1, num_new=1) == pytest.approx(num_read / 4.8e12 / 8 + waiting_s, rel=1e-3)
+    sizes = scaling.costs_of("32B", 1).sizes
+    left = 141e9 * 0.9 - sizes.num_weights * 2
+    assert scaling.num_users(sizes, 1, 4096) == int(left / (4096 * 64 * 8 * 128 * 2 * 2))

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ WORDS = [
     *(
         "preemption",
         "print",
-        "argsort",
+        "roofline",
         "prefix caching",
         "paged attention",
         "scheduler",
@@ -36,14 +37,21 @@ ASK = """async queries => {
     let next = answer(1);
     worker.postMessage({type: 0, data: {...index, options: {suggest: false}}});
     await next;
-    const counts = {};
+    const found = {};
     for (const query of queries) {
         next = answer(3);
         worker.postMessage({type: 2, data: query});
-        counts[query] = await next.then(({items}) => items.length, message => message);
+        found[query] = await next.then(({items}) => items.map(([first]) => first.location), message => message);
     }
-    return counts;
+    return found;
 }"""
+
+PAGES = ["", "notebooks/00a*/", "notebooks/00b*/", "notebooks/03*/", "notebooks/04*/", "notebooks/05*/", "notebooks/d1*/"]
+PAGES += ["docs/scheduler_game/", "docs/tasks/", "docs/usage/", "gallery/"]
+# What a page shows beside its text, unless a box of its own scrolls it.
+TOO_WIDE = """() => [...document.querySelectorAll("figure, img, svg, iframe, .jp-Cell, .admonition")]
+    .filter(one => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, .md-typeset__scrollwrap"))
+    .map(one => one.outerHTML.slice(0, 100))"""
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -68,12 +76,87 @@ def test_the_search_answers_words_and_all_their_beginnings(address, browser):
     page = browser.new_page()
     page.goto(address)
     beginnings = {word[:num].strip() for word in WORDS for num in range(1, len(word) + 1)}
-    counts = page.evaluate(ASK, sorted(beginnings))
+    found = page.evaluate(ASK, sorted(beginnings))
     page.close()
     assert len(WORDS) == 24
-    assert {query: count for query, count in counts.items() if not isinstance(count, int)} == {}
-    assert [word for word in WORDS if counts[word] < 1] == []
-    assert json.loads((SITE / "search" / "search_index.json").read_text())["docs"]
+    assert {query: what for query, what in found.items() if not isinstance(what, list)} == {}
+    assert [word for word in WORDS if not found[word]] == []
+    assert any(location.startswith("notebooks/03_") for location in found["paged attention"][:3])
+
+
+def test_the_search_reads_no_code_of_notebooks_solutions_and_the_api(address):
+    docs = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    texts = [doc["text"] for doc in docs if doc["location"].startswith(("notebooks/", "api/"))]
+    assert len(texts) > 300
+    assert [text for text in texts if "import torch" in text or "print(" in text] == []
+
+
+def test_every_page_is_in_llms_txt_and_every_link_leads_to_a_page(address):
+    text = (SITE / "llms.txt").read_text(encoding="utf-8")
+    links = re.findall(r"^- \[[^]]+\]\(([^)]+)\)$", text, re.MULTILINE)
+    pages = [path for path in SITE.rglob("index.html") if 'http-equiv="refresh"' not in path.read_text(encoding="utf-8")[:50]]
+    assert sorted((SITE / link).resolve() for link in links) == sorted(path.parent.resolve() for path in pages)
+    assert text.startswith("# nanoinfer\n\n> ")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_have_no_error_and_nothing_wider_than_the_page(address, browser, scheme, width):
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    assert len(PAGES) == 11
+    for pattern in PAGES:
+        [folder] = SITE.glob(pattern) if pattern else [SITE]
+        name = folder.relative_to(SITE).as_posix()
+        page.goto(f"{address}{name}/")
+        page.evaluate("document.querySelectorAll('[loading=lazy]').forEach(one => (one.loading = 'eager'))")
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert page.evaluate(TOO_WIDE) == [], name
+        has_prompts = page.locator(".jp-InputPrompt:visible, .jp-OutputPrompt:visible").count() > 0
+        assert has_prompts == (width == 1280 and name.startswith("notebooks/")), name
+    page.evaluate("document.querySelector('.md-content img').style.cssText = 'position: relative; left: 95vw; width: 50vw'")
+    assert len(page.evaluate(TOO_WIDE)) > 0  # the measure can fail
+    page.close()
+    assert errors == []
+
+
+def test_a_task_and_an_order_of_the_readers_own_run_in_the_browser(address, browser):
+    if not (SITE / "python").exists():
+        pytest.skip("npm did not fetch Pyodide")
+    page = browser.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+
+    def run(code, awaited):
+        """Run code in the open field, and wait for the words."""
+        page.locator("textarea:visible").fill(code)
+        page.get_by_role("button", name="Run").last.click()
+        page.locator("pre[role=status]").filter(has_text=awaited).wait_for(timeout=60_000)
+
+    page.goto(f"{address}docs/tasks/")
+    assert not [url for url in asked if "pyodide" in url]  # only what runs Python loads it
+    label = next(text for text in page.locator("option").all_inner_texts() if text.startswith("next_chunk"))
+    page.get_by_label("Task").select_option(label=label)
+    run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1", "expected")
+    run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1 +", "line 2: ")
+    run("while True:\n    pass", "Running")
+    page.get_by_label("Task").select_option(index=0)
+    page.get_by_label("Task").select_option(label=label)  # the page lives while the function does not end
+    start = "seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens"
+    right = f"start, grid = {start}, self.config.chunk_grid\n    return min(seq.num_tokens - start, grid - start % grid)"
+    run(f"def next_chunk(self, seq, num_computed_tokens=None):\n    {right}", "passed")
+    page.reload()
+    page.get_by_label("Task").select_option(label=label)
+    assert right in page.locator("textarea").input_value()  # the browser has kept it
+    page.goto(f"{address}docs/scheduler_game/")
+    page.get_by_text("Write the order yourself", exact=True).click()
+    run("def order_waiting(self, waiting):\n    return waiting", "timeline")
+    assert page.locator("li").filter(has_text="of the best").count() == 1
+    page.close()
+    assert [url for url in asked if not url.startswith((address, "blob:", "data:"))] == []
 
 
 def test_every_interactive_part_lives_and_asks_no_other_server(address, browser):

@@ -94,6 +94,12 @@ LESS = {
         "[SHORT] * 5": "[SHORT]",
     },
     "09_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
+    "d10_which_settings_which_machine": {
+        "NUM_REQUESTS = 100": "NUM_REQUESTS = 30",
+        "NUM_LONG = 80": "NUM_LONG = 16",
+        "NUM_MEASURED = 40": "NUM_MEASURED = 8",
+        "for run in range(4)": "for run in range(2)",
+    },
     "d8_reinforcement_learning_with_an_engine": {
         'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
         "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
@@ -123,8 +129,8 @@ def classes_in(source):
 
 def test_their_numbers_have_no_gap():
     course = ["00a", "00b", *(f"{number:02}" for number in range(1, 12))]
-    deep_dives = ["d1", "d2", "d3", "d4", "d5a", "d5b", "d5c", "d5d", "d6", "d7", "d8", "d9"]
-    assert [path.stem.split("_")[0] for path in NOTEBOOKS] == course + deep_dives
+    deep_dives = ["d1", "d2", "d3", "d4", "d5a", "d5b", "d5c", "d5d", "d6", "d7", "d8", "d9", "d10"]
+    assert sorted(path.stem.split("_")[0] for path in NOTEBOOKS) == course + sorted(deep_dives)
 
 
 def requirements_of(*extras):

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model, read_config

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import Recorder, SamplingParams
+from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.errors import NanoinferError

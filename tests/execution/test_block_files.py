@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from nanoinfer.attention.kv_cache import KVCache, KVGroup, StateCache
+from nanoinfer.attention.cache_sizes import KVGroup
+from nanoinfer.attention.kv_cache import KVCache, StateCache
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles

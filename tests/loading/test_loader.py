@@ -53,6 +53,17 @@ def test_a_tokenizer_of_another_folder_must_be_there(qwen3_path):
         load(EngineConfig(model=str(qwen3_path), tokenizer=str(qwen3_path), device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [({}, CheckpointError, "eos_token_id"), ({"tokenizer": "./nowhere"}, CheckpointNotFoundError, "nowhere")],
+)
+def test_what_needs_no_weights_is_checked_before_they_are_read(changed, options, error, message):
+    checkpoint = changed(eos_token_id=0 if options else "</s>")
+    (checkpoint.path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(error, match=message):
+        load(EngineConfig(model=str(checkpoint.path), device="cpu", **options))
+
+
 def test_on_meta_there_are_shapes_and_no_weights(qwen3_path):
     model, files = on_meta(Checkpoint.open(str(qwen3_path)))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

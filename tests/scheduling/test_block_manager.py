@@ -1,9 +1,9 @@
-"""Blocks: by hand with blocks of two tokens, then the state machine of machines.py."""
+"""Blocks: by hand with blocks of two tokens, then a state machine (helpers/block_machine.py)."""
 
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing import machines
+from tests.helpers.block_machine import BlockMachine, check_block_manager
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -148,7 +148,7 @@ def test_without_prefix_caching_nothing_is_found():
     assert take_prefix(manager, sequence([5, 6, 7])) == 0
 
 
-class OwnBlocks(machines.BlockMachine):
+class OwnBlocks(BlockMachine):
     """The machine for every class, and what is known of this one."""
 
     def check(self):
@@ -159,4 +159,4 @@ class OwnBlocks(machines.BlockMachine):
 
 
 def test_random_sequences_keep_every_token_and_lose_no_block():
-    machines.check_block_manager(BlockManager, OwnBlocks, max_examples=150)
+    check_block_manager(BlockManager, OwnBlocks, max_examples=150)

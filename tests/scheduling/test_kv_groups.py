@@ -15,10 +15,12 @@ from nanoinfer.scheduling.prefix_index import first_reached
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.testing import machines
+from nanoinfer.testing.rules import Memory
 from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
+from tests.helpers.block_machine import BlockMachine
 
 
-class GroupedMemory(machines.Memory):
+class GroupedMemory(Memory):
     """A slot holds the group that wrote it, too: a block is of one group at a time."""
 
     def each(self, seq):
@@ -54,7 +56,7 @@ def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(wind
     manager = partial(BlockManager, layout=CacheLayout(windows, 7))
     machine = type(
         "Grouped",
-        (machines.BlockMachine,),
+        (BlockMachine,),
         {"block_manager_cls": staticmethod(manager), "memory_cls": GroupedMemory, "NUM_BLOCKS": 14},
     )
     machines.run(machine, 25, max_examples=30)

@@ -15,7 +15,9 @@ from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.testing import machines
+from tests.helpers.block_machine import check_block_manager
 from tests.helpers.fake_executor import FakeExecutor
+from tests.testing.worlds import PreemptsAlways
 
 
 class Contrary(Scheduler):
@@ -95,13 +97,6 @@ class MultiLevelFeedback(Scheduler):
         return lowest if self.level(lowest) > self.level(waiting[0]) else None
 
 
-class PreemptsAlways(Scheduler):
-    """The oldest that may be preempted makes room for anybody."""
-
-    def to_preempt(self, running, waiting):
-        return running[0]
-
-
 PREEMPTIVE = [PreemptivePriority, ShortestRemainingFirst, MultiLevelFeedback, PreemptsAlways]
 
 
@@ -117,14 +112,14 @@ BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
 def test_a_scheduler_keeps_every_rule_under_random_loads(scheduler_cls):
-    machines.check_scheduler(scheduler_cls, max_examples=30)
+    machines.check_random_loads(scheduler_cls, max_examples=30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
 def test_a_block_manager_keeps_every_token_and_loses_no_block(block_manager_cls):
-    machines.check_block_manager(block_manager_cls, max_examples=30)
-    machines.check_scheduler(Contrary, block_manager_cls, max_examples=15)
+    check_block_manager(block_manager_cls, max_examples=30)
+    machines.check_random_loads(Contrary, block_manager_cls, max_examples=15)
 
 
 # ---- in the engine

@@ -7,7 +7,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.testing import machines
+from nanoinfer.testing.machines import check_random_loads
 
 
 def make(num_blocks=64, block_size=2, **config):
@@ -121,19 +121,9 @@ def test_a_sequence_that_can_never_fit_is_the_callers_mistake():
         make(num_blocks=2).add(sequence("a", 3, max_num_tokens=5))
 
 
-class InOrder(machines.Load):
-    """The machine for every class, and the order of this one."""
-
-    def check_order(self):
-        unfinished = [seq for seq in self.unfinished if not seq.index]  # a fork may start later than a younger request
-        running = [seq for seq in unfinished if seq.status is SequenceStatus.RUNNING]
-        waiting = [seq for seq in unfinished if seq.status is SequenceStatus.WAITING]
-        assert running + waiting == unfinished  # every running one arrived before every waiting one
-
-
 @pytest.mark.slow
-def test_random_loads_are_served_in_the_order_of_their_arrival():
-    machines.check_scheduler(Scheduler, machine=InOrder)
+def test_random_loads_keep_the_rules():
+    check_random_loads()
 
 
 def test_without_a_tracer_no_preemption_is_kept_for_an_event():

@@ -1,4 +1,4 @@
-"""States: by hand with blocks of two tokens, then the state machines of machines.py, with drafts as well."""
+"""States: by hand with blocks of two tokens, then state machines, with drafts as well."""
 
 from functools import partial
 
@@ -13,6 +13,8 @@ from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.testing import machines
+from nanoinfer.testing.rules import Memory
+from tests.helpers.block_machine import CHOICES, BlockMachine, check_block_manager
 
 
 def make(num_state_slots, num_blocks=8, **more):
@@ -163,7 +165,7 @@ def test_drafts_take_free_slots_only():
 # ---- with the state machines
 
 
-class States(machines.Memory):
+class States(Memory):
     """The slots of a cache, and what the slots of states would hold: all tokens so far."""
 
     def __init__(self, manager):
@@ -186,11 +188,11 @@ def with_states(num_state_slots):
 BITS = st.integers(0, 1)
 
 
-class BlocksAndStates(machines.BlockMachine):
+class BlocksAndStates(BlockMachine):
     memory_cls = States
 
     @precondition(lambda self: self.alive)
-    @rule(choice=machines.CHOICES, token_id=BITS, drafts=st.lists(BITS, max_size=3), accepted=st.integers(0, 3))
+    @rule(choice=CHOICES, token_id=BITS, drafts=st.lists(BITS, max_size=3), accepted=st.integers(0, 3))
     def speculate(self, choice, token_id, drafts, accepted):
         seq = self.chosen(choice)
         seq.token_ids.append(token_id)
@@ -235,10 +237,10 @@ class LoadWithStates(machines.Load):
 @pytest.mark.slow
 def test_every_state_is_where_its_sequence_reads_it():
     for num_state_slots in (2, 5, 12):
-        machines.check_block_manager(with_states(num_state_slots), BlocksAndStates, max_examples=40)
+        check_block_manager(with_states(num_state_slots), BlocksAndStates, max_examples=40)
 
 
 @pytest.mark.slow
 def test_the_scheduler_keeps_its_rules_with_few_slots_and_with_many():
     for scheduler, num_state_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
-        machines.check_scheduler(scheduler, with_states(num_state_slots), LoadWithStates, max_examples=25)
+        machines.check_random_loads(scheduler, with_states(num_state_slots), LoadWithStates, max_examples=25)

@@ -1,4 +1,4 @@
-"""Blocks with a store: by hand, then the state machines of machines.py with a store that loses what it likes."""
+"""Blocks with a store: by hand, then state machines with a store that loses what it likes."""
 
 import hashlib
 from array import array
@@ -13,6 +13,8 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.testing import machines
+from nanoinfer.testing.rules import Memory
+from tests.helpers.block_machine import CHOICES, BlockMachine
 from tests.scheduling.test_state_slots import States
 
 
@@ -229,7 +231,7 @@ def test_a_reset_leaves_the_store():
     assert len(manager.stored.store.contents) == 1
 
 
-class StoredMemory(machines.Memory):
+class StoredMemory(Memory):
     """What a cache holds, beside what a store does."""
 
     def __init__(self, manager):
@@ -241,12 +243,12 @@ def new_manager(*sizes):
     return BlockManager(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
-class StoredBlocks(machines.BlockMachine):
+class StoredBlocks(BlockMachine):
     block_manager_cls = staticmethod(new_manager)
     memory_cls = StoredMemory
 
     @precondition(lambda self: self.manager.stored.store.contents)
-    @rule(choice=machines.CHOICES)
+    @rule(choice=CHOICES)
     def lose(self, choice):
         keys = sorted(self.manager.stored.store.contents)
         self.manager.stored.store.discard(keys[choice % len(keys)])
@@ -272,7 +274,7 @@ def test_every_token_is_where_its_block_table_says_whatever_the_store_loses():
 @pytest.mark.slow
 def test_a_scheduler_keeps_its_rules_with_a_store():
     machine = type("StoredLoad", (machines.Load,), {"memory_cls": StoredMemory})
-    machines.check_scheduler(Scheduler, staticmethod(new_manager), machine, max_examples=50)
+    machines.check_random_loads(Scheduler, staticmethod(new_manager), machine, max_examples=50)
 
 
 class StoredStates(StoredMemory, States):

@@ -200,7 +200,7 @@ def test_an_answer_follows_a_schema(server):
         ({"messages": [{"role": "assistant", "content": [USE]}]}, "add its tool_result", "messages"),
         ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "maximum context length is 512 tokens", "messages"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "tokens > 512 maximum. This model's", "messages"),
-        ({"thread": {"type": "other"}}, "send the conversation as messages", "thread"),
+        ({"thread": {"type": "create"}}, "send the whole conversation as messages", "thread"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'", "tools"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema: Field required", "tools"),
         ({"tools": [{"name": "a", "input_schema": {}, "stict": True}]}, "did you mean strict?", "stict"),
@@ -221,6 +221,7 @@ def test_what_cannot_be_honoured_gets_anthropics_error(server, more, message, pa
     assert response.status_code == 400
     assert body.keys() == {"type", "error"}
     assert (body["type"], body["error"]["type"], body["error"]["param"]) == ("error", "invalid_request_error", param)
+    assert body["error"].get("details", {}).get("error_code") == body["error"]["code"]
     assert message in body["error"]["message"]
 
 
@@ -247,6 +248,10 @@ def test_other_tools_are_left_out_where_unknown_fields_are_ignored():
     with http_server.serving(ignore_unknown_fields=True) as ignoring:
         body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
         assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
+        for path in (PATH, PATH + "/count_tokens"):  # whose messages are not all in the request
+            thread = {"type": "continue", "previous_message_id": "msg_1"}
+            refused = ignoring.post(path, {"messages": QUESTION, "max_tokens": 8, "thread": thread}).json()["error"]
+            assert refused["details"] == {"error_code": "thread_unsupported_request"}
 
 
 # ---- Anthropic's client
@@ -299,6 +304,24 @@ def test_the_asynchronous_client_reads_64_streams_with_their_seeds(anthropic_cli
         if seed % 16 == 0:
             options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 12, "extra_body": {"seed": seed}}
             assert message == without_ids(anthropic_client.messages.create(**options).to_dict())
+
+
+def test_the_tool_runner_sends_the_results_of_calls(anthropic_client, call_body):
+    import anthropic
+
+    cities = []
+
+    @anthropic.beta_tool(input_schema=WEATHER)
+    def weather(city, days):
+        """Look up the weather."""
+        cities.append(city)
+        return "sun"
+
+    options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 150, "tools": [weather], "max_iterations": 3}
+    extra = {name: call_body[name] for name in ("seed", "temperature", "logit_bias")}
+    runner = anthropic_client.beta.messages.tool_runner(**options, tool_choice={"type": "any"}, extra_body=extra)
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 3
+    assert {"Oslo", "Rome"} >= {*cities} != set()
 
 
 def test_the_client_raises_its_own_errors(anthropic_client):

@@ -1,4 +1,4 @@
-"""explore() walks every schedule of a world: the engine's classes keep the promises, and a shortest run shows who does not."""
+"""Every schedule of a world: the engine's classes keep the promises, and a shortest run shows what another class breaks."""
 
 import pickle
 import subprocess
@@ -8,43 +8,31 @@ from collections import defaultdict
 import pytest
 
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
+from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.testing import schedules
-from nanoinfer.testing.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, explore, replay
+from nanoinfer.testing.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, check_scheduler, replay
 from nanoinfer.tracing import BlocksShared, Recorder, StepScheduled, TokenAppended
-from tests.scheduling.test_policies import PreemptsAlways
-
-SMALL = World(num_requests=2, num_blocks=3, max_tokens=2)
+from tests.testing import mutants
+from tests.testing.worlds import WORLDS
 
 
 def test_the_states_of_a_world_that_is_counted_by_hand():
     """A request and an answer of one token: not there, waiting, finished. With an abort it also ends without a token."""
     world = World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0, num_aborts=0)
-    assert explore(world=world)[:3] == (3, 2, 2)
-    assert explore(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
+    assert check_scheduler(world=world)[:3] == (3, 2, 2)
+    assert check_scheduler(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("cls", "more"),
-    [
-        (Scheduler, {"num_salts": 2, "num_forks": 0}),
-        (Scheduler, {"async_scheduling": True, "max_prompt_len": 3}),
-        (Scheduler, {"num_resets": 1, "num_forks": 0}),
-        (Scheduler, {"chunk_size": 3, "num_forks": 0}),  # a prefix hit ends inside a chunk
-        (PriorityScheduler, {"num_ranks": 2, "num_forks": 0}),
-        (PreemptsAlways, {"num_blocks": 4, "num_forks": 0, "num_aborts": 0}),
-    ],
-    ids=["salts", "async", "resets", "chunks", "priority", "swaps"],
-)
-def test_every_schedule_of_a_small_world_keeps_the_promises(cls, more):
-    assert explore(cls, world=World(**vars(SMALL) | more)).num_states > 250
+@pytest.mark.parametrize(("cls", "world"), WORLDS.values(), ids=WORLDS)
+def test_every_schedule_of_a_small_world_keeps_the_promises(cls, world):
+    assert check_scheduler(cls, world=world).num_states > 250
 
 
 @pytest.mark.long  # 80 s each
 @pytest.mark.parametrize("cls", [Scheduler, DeadlineScheduler])
 def test_every_schedule_of_the_whole_world_keeps_the_promises(cls):
-    assert explore(cls).num_states > 50_000
+    assert check_scheduler(cls).num_states > 50_000
 
 
 def test_states_with_equal_keys_have_the_same_future():
@@ -96,12 +84,12 @@ class CopiesNothing(BlockManager):
         return []
 
 
-class StartsAgain(Scheduler):
-    """With chunks of one token, no block is ever full."""
+class ComputesAgain(Scheduler):
+    """Drops what was sampled, and computes the token before once more."""
 
-    def schedule(self):
-        self.restart()
-        return super().schedule()
+    def append(self, seq, token_id):
+        seq.num_pending_tokens -= 1
+        seq.num_computed_tokens -= 1
 
 
 class NeverStartsTheSecond(Scheduler):
@@ -123,10 +111,10 @@ class KeepsWhatFailed(BlockManager):
     ("classes", "promise", "num_events"),
     [
         ((Scheduler, KeepsBlocks), "a block has a reference for each block table", 2),
-        ((Scheduler, ForgetsSalts), "must hold token", 4),
+        ((Scheduler, ForgetsSalts), "the prefix cache must have the blocks that sequence 1 filled", 4),
         ((Scheduler, CopiesNothing), "must hold token", 3),
         ((NeverStartsTheSecond, BlockManager), "the class raised NanoinferError", 4),
-        ((CutsAnywhere, BlockManager), "a chunk must end with the sequence", 2),
+        ((CutsAnywhere, BlockManager), "a step must compute 2 of 0, .* got 1 of 0", 2),
         ((Scheduler, KeepsWhatFailed), "blocks of a failed request leave the prefix cache", 3),
     ],
     ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else "",
@@ -134,14 +122,14 @@ class KeepsWhatFailed(BlockManager):
 def test_a_shortest_run_shows_what_a_wrong_class_breaks(classes, promise, num_events):
     world = World(num_requests=2, num_salts=2, max_tokens=2)
     with pytest.raises(BrokenPromiseError, match=promise) as broken:
-        explore(*classes, world)
+        check_scheduler(*classes, world)
     assert len(broken.value.events) == num_events
     assert f"\n{num_events}. " in str(broken.value)
 
 
 def test_a_run_that_never_ends_is_found():
     with pytest.raises(BrokenPromiseError, match="every answer ends"):
-        explore(StartsAgain, world=World(num_requests=1, chunk_size=1))
+        check_scheduler(ComputesAgain, world=World(num_requests=1))
 
 
 def test_a_run_is_recorded_for_the_page_that_replays_it():
@@ -156,3 +144,9 @@ def test_a_run_is_recorded_for_the_page_that_replays_it():
 def test_exploring_imports_no_torch():
     code = "import sys, nanoinfer.testing.schedules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_the_worlds_find_a_change_of_one_place():
+    [number] = [number for number, place in enumerate(mutants.changed(mutants.FILES[0], -1)[1]) if place[0] == "choose_victim"]
+    assert mutants.is_found(mutants.FILES[0], number)

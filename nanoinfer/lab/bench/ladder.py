@@ -112,14 +112,21 @@ def climb(checkpoint: str | None, workload: Workload, bandwidth: float, *, repea
             part = workload if "num_seqs" in arguments else alone
             runs = [run_plainly(model, part, run, **arguments)[0] for run in range(repeats + 1)]
             yield rung(version, runs[1:], bandwidth, model, next(model.parameters()).dtype)
-    sizes, given = loader.on_meta(opened)[0], {"dtype": dtype, "device": "cpu"}
+    given: dict[str, Any] = {"dtype": dtype}
     del model
     for version, arguments in ENGINE.items():
         given |= arguments
-        with closing(load(checkpoint, [workload], **given)) as llm:
-            runs = [run_workload(llm, workload, run) for run in range(repeats + 1)]
-            weight_bits = BITS.get(given.get("quantization", ""))
-            yield rung(version, runs[1:], bandwidth, sizes, getattr(torch, llm.info.dtype), weight_bits)
+        yield engine_rung(version, checkpoint, workload, bandwidth, repeats=repeats, **given)
+
+
+def engine_rung(
+    version: str, checkpoint: str | None, workload: Workload, bandwidth: float, *, repeats: int, **engine: Any
+) -> Rung:
+    """Measure the engine with these arguments of LLM, as climb does."""
+    with closing(load(checkpoint, [workload], device="cpu", **engine)) as llm:
+        runs = [run_workload(llm, workload, run) for run in range(repeats + 1)]
+        sizes, weight_bits = loader.on_meta(Checkpoint.open(checkpoint))[0], BITS.get(engine.get("quantization", ""))
+        return rung(version, runs[1:], bandwidth, sizes, getattr(torch, llm.info.dtype), weight_bits)
 
 
 def rung(

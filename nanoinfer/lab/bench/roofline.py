@@ -4,6 +4,7 @@ A part of a phase takes at least max(bytes / bandwidth, operations / rate). A ph
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 """
 
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.kv_cache import CacheSizes, LayerSizes
+from nanoinfer.attention.cache_sizes import CacheSizes, LayerSizes
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.lab.bench.timing import RequestTiming
+from nanoinfer.lab.simulate.costs import ModelSizes, Part, Work
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -47,18 +49,6 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The least work of a part of a phase: bytes read or written once, multiplications and additions."""
-
-    name: str
-    num_bytes: int
-    num_operations: int
-
-    def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
-        return max(self.num_bytes / machine.bandwidth, self.num_operations / machine.gemm_rates[dtype])
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """A kind of step. measured_s: the seconds of such a step."""
 
@@ -75,14 +65,14 @@ class Phase:
         return sum(part.num_bytes for part in self.parts)
 
     def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
-        return sum(part.least_s(machine, dtype) for part in self.parts)
+        return sum(part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) for part in self.parts)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure the bandwidth and the GEMM rates, each as the best of ten.
 
-    The rates are those of square matrix products of GEMM_SIZE, or of a quarter of it if that is faster, as a cache holds it.
-    torch computes them, or on a CPU the engine's kernel if it is faster.
+    The rates are those of square matrix products of GEMM_SIZE, or of a quarter of it if that is faster, because a cache
+    holds it. torch computes them, or on a CPU the engine's kernel if it is faster.
     dtype: a dtype to measure besides fp32 and bf16.
     """
     size = GEMM_SIZE[device.type]
@@ -95,6 +85,13 @@ def measure_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a sum over READ_BYTES reads from memory, as the best of ten."""
     data = torch.ones(READ_BYTES[device.type] // 8, dtype=torch.int64, device=device)
     return data.nbytes / _best_s(data.sum, device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the size of a device's memory. Windows does not say it of a CPU: 0."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -112,9 +109,7 @@ def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
 def count(
     model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int, weight_bits: int | None = None
 ) -> tuple[Part, ...]:
-    """Count the bytes and operations of a step's parts. Attention is causal: a token sees itself and the tokens before it.
-
-    The bytes of states, which some layers have instead of keys and values, count as attention. Their operations do not count.
+    """Count the bytes and operations of a step's parts, as ModelSizes.parts does.
 
     Args:
         model: a model on the meta device.
@@ -124,32 +119,38 @@ def count(
         context: the number of tokens that the last new token of a sequence sees.
         weight_bits: the bits of the linear layers' weights. None: they are not quantised.
     """
+    sizes, work = sizes_of(model), Work(num_rows=num_seqs)
+    for _ in range(num_seqs):
+        sizes.add(work, num_new, context)
+    return sizes.parts(work, dtype, weight_bits=weight_bits)
+
+
+def sizes_of(model: Any) -> ModelSizes:
+    """Count a model's weights by the names of its modules. ModelSizes.of reads the same from config.json."""
     config = model.config
-    size, num_tokens = dtype.itemsize, num_seqs * num_new
-    bits = weight_bits or 8 * size
-    weights = {"attention projections": 0, "MLP": 0}
+    weights = {"attention": 0, "MLP": 0, "experts": 0, "tables": 0}
     for name, weight in model.named_parameters():
-        if weight.dim() == 2 and any(part in name for part in (".attn.", ".self_attn.", ".linear_attn.")):
-            weights["attention projections"] += weight.numel()
-        elif weight.dim() == 2 and ".experts." in name:  # all tokens may have chosen the same experts
-            weights["MLP"] += weight.numel() * config.num_experts_per_tok // config.num_experts
-        elif weight.dim() == 2 and ".mlp." in name:
-            weights["MLP"] += weight.numel()
-    hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
-    kept = CacheSizes.of(config)
-    token_bytes = kept.bytes_per_token(dtype)
-    num_read = num_seen = 0  # the keys of all layers, and the pairs of a token and a token that it sees
-    for group in kept.groups:
-        window = group.window or context
-        num_read += num_seqs * min(context, window + num_new - 1) * len(group.layers)
-        num_seen += num_seqs * sum(min(context - i, window) for i in range(num_new)) * len(group.layers)
-    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_state  # a state is read and written
-    return (
-        Part("embedding", num_tokens * hidden * size, 0),
-        *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
-        Part("attention", num_bytes, 4 * num_seen * config.num_attention_heads * config.head_dim),
-        Part("cache write", num_tokens * token_bytes, 0),
-        Part("LM head", head * bits // 8 + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
+        if weight.dim() != 2:
+            continue
+        if any(part in name for part in (".attn.", ".self_attn.", ".linear_attn.")):
+            weights["attention"] += weight.numel()
+        else:
+            kind = "experts" if ".experts." in name else "MLP" if ".mlp." in name else "tables"
+            weights[kind] += weight.numel()
+    return ModelSizes(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        attention_weights=weights["attention"],
+        mlp_weights=weights["MLP"],
+        expert_weights=weights["experts"],
+        num_experts=config.num_experts if weights["experts"] else 1,
+        num_experts_per_tok=config.num_experts_per_tok if weights["experts"] else 1,
+        num_sparse_layers=len(config.sparse_layers) if weights["experts"] else 0,
+        table_weights=weights["tables"],
+        cache=CacheSizes.of(config),
     )
 
 
@@ -187,7 +188,7 @@ def least_s_of_run(
         for parts in zip(*kinds, strict=True):
             num_bytes = (sum if parts[0].name in ("attention", "cache write") else max)(part.num_bytes for part in parts)
             part = Part(parts[0].name, num_bytes, sum(part.num_operations for part in parts))
-            seconds += part.least_s(machine, dtype)
+            seconds += part.seconds(machine.bandwidth, machine.gemm_rates[dtype])
     return seconds
 
 

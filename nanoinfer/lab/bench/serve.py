@@ -16,9 +16,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.lab.bench import timing as of_any_run
-from nanoinfer.lab.bench.timing import COUNTERS, Figures, Measurement, Percentiles, RequestTiming, Run, percentiles
+from nanoinfer.lab.bench.timing import COUNTERS, Figures, Measurement, RequestTiming, Run
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.server.client import CONNECT_SECONDS, Client
 
@@ -26,7 +26,6 @@ from nanoinfer.server.client import CONNECT_SECONDS, Client
 VOCAB_SIZE = 256
 # Words that are single tokens of nearly every vocabulary, for endpoints that take no ids.
 WORDS = "the of and to in is you that it he was for on are as with his they I at be this have from or one had by".split()
-GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # the names of vLLM
 MAX_READ_BYTES = 2**18  # the most that asyncio reads at once
 
 
@@ -38,8 +37,6 @@ class ServeFigures(Figures):
     failures: dict[str, int]  # message -> how often it occurred
     client_cpu_s: float  # the CPU time of this process, which may share the server's cores
     tokens_per_chunk: float
-    goodput_requests_per_s: float | None
-    e2el_ms: Percentiles | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +74,7 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> Run[Se
     """Send a request to warm up, and then the workload.
 
     Args:
-        goodput: name of GOODPUT_NAMES -> milliseconds that a good request must not exceed. {}: goodput is not computed.
+        goodput: as in timing.figures().
 
     Raises:
         NanoinferError: the first request fails.
@@ -203,7 +200,9 @@ def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> R
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
         timing.num_prompt_tokens, timing.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not timing.token_times:
-            raise NanoinferError(f"the answer has no text, in {timing.num_output_tokens} tokens; does the model have a tokenizer?")
+            raise NanoinferError(
+                f"the answer has no text, in {timing.num_output_tokens} tokens; does the model have a tokenizer?"
+            )
     except NanoinferError as error:
         timing.error = str(error)
     return timing
@@ -215,42 +214,20 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 def figures(timings: list[RequestTiming], goodput: dict[str, float], *, client_cpu_s: float = 0.0) -> ServeFigures:
-    """Compute the figures. goodput: as in run().
+    """Compute the figures. goodput: as in timing.figures().
 
     >>> timing = RequestTiming(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
     >>> found = figures([timing, RequestTiming(0.0, error="refused")], {"ttft": 500.0})
     >>> found.tpot_ms.p50, found.output_tokens_per_s, found.tokens_per_chunk, found.goodput_requests_per_s, found.failures
     (100.0, 6.0, 2.0, 1.0, {'refused': 1})
     """
-    common = of_any_run.figures(timings)
+    common = of_any_run.figures(timings, goodput)
     good = [timing for timing in timings if timing.error is None]
     num_chunks = sum(len(timing.token_times) for timing in good)
-    num_within = sum(all(getattr(timing, name) * 1e3 <= limit for name, limit in goodput.items()) for timing in good)
     return ServeFigures(
         **{field.name: getattr(common, field.name) for field in fields(common)},
         num_failed=len(timings) - len(good),
         failures=dict(Counter(timing.error for timing in timings if timing.error is not None)),
         client_cpu_s=client_cpu_s,
         tokens_per_chunk=common.num_output_tokens / max(num_chunks, 1),
-        goodput_requests_per_s=num_within / max(len(good), 1) * common.requests_per_s if goodput else None,
-        e2el_ms=percentiles([timing.e2el for timing in good]),
     )
-
-
-def parse_goodput(texts: list[str]) -> dict[str, float]:
-    """Parse vLLM's format, in which a text may have several limits.
-
-    >>> parse_goodput(["ttft:200 tpot:50", "e2el:1000"])
-    {'ttft': 200.0, 'tpot': 50.0, 'e2el': 1000.0}
-    """
-    limits = {}
-    for item in " ".join(texts).split():
-        name, _, value = item.partition(":")
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            limits[name] = -1.0
-        if name not in GOODPUT_NAMES or not limits[name] > 0:
-            known = ", ".join(GOODPUT_NAMES)
-            raise InvalidValueError(f"goodput must be such as ttft:200, with milliseconds > 0 and one of {known}, got {item!r}")
-    return limits

@@ -1,4 +1,4 @@
-"""Compute figures from the time of each token: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
+"""Compute figures from the time of each token: tokens per second, TTFT, TPOT, ITL, goodput (cli/bench.py defines them)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench.workloads import Workload
 
 F = TypeVar("F", bound="Figures")
@@ -16,6 +17,9 @@ COUNTERS = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
     *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
+
+
+GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # the names of vLLM
 
 
 @dataclass(slots=True)
@@ -73,7 +77,10 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a run. A latency is None if no request has it: the TPOT and the ITL need a second token."""
+    """The figures of a run. A latency is None if no request has it: the TPOT and the ITL need a second token.
+
+    goodput_requests_per_s: the requests per second that keep all limits. None: no limits were given.
+    """
 
     num_requests: int
     num_prompt_tokens: int
@@ -85,6 +92,8 @@ class Figures:
     ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
     itl_ms: Percentiles | None
+    e2el_ms: Percentiles | None
+    goodput_requests_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +132,14 @@ class Measurement(Generic[F]):
         return cls(workload, by_speed[len(runs) // 2], runs)
 
 
-def figures(timings: list[RequestTiming]) -> Figures:
+def figures(timings: list[RequestTiming], goodput: Mapping[str, float] = {}) -> Figures:
     """Compute the figures of a run. Failed requests count in num_requests and begin the run, and in nothing else.
 
-    >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8], num_prompt_tokens=5, num_output_tokens=3)])
-    >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s
-    (500.0, 150.0, 150.0, 3.75)
+    goodput: name of GOODPUT_NAMES -> milliseconds that a good request must not exceed. {}: goodput is not computed.
+
+    >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8], num_prompt_tokens=5, num_output_tokens=3)], {"ttft": 600.0})
+    >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s, found.goodput_requests_per_s
+    (500.0, 150.0, 150.0, 3.75, 1.25)
     """
     good = [timing for timing in timings if timing.error is None]
     start = min(timing.arrival for timing in timings)
@@ -136,6 +147,7 @@ def figures(timings: list[RequestTiming]) -> Figures:
     per_second = 1 / duration if duration else 0.0
     num_prompt_tokens = sum(timing.num_prompt_tokens for timing in good)
     num_output_tokens = sum(timing.num_output_tokens for timing in good)
+    num_within = sum(all(getattr(timing, name) * 1e3 <= limit for name, limit in goodput.items()) for timing in good)
     return Figures(
         num_requests=len(timings),
         num_prompt_tokens=num_prompt_tokens,
@@ -147,13 +159,35 @@ def figures(timings: list[RequestTiming]) -> Figures:
         ttft_ms=percentiles([timing.ttft for timing in good]),
         tpot_ms=percentiles([timing.tpot for timing in good if timing.num_output_tokens > 1]),
         itl_ms=percentiles([after - before for timing in good for before, after in pairwise(timing.token_times)]),
+        e2el_ms=percentiles([timing.e2el for timing in good]),
+        goodput_requests_per_s=num_within * per_second if goodput else None,
     )
+
+
+def parse_goodput(texts: list[str]) -> dict[str, float]:
+    """Parse vLLM's format, in which a text may have several limits.
+
+    >>> parse_goodput(["ttft:200 tpot:50", "e2el:1000"])
+    {'ttft': 200.0, 'tpot': 50.0, 'e2el': 1000.0}
+    """
+    limits = {}
+    for item in " ".join(texts).split():
+        name, _, value = item.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in GOODPUT_NAMES or not limits[name] > 0:
+            known = ", ".join(GOODPUT_NAMES)
+            raise InvalidValueError(f"goodput must be such as ttft:200, with milliseconds > 0 and one of {known}, got {item!r}")
+    return limits
 
 
 def percentiles(times: list[float]) -> Percentiles | None:
     """Return percentiles of times in seconds. None: there are no times."""
     if not times:
         return None
+
     seconds = np.array(times)
     values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
     return Percentiles(*(round(float(value) * 1e3, 3) for value in values))

@@ -6,8 +6,9 @@ In: a name, or lengths and a rate, or a file. Out: a Workload, which makes promp
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.sampling_params import SamplingParams
 
 HASHED_TOKENS = 512  # the size of the block that a hash id of a recording names
+MOST_HASHED = 2**20  # hash ids of a session, more than any prompt has
+AZURE_COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+Row = tuple[float, int, int, tuple[int, ...]]  # a request: its arrival in ms, input and output length, hash ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,41 +89,63 @@ def named(names: str) -> list[Workload]:
 
 
 def described(
-    *, num_prompts: int, input_len: str, output_len: str, request_rate: float, sampling: dict[str, Any], seed: int
+    *,
+    num_prompts: int,
+    input_len: str,
+    output_len: str,
+    request_rate: float,
+    burstiness: float = 1.0,
+    turns: int = 1,
+    think_time: float = 10.0,
+    sampling: dict[str, Any],
+    seed: int,
 ) -> Workload:
     """Make a workload from a description.
 
     Args:
         input_len, output_len: the number of tokens, as text: "128", or "16-256" to draw it uniformly.
-        request_rate: the mean requests per second, at random times (a Poisson process). inf: all at once.
+        request_rate: the mean requests per second, at random times. inf: all at once.
+        burstiness: the shape of the gamma distribution of the times between arrivals, as in vLLM. 1: a Poisson process. Below
+            1, requests come in bursts.
+        turns: the requests of a session. The prompt of each repeats the session's tokens so far, and adds input_len.
+        think_time: the mean seconds between two requests of a session, an exponential distribution.
         sampling: the arguments of SamplingParams.
         seed: the seed of the lengths and the arrival times.
 
     Raises:
-        InvalidValueError: a length has another format, or the rate is not above 0.
+        InvalidValueError: a length has another format, or a number is not above 0.
     """
     rng = random.Random(seed)
-    if not request_rate > 0:
-        raise InvalidValueError(f"request_rate must be > 0 requests per second, got {request_rate}; inf is all at once")
+    for name, value, unit in (
+        ("request_rate", request_rate, " requests per second"),
+        ("burstiness", burstiness, ""),
+        ("think_time", think_time, " seconds"),
+    ):
+        if not value > 0:
+            way_out = "; inf is all at once" if name == "request_rate" else ""
+            raise InvalidValueError(f"{name} must be > 0{unit}, got {value}{way_out}")
     inputs, outputs = _range("input_len", input_len), _range("output_len", output_len)
-    now, arrivals = 0.0, []
-    for _ in range(num_prompts):
-        arrivals.append(now)
-        now += 0.0 if math.isinf(request_rate) else rng.expovariate(request_rate)
-    return Workload(
-        name="yours",
-        input_lens=tuple(rng.randint(*inputs) for _ in range(num_prompts)),
-        output_lens=tuple(rng.randint(*outputs) for _ in range(num_prompts)),
-        sampling=sampling,
-        arrivals=() if math.isinf(request_rate) else tuple(arrivals),
-    )
+    start, rows = 0.0, list[Row]()
+    for session in range(-(-num_prompts // turns)):
+        arrival, length = start, 0
+        for _ in range(turns):
+            length, output_length = length + rng.randint(*inputs), rng.randint(*outputs)
+            first = session * MOST_HASHED
+            hash_ids = range(first, first - (-length // HASHED_TOKENS)) if turns > 1 else ()
+            rows.append((arrival, length, output_length, tuple(hash_ids)))
+            arrival, length = arrival + 1e3 * rng.expovariate(1 / think_time), length + output_length
+        start += 0.0 if math.isinf(request_rate) else rng.gammavariate(burstiness, 1e3 * turns / (request_rate * burstiness))
+    return _workload("yours", rows, num_prompts, sampling)
 
 
 def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, Any]) -> Workload:
-    """Read a recording in the format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+    """Read a recording in the format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), or
+    of Azure's (https://github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace).
 
-    Each line is a JSON object: timestamp (arrival in milliseconds), input_length and output_length (tokens), and perhaps
-    hash_ids, an id for each 512 tokens of the prompt. Prompts share the blocks of equal ids. Other fields are ignored.
+    Mooncake: each line is a JSON object: timestamp (arrival in milliseconds), input_length and output_length (tokens), and
+    perhaps hash_ids, an id for each 512 tokens of the prompt. Prompts share the blocks of equal ids. Other fields are ignored.
+
+    Azure: a CSV file with the columns TIMESTAMP (a date and a time), ContextTokens and GeneratedTokens.
 
     Args:
         path: the path of the recording.
@@ -132,39 +159,57 @@ def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, 
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"the recording {path} cannot be read ({error})") from error
-    requests = sorted(_requests(path, lines), key=lambda request: request[0])[:num_prompts]
-    if not requests:
+    rows = list(_rows(path, lines))
+    if not rows:
         raise InvalidValueError(f"the recording {path} has no requests; each line is one, as JSON")
-    timestamps, inputs, outputs, hash_ids = zip(*requests, strict=True)
+    return _workload(path.stem, rows, num_prompts, sampling)
+
+
+def _workload(name: str, rows: Iterable[Row], num_prompts: int | None, sampling: dict[str, Any]) -> Workload:
+    """Make a workload of the first requests, which start with the first arrival."""
+    first = sorted(rows, key=lambda row: row[0])[:num_prompts]
+    times, inputs, outputs, hash_ids = zip(*first, strict=True)
     return Workload(
-        name=path.stem,
+        name=name,
         input_lens=inputs,
         output_lens=outputs,
         sampling=sampling,
-        arrivals=tuple((timestamp - timestamps[0]) / 1e3 for timestamp in timestamps),
-        hash_ids=hash_ids,
+        arrivals=tuple((time - times[0]) / 1e3 for time in times) if times[-1] > times[0] else (),
+        hash_ids=hash_ids if any(hash_ids) else (),
     )
 
 
-def _requests(path: Path, lines: list[str]) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-    """Yield the timestamp, lengths and hash ids of each line."""
-    for number, line in enumerate(lines, start=1):
+def _rows(path: Path, lines: list[str]) -> Iterator[Row]:
+    is_azure = bool(lines) and lines[0] == AZURE_COLUMNS
+    read, example = (_azure_row, AZURE_EXAMPLE) if is_azure else (_mooncake_row, MOONCAKE_EXAMPLE)
+    for number, line in enumerate(lines[is_azure:], start=1 + is_azure):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            timestamp, *lengths = (row[name] for name in ("timestamp", "input_length", "output_length"))
-            hash_ids = tuple(row.get("hash_ids") or ())
-            is_right = 0 <= float(timestamp) < math.inf and all(type(length) is int and length >= 1 for length in lengths)
+            row = time, *lengths, hash_ids = read(line)
+            is_right = 0 <= time < math.inf and all(type(length) is int and length >= 1 for length in lengths)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             is_right = False
         if not is_right or len(hash_ids) > -(-lengths[0] // HASHED_TOKENS):
-            raise InvalidValueError(
-                f"{path}, line {number}, must be such as "
-                '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}, with milliseconds, '
-                f"numbers of tokens >= 1 and at most one id for each {HASHED_TOKENS} tokens of input, got {shown(line)}"
-            )
-        yield float(timestamp), lengths[0], lengths[1], hash_ids
+            raise InvalidValueError(f"{path}, line {number}, must be such as {example}, got {shown(line)}")
+        yield row
+
+
+MOONCAKE_EXAMPLE = (
+    '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}, with milliseconds, '
+    f"numbers of tokens >= 1 and at most one id for each {HASHED_TOKENS} tokens of input"
+)
+AZURE_EXAMPLE = "2023-11-16 18:17:03.9799600,4808,10, with a date, a time and numbers of tokens >= 1"
+
+
+def _mooncake_row(line: str) -> Row:
+    row = json.loads(line)
+    return float(row["timestamp"]), row["input_length"], row["output_length"], tuple(row.get("hash_ids") or ())
+
+
+def _azure_row(line: str) -> Row:
+    time, input_length, output_length = line.split(",")
+    return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp() * 1e3, int(input_length), int(output_length), ()
 
 
 def _range(name: str, text: str) -> tuple[int, int]:

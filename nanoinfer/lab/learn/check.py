@@ -1,17 +1,23 @@
-"""Compare a learner's function with the engine's, smallest cases first.
+"""Compare a learner's function with the engine's, smallest cases first. Tasks without tensors need no torch.
 
 In: a Task and a function. Out: a Failure in plain words, or None.
 """
 
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from pprint import pformat
+from textwrap import indent
 from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
-from torch import Tensor
+from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared, filled
 
-from nanoinfer.lab.learn.workbook import Function, Version
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SECONDS = 20  # for all cases of a task together, after which the running case gets a TimeoutError
 TOLERANCE = 1e-5
@@ -19,68 +25,114 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """An input in words, and a function that observes what a version of the task's function does with it.
+    """An input, and a function that observes what a version of the task's function does with it.
 
     Attributes:
-        given: the input, in words.
-        observe: makes the input, calls the version with it, and returns the visible effects.
+        given: all of the input, by name.
+        observe: calls the version with the input, and returns the visible effects.
         exact: whether floating-point numbers must have the same bits.
+        picture: a drawing of the input for a terminal. "": words are enough.
+        judge: returns what must be equal in the effects of both versions. By default that is all of them.
+        comes_last: whether the case is tried after the others, smaller or not.
     """
 
-    given: str
+    given: Mapping[str, object]
     observe: Callable[[Version], object]
     exact: bool = True
+    picture: str = ""
+    judge: Callable[[Any], object] = lambda seen: seen
+    comes_last: bool = False
+
+    @property
+    def words(self) -> str:
+        """The input for a terminal."""
+        lines = []
+        for name, value in self.given.items():
+            text = written(value)
+            lines.append(f"{name} = {text}" if "\n" not in text and len(name + text) < WIDTH - 14 else f"{name} =\n{text}")
+        return "\n".join([*lines, *(filled(line, "      ", WIDTH - 12) for line in self.picture.splitlines())])
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function of the engine for the learner to write. `cases` tests it, smallest first."""
+    """A function of the engine for the learner to write. tasks.toml describes the fields."""
 
     name: str
     function: Function
-    lesson: str  # the notebook that explains the function
+    title: str
+    group: str
+    minutes: int
+    level: int
+    notebook: str
     about: str
-    hints: tuple[str, ...]
-    cases: Callable[[], Iterable[Case]]
+    hints: list[str]
+    rules: dict[str, str]
+    have: list[str]
+    cases_in: str
+
+    def cases(self) -> Iterable[Case]:
+        """Make the cases that test the function."""
+        module = import_module(f"nanoinfer.lab.learn.{self.cases_in}")
+        cases: Iterable[Case] = module.CASES[self.name]()
+        return cases
 
     @property
     def text(self) -> str:
         """The text of the learner's file."""
-        about = f'"""{self.name}: {self.about}\n\nIn the engine: {self.function.module}, {self.function.qualname}. '
-        return f'{about}Explained in notebook {self.lesson}.\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
+        lesson, _, section = self.notebook.partition("#")
+        paragraphs = [
+            filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
+            filled(self.about),
+            "\n".join(["What is checked:", *(filled(f"- {rule}", "  ") for rule in self.rules.values())]),
+        ]
+        for place, declarations in map(declared, self.have):
+            paragraphs.append("\n".join([f"You have, of {place}:", *(filled(f"  {line}", "      ") for line in declarations)]))
+        where = f"In the engine: {self.function.module}, {self.function.qualname}. "
+        paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
+        paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
+        about = "\n\n".join(paragraphs)
+        return f'"""{about}\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a version was refused."""
+    """The reason why a version was refused. It was given some input, and something was expected and not got."""
 
     given: str
     expected: str
     got: str
 
     def __str__(self) -> str:
-        return f"given     {self.given}\nexpected  {self.expected}\ngot       {self.got}"
+        parts = {"given": self.given, "expected": self.expected, "got": self.got}
+        return "\n".join(f"{name:<10}" + indent(text, " " * 10).lstrip() for name, text in parts.items())
 
 
-def calling(*arguments: object) -> Callable[[Version], object]:
-    """Return a function that calls a version with copies of these arguments, for Case.observe."""
-    return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
+def calling(picture: str = "", *, exact: bool = True, comes_last: bool = False, **given: Any) -> Case:
+    """Return a case that calls a version with copies of these arguments, in their order."""
+
+    def observe(version: Version) -> object:
+        return version(*(value.clone() if is_tensor(value) else value for value in given.values()))
+
+    return Case(given, observe, exact, picture, comes_last=comes_last)
 
 
 def check(task: Task, version: Version) -> Failure | None:
-    """Return the first case in which the version differs from the engine's."""
-    for case in task.cases():
-        expected = case.observe(task.function.original)
+    """Return the smallest case in which the version differs from the engine's."""
+    own = task.function.made()
+    for case in sorted(task.cases(), key=_size):
+        expected = case.observe(own)
         try:
             got = case.observe(version)
         except Exception as error:
-            return Failure(case.given, shown(expected), describe_error(error, version))
-        if not same(expected, got, exact=case.exact):
-            if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs is enough
-                name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
-                if name is not None:
-                    expected, got = {name: expected[name]}, {name: got.get(name)}
-            return Failure(case.given, shown(expected), shown(got))
+            return Failure(case.words, written(expected), filled(describe_error(error, version), width=WIDTH - 12))
+        with suppress(Exception):  # the judge expects a result of the right type
+            if same(case.judge(expected), case.judge(got), exact=case.exact):
+                continue
+        if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs is enough
+            name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
+            if name is not None:
+                expected, got = {name: expected[name]}, {name: got.get(name)}
+        return Failure(case.words, written(expected), written(got))
     return None
 
 
@@ -98,13 +150,26 @@ def describe_error(error: BaseException, version: Version | None = None) -> str:
     return f"{type(error).__name__}{where}: {error}"
 
 
+def written(value: object) -> str:
+    """Return all of a value as text. Numbers of a tensor have five digits."""
+    if is_tensor(value):
+        kind = str(value.dtype).removeprefix("torch.")
+        numbers = pformat(_rounded(value.tolist()), width=WIDTH - 12, compact=True)
+        return f"{kind} {list(value.shape)}{chr(10) if len(numbers) > 30 else ' '}{numbers}"
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {written(part)}" for name, part in value.items())
+    if isinstance(value, tuple) and any(map(is_tensor, value)):
+        return "\n".join(map(written, value))
+    return pformat(value, width=WIDTH - 12, compact=True)
+
+
 def same(expected: object, got: object, *, exact: bool = True) -> bool:
-    if isinstance(expected, Tensor) and isinstance(got, Tensor):
+    if is_tensor(expected) and is_tensor(got):
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return False
         if exact:
-            return torch.equal(expected, got)
-        return torch.allclose(expected.double(), got.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+            return bool(expected.equal(got))
+        return bool(expected.double().allclose(got.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
     if type(expected) is not type(got):
         return False
     if isinstance(expected, dict) and isinstance(got, dict):
@@ -114,19 +179,22 @@ def same(expected: object, got: object, *, exact: bool = True) -> bool:
     return bool(expected == got)
 
 
-def shown(value: object) -> str:
-    """Return a value as text that is short enough to read."""
-    if isinstance(value, Tensor):
-        numbers = value.tolist() if value.numel() <= 24 else [*value.flatten()[:16].tolist(), "..."]
-        text = f"{_rounded(numbers)}, shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
-    elif isinstance(value, dict):
-        text = "; ".join(f"{name} {shown(part)}" for name, part in value.items())
-    else:
-        text = repr(value)
-    return text if len(text) <= 600 else text[:600] + " ..."
+def is_tensor(value: object) -> "TypeGuard[Tensor]":
+    """Whether a value is a tensor. Without torch there is none."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
-def _rounded(value: object) -> object:
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+def _rounded(numbers: Any) -> Any:
+    return (
+        [*map(_rounded, numbers)]
+        if isinstance(numbers, list)
+        else float(f"{numbers:.5g}")
+        if isinstance(numbers, float)
+        else numbers
+    )
+
+
+def _size(case: Case) -> tuple[bool, int]:
+    return case.comes_last, len(case.picture) + sum(
+        4 * value.numel() if is_tensor(value) else len(repr(value)) for value in case.given.values()
+    )

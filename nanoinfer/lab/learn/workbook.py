@@ -1,7 +1,8 @@
 """The learner's folder: files that are cut from the engine's source, and the learner's progress.
 
 In: a Task. Out: a file with the imports that its function needs, its signature and docstring, and an empty body. The source is
-read from the installed package, so no second copy can become stale.
+read from the installed package, so no second copy can become stale. No module of the engine is imported for it, because
+many import torch, which takes a second.
 """
 
 import ast
@@ -9,18 +10,21 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nanoinfer
 from nanoinfer.errors import InvalidValueError
 
+WIDTH = 79  # columns of the learner's files, and of what is printed
 EMPTY = "raise NotImplementedError  # your code"
 PROGRESS = ".progress.json"
 
@@ -65,46 +69,123 @@ class Function:
 
     @property
     def source(self) -> str:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(self.original)))
-
-    @property
-    def parsed(self) -> ast.FunctionDef:
-        (function,) = ast.parse(self.source).body
-        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
-        return function
+        """The function's lines, without its decorators."""
+        lines, _ = _module(self.module)
+        return textwrap.dedent("\n".join([*lines[self._node.lineno - 1 : self._node.end_lineno], ""]))
 
     @property
     def header(self) -> str:
         """Signature and docstring, with an empty body."""
-        first = self.parsed.body[0]
-        num_lines = first.end_lineno if ast.get_docstring(self.parsed) else first.lineno - 1
-        return "\n".join([*self.source.splitlines()[:num_lines], f"    {EMPTY}", ""])
+        first = self._node.body[0]
+        end = first.end_lineno if ast.get_docstring(self._node) else first.lineno - 1
+        return "\n".join([*self.source.splitlines()[: end - self._node.lineno + 1], f"    {EMPTY}", ""])
 
     @property
     def imports(self) -> str:
-        """Return lines that import every global name that the function uses, from where it was defined."""
-        names = vars(importlib.import_module(self.module))
-        used = {node.id for node in ast.walk(self.parsed) if isinstance(node, ast.Name)} - {self.name}
-        modules: list[str] = []
+        """The lines that import every global name that the function uses."""
+        used = {node.id for node in ast.walk(self._node) if isinstance(node, ast.Name)} - {self.name}
+        lines: list[str] = []
         origins: dict[str, list[str]] = {}  # module -> names
-        for name in sorted(used & names.keys()):
-            value = names[name]
-            if inspect.ismodule(value):
-                modules.append(f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}"))
+        for node in _module(self.module)[1].body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in node.names:
+                    if (name.asname or name.name) in used and isinstance(node, ast.ImportFrom):
+                        origins.setdefault(str(node.module), []).append(ast.unparse(name))
+                    elif (name.asname or name.name) in used:
+                        lines.append(f"import {ast.unparse(name)}")
             else:
-                is_named = getattr(value, "__name__", None) == name  # otherwise a constant, or imported under another name
-                module = inspect.getmodule(value) if is_named else None
-                origins.setdefault(self.module if module is None else module.__name__, []).append(name)
-        return "\n".join([*modules, *(f"from {origin} import {', '.join(origins[origin])}" for origin in sorted(origins))])
+                origins.setdefault(self.module, []).extend(name for name in sorted(used) if _defines(node, name))
+        return "\n".join([*lines, *(f"from {origin} import {', '.join(names)}" for origin, names in origins.items() if names)])
+
+    def made(self) -> Version:
+        """The engine's own version, made from its source as a learner's file makes theirs."""
+        names: dict[str, Any] = {}
+        exec(compile(f"{self.imports}\n{self.source}", self.qualname, "exec"), names)
+        version: Version = names[self.name]
+        return version
+
+    @property
+    def _node(self) -> Any:
+        return _definition(self.module, self.qualname)
+
+
+def filled(text: str, later: str = "", width: int = WIDTH) -> str:
+    """Wrap a paragraph. later: what all lines but the first begin with."""
+    return textwrap.fill(text.strip("\n"), width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
+
+
+@cache
+def _module(name: str) -> tuple[list[str], ast.Module]:
+    """Return the lines and the syntax tree of one of the package's modules, without importing it."""
+    path = Path(nanoinfer.__path__[0], *name.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = file.read_text(encoding="utf-8")
+    return text.splitlines(), ast.parse(text)
+
+
+def _definition(module: str, qualname: str) -> Any:
+    """Return the syntax tree of a class, a function or a method, and of the module for ""."""
+    found: Any = _module(module)[1]
+    for part in filter(None, qualname.split(".")):
+        found = next(node for node in found.body if _defines(node, part))
+    return found
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    """Whether a statement defines this name, or this attribute of self."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name == name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return any(ast.unparse(part) in (name, f"self.{name}") for target in targets for part in getattr(target, "elts", [target]))
+
+
+def declared(entry: str) -> tuple[str, list[str]]:
+    """Cut declarations out of the source.
+
+    Args:
+        entry: "module name ...", or "module:Class attribute ...", with modules of nanoinfer.
+
+    Returns:
+        The module or the class, and a line for each name: its signature or its type, and its comment.
+
+    >>> declared("sampling.draw ONE thresholds")[1][0]
+    'ONE = 2.0 ** BITS  # the weight of the most probable token'
+    """
+    place, *names = entry.split()
+    module, _, class_name = place.partition(":")
+    lines, _ = _module(f"nanoinfer.{module}")
+    scope = _definition(f"nanoinfer.{module}", class_name)
+    documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
+    found = []
+    for name in names:
+        node: Any = next((node for node in ast.walk(scope) if _defines(node, name)), None)
+        assert node is not None, f"{place} defines {name}"
+        _, _, comment = lines[node.lineno - 1].partition("  # ")
+        if isinstance(node, ast.FunctionDef):
+            is_field = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+            arguments = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
+            kind = f"({arguments}) -> {ast.unparse(node.returns)}" if node.returns else f"({arguments})"
+            kind = kind.replace("() -> ", ": ") if is_field else kind
+            comment = (ast.get_docstring(node) or "").partition("\n")[0]
+        elif isinstance(node, ast.AnnAssign):
+            kind = f": {ast.unparse(node.annotation)}"
+        elif isinstance(node.targets[0], ast.Name):
+            kind = f" = {ast.unparse(node.value)}"
+        else:  # self.name = the argument of the same type
+            types = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
+            kind = f": {ast.unparse(types[value])}" if (value := ast.unparse(node.value)) in types else ""
+        comment = comment or " ".join(documented.get(name, "").split())
+        found.append(f"{name}{kind}" + (f"  # {comment}" if comment else ""))
+    return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found
 
 
 class Workbook:
     """A folder with a file per task."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        """names: the names of the tasks, in the order of the track."""
+    def __init__(self, folder: Path, names: list[str], kind: str = "t") -> None:
+        """names: the names of the tasks, in their order. kind: the letter with which their files begin."""
         self.folder = folder
-        self._files = {name: folder / f"t{number:02}_{name}.py" for number, name in enumerate(names, 1)}
+        self._files = {name: folder / f"{kind}{number:02}_{name}.py" for number, name in enumerate(names, 1)}
 
     @classmethod
     def here(cls, names: list[str]) -> "Workbook":
@@ -116,18 +197,22 @@ class Workbook:
             )
         return workbook
 
-    def write(self, headers: dict[str, str]) -> None:
-        """Write all tasks into a new or empty folder. headers: task name -> the text of its file."""
+    def write(self, texts: dict[str, str]) -> None:
+        """Write all tasks into a new or empty folder. texts: task name -> the text of its file."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise InvalidValueError(f"{self.folder} exists and is not empty; give a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in headers.items():
+        for name, text in texts.items():
             self._files[name].write_text(text, encoding="utf-8")
         (self.folder / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
         self._save({"passed": {}, "hints": {}})
 
     def file(self, name: str) -> Path:
         return self._files[name]
+
+    def saved(self) -> dict[str, int]:
+        """Return when each task's file was last saved, in nanoseconds. A file that is missing is left out."""
+        return {name: file.stat().st_mtime_ns for name, file in self._files.items() if file.exists()}
 
     def status(self, name: str) -> str:
         """Return "missing", "empty", "written", or "passed" if the file has passed its check and is unchanged."""
@@ -187,31 +272,30 @@ def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int
     calls these functions themselves, and no compiled code.
     """
     calls = dict.fromkeys(functions, 0)
-    undo: list[tuple[object, str, object]] = []
-    for function, version in functions.items():
-        original = function.original
-        counted = _counted(function, version, original, calls)
-        owners: list[object] = [function.owner]
-        if inspect.ismodule(function.owner):
-            owners = [module for key, module in list(sys.modules.items()) if key.startswith("nanoinfer")]
-        for owner in owners:
-            for name, value in list(vars(owner).items()):
-                if value is original:
-                    undo.append((owner, name, value))
-                    setattr(owner, name, counted)
+    counted = {function: _counted(function, version, calls) for function, version in functions.items()}
+    for function, version in counted.items():
+        _exchange(function.owner, _ORIGINALS[version], version)
     try:
         yield calls
     finally:
-        for owner, name, value in undo:
-            _ORIGINALS.pop(getattr(owner, name), None)
-            setattr(owner, name, value)
+        for function, version in counted.items():
+            _exchange(function.owner, version, _ORIGINALS.pop(version))
 
 
-def _counted(function: Function, version: Version, original: Version, calls: dict[Function, int]) -> Version:
+def _exchange(owner: object, old: Version, new: Version) -> None:
+    """Put a function in the place of another, in a class, or in every module of the engine that has imported it."""
+    owners = [module for name, module in list(sys.modules.items()) if name.startswith("nanoinfer")]
+    for each in owners if inspect.ismodule(owner) else [owner]:
+        for name, value in list(vars(each).items()):
+            if value is old:
+                setattr(each, name, new)
+
+
+def _counted(function: Function, version: Version, calls: dict[Function, int]) -> Version:
     @wraps(version)
     def counted(*args: object, **kwargs: object) -> object:
         calls[function] += 1
         return version(*args, **kwargs)
 
-    _ORIGINALS[counted] = original
+    _ORIGINALS[counted] = function.original
     return counted

@@ -20,6 +20,7 @@ from nanoinfer.lab.bench import ladder, offline, random_models, roofline, worklo
 from nanoinfer.lab.bench.offline import run_workload
 from nanoinfer.lab.bench.timing import RequestTiming, Run, figures
 from nanoinfer.lab.bench.workloads import Workload
+from nanoinfer.lab.simulate.costs import Part
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.lora.request import LoRARequest
@@ -47,6 +48,26 @@ def test_a_described_workload_has_its_lengths_and_its_rate():
     assert described(request_rate=100.0) == workload != described(request_rate=100.0, seed=1)
 
 
+def test_requests_come_in_bursts_if_the_user_says_so():
+    """A gamma distribution of shape k has a variance of mean squared / k."""
+    for burstiness in (0.1, 1.0, 10.0):
+        arrivals = described(num_prompts=2001, request_rate=10.0, burstiness=burstiness).arrivals
+        gaps = [after - before for before, after in pairwise(arrivals)]
+        mean = sum(gaps) / len(gaps)
+        assert mean == pytest.approx(0.1, rel=0.2)
+        assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(0.01 / burstiness, rel=0.3)
+
+
+def test_the_prompts_of_a_session_grow():
+    workload = described(num_prompts=9, input_len="300", output_len="200", request_rate=1.0, turns=3, think_time=5.0)
+    assert sorted(workload.input_lens) == [300] * 3 + [800] * 3 + [1300] * 3
+    assert list(workload.arrivals) == sorted(workload.arrivals)
+    prompts = workload.prompts(vocab_size=256, run=1)
+    for long in (prompt for prompt in prompts if len(prompt) > 300):
+        [before] = [one for one in prompts if len(one) == len(long) - 500 and long[: len(one)] == one]
+        assert len(before) < len(long)
+
+
 def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
     first, second = SMALL.prompts(50, 1), SMALL.prompts(50, 2)
     assert [*map(len, first)] == [*map(len, second)] == [3, 9, 1]
@@ -63,6 +84,8 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
         ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
+        ({"burstiness": 0.0}, "burstiness must be > 0, got 0.0"),
+        ({"think_time": -1.0}, "think_time must be > 0 seconds, got -1.0"),
     ],
 )
 def test_an_impossible_workload_is_refused(changes, sentence):
@@ -151,9 +174,8 @@ def test_the_cache_of_a_draft_model_takes_nothing_from_the_workload():
 
 
 def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
-    machine = roofline.Machine(bandwidth=100.0, gemm_rates={torch.float32: 1000.0})
-    assert roofline.Part("reads", 200, 10).least_s(machine, torch.float32) == 2.0
-    assert roofline.Part("computes", 10, 5000).least_s(machine, torch.float32) == 5.0
+    assert Part("reads", 200, 10).seconds(100.0, 1000.0) == 2.0
+    assert Part("computes", 10, 5000).seconds(100.0, 1000.0) == 5.0
 
 
 def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
@@ -365,6 +387,23 @@ def test_a_line_of_a_recording_that_is_no_request_is_named(recording, line):
     recording.write_text('{"timestamp": 1, "input_length": 4, "output_length": 1}\n' + line)
     with pytest.raises(InvalidValueError, match=r"calls.jsonl, line 2, must be such as .* got"):
         workloads.recorded(recording, sampling={})
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+
+
+def test_a_recording_of_azure_gives_arrivals_and_lengths(tmp_path):
+    (path := tmp_path / "azure.csv").write_text(AZURE)
+    workload = workloads.recorded(path, sampling={})
+    assert (workload.input_lens, workload.output_lens, workload.hash_ids) == ((374, 396), (44, 109), ())
+    assert workload.arrivals == (0.0, pytest.approx(4.314579, abs=1e-5))
+    for line in ("2023-11-16 18:15:46.6805900,374,0", "2023-11-16 18:15:46.6805900,374", "today,374,44"):
+        path.write_text(AZURE + line)
+        with pytest.raises(InvalidValueError, match=r"azure.csv, line 4, must be such as 2023-11-16 .* got"):
+            workloads.recorded(path, sampling={})
 
 
 def test_a_recording_that_is_not_there_or_empty_is_refused(tmp_path):

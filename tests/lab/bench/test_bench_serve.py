@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench import workloads
-from nanoinfer.lab.bench.serve import Target, figures, parse_goodput, run
-from nanoinfer.lab.bench.timing import RequestTiming
+from nanoinfer.lab.bench.serve import Target, figures, run
+from nanoinfer.lab.bench.timing import RequestTiming, parse_goodput
 from nanoinfer.server.client import Client
 from tests.helpers import fake_server
 from tests.helpers.fake_server import chat_events, event, reply, stream

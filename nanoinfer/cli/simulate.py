@@ -1,0 +1,222 @@
+"""`nanoinfer simulate`: the figures of a workload on a machine that need not be here, with the engine's own scheduling."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from nanoinfer.arguments import declarations
+from nanoinfer.cli import options
+from nanoinfer.cli.bench import Goodput, WorkloadOptions, pick_workloads
+from nanoinfer.cli.bench import app as bench_app
+from nanoinfer.cli.commands import Command
+from nanoinfer.config import EngineArgs
+from nanoinfer.errors import InvalidValueError, suggest
+
+if TYPE_CHECKING:
+    from nanoinfer.lab.simulate.costs import ModelSizes
+    from nanoinfer.lab.simulate.report import Choice, SimulatedRun
+
+G = TypeVar("G")
+
+ConfigModel = Annotated[
+    str | None, typer.Option("--model", "-m", help="A config.json, or what the other commands take. Default: tiny-qwen3.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions:
+    """The arguments of LLM that change a simulation."""
+
+    dtype: Annotated[str, EngineArgs] = "auto"
+    quantization: Annotated[str | None, EngineArgs] = None
+    tensor_parallel_size: Annotated[int, EngineArgs] = 1
+    block_size: Annotated[int | None, EngineArgs] = None
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
+    chunk_size: Annotated[int, EngineArgs] = 1024
+    enable_chunked_prefill: Annotated[bool, EngineArgs] = True
+    enable_prefix_caching: Annotated[bool, EngineArgs] = True
+    max_model_len: Annotated[int | None, EngineArgs] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None
+    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
+    gpu_memory_utilization: Annotated[float, EngineArgs] = 0.9
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
+    async_scheduling: Annotated[bool | None, EngineArgs] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What runs where."""
+
+    model: ConfigModel = None
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="H100, H200, MI300X, M4, laptop, or a file of `nanoinfer bench roofline --json` or `bench calibrate`."
+        ),
+    ] = "H100"
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a device per hour, for the cost of tokens.")] = None
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
+    ] = False
+    num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests in turns.")] = 1
+    num_prefill_engines: Annotated[
+        int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
+    ] = 0
+
+
+@options.expand_options
+def simulate(
+    *,
+    machine: MachineOptions,
+    picked: WorkloadOptions,
+    engine: SimulatedOptions,
+    goodput: Goodput = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Values of an option above, such as max_num_seqs=8,16,32. Given twice, every combination is simulated.",
+        ),
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            metavar="goodput",
+            help="Search the settings with the largest goodput, among those of --sweep. Default: max_num_seqs, "
+            "max_num_batched_tokens and chunk_size.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Path of a page with plots.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Simulate a server on a machine by name: TTFT, TPOT and ITL of a workload, with the engine's own scheduler.
+
+    No model runs. A step takes what its bytes and operations take at the machine's limits, and what was measured besides.
+    """
+    from nanoinfer.lab.bench.timing import parse_goodput
+    from nanoinfer.lab.simulate import report
+
+    groups = machine, picked, engine
+    given = {name: value for group in groups for name, value in asdict(group).items()}
+    limits, workloads = parse_goodput(goodput or []), [workload.name for workload in pick_workloads(picked)]
+    values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
+    values |= _swept(sweep or [], map(type, groups))
+    options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
+    if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
+        way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
+        raise InvalidValueError(f"--find must be goodput, {way_out}, got {find!r}")
+    with options.busy("Simulating"):
+        run = partial(_run, machine, picked, engine, limits)
+        if find is None:
+            runs = report.sweep(run, values)
+        else:
+            grid = values or report.GRID
+            runs = report.find(run, grid, {name: given[name] for name in grid})
+    shown = runs if find is None else runs[-1:]
+    if html is not None:
+        changed = (
+            f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
+        )
+        html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    found = {"settings": settings, "results": [one.as_json() for one in runs]}
+    options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
+
+
+def _run(
+    machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
+) -> "SimulatedRun":
+    """Simulate with other values of some options."""
+    from nanoinfer.lab.simulate.disaggregated import simulate_engines
+    from nanoinfer.lab.simulate.hardware import Hardware
+    from nanoinfer.lab.simulate.report import SimulatedRun
+    from nanoinfer.lab.simulate.simulator import requests_of
+
+    machine, engine = _with(machine, choice), _with(engine, choice)
+    hardware, [workload] = Hardware.named(machine.hardware), pick_workloads(_with(picked, choice))
+    result = simulate_engines(
+        read_sizes(machine.model),
+        hardware,
+        EngineArgs(**asdict(engine)),
+        requests_of(workload),
+        num_engines=machine.num_engines,
+        num_prefill_engines=machine.num_prefill_engines,
+        enable_expert_parallel=machine.enable_expert_parallel,
+    )
+    price = hardware.price_per_hour if machine.price is None else machine.price
+    num_devices = machine.num_engines * engine.tensor_parallel_size
+    return SimulatedRun.of(choice, result, limits, None if price is None else price * num_devices)
+
+
+def _with(group: G, choice: "Choice") -> G:
+    """Return the options with the values of a choice that belong to them."""
+    return replace(group, **{name: value for name, value in choice.items() if hasattr(group, name)})  # type: ignore[type-var]
+
+
+@bench_app.command(cls=Command)
+@options.expand_options
+def calibrate(
+    *,
+    reports: Annotated[
+        list[Path],
+        typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
+    ],
+    model: ConfigModel = None,
+    hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
+    engine: SimulatedOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the result.")] = Path("server.json"),
+    as_json: options.AsJson = False,
+) -> None:
+    """Fit a machine's limits and overheads to measured runs of a server, for `nanoinfer simulate --hardware`.
+
+    The engine's options are those with which the server ran.
+    """
+    from nanoinfer.lab.simulate.calibrate import calibrate as fit
+    from nanoinfer.lab.simulate.calibrate import read_runs
+    from nanoinfer.lab.simulate.hardware import Hardware
+
+    runs = [run for path in reports for run in read_runs(path)]
+    with options.busy("Calibrating"):
+        fitted = fit(read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
+    output.write_text(json.dumps(asdict(fitted), indent=1), encoding="utf-8")
+    options.print_result(asdict(fitted), as_json, lambda _: print(f"{output} is the --hardware of nanoinfer simulate"))
+
+
+def read_sizes(model: str | None) -> "ModelSizes":
+    """Read the sizes of a model from a config.json, or from the folder or the hub name of a checkpoint."""
+    from nanoinfer.lab.simulate.costs import ModelSizes
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
+
+    given = Path(model or DEFAULT_MODEL)
+    path = given if given.is_file() else locate(model or DEFAULT_MODEL, None, with_weights=False) / "config.json"
+    return ModelSizes.of(read_json(path))
+
+
+def _swept(texts: list[str], groups: Iterable[Any]) -> dict[str, list[Any]]:
+    """Read NAME=VALUES. groups: the classes of the options that may be swept."""
+    kinds: dict[str, Any] = {name: one.kind for group in groups for name, one in declarations(group).items()}
+    found = {}
+    for text in texts:
+        name, _, values = text.removeprefix("--").partition("=")
+        if (name := name.replace("-", "_")) not in kinds:
+            raise InvalidValueError(f"--sweep has no option {name!r}; {suggest(name, list(kinds))}")
+        is_text = kinds[name] in (str, Path)
+        read: Callable[[str], Any] = kinds[name] if is_text else partial(options.read_json, f"--sweep {name}")
+        found[name] = [read(value) for value in values.split(",")]
+    return found
+
+
+def _print_runs(columns: list[str], rows: list[list[str]]) -> None:
+    """Print a row for each run, or the figures of a single run below each other."""
+    if len(rows) > 1:
+        options.print_table(columns, rows)
+    else:
+        options.print_table(("", ""), list(zip(columns, rows[0], strict=True)))

@@ -1,0 +1,64 @@
+"""Put the new tokens of a step in a row: lists of integers, without tensors.
+
+In: a StepPlan. Out: a Packed, of which forward_batch.py makes tensors.
+"""
+
+from typing import NamedTuple
+
+from nanoinfer import tracing
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
+
+
+class Packed(NamedTuple):
+    """The input of a step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
+
+    input_ids: list[int]  # 0 for a placeholder
+    placeholders: list[int]  # indices of the tokens that are only on the device
+    previous_rows: list[int]  # where those tokens are in PreviousTokens
+    positions: list[int]
+    slots: list[int]
+    query_lens: list[int]
+    seq_lens: list[int]  # for each query
+    sequences: list[Sequence]  # for each query
+
+
+def pack(plan: StepPlan, block_size: int, sampled: dict[Sequence, int] | None) -> Packed:
+    """Put the new tokens of all sequences in a row, each with its position and its slot in the cache.
+
+    sampled: the rows of the tokens that the previous step sampled and that are still on the device. None: all ids are known.
+    """
+    packed = Packed([], [], [], [], [], [], [], [])
+    input_ids, placeholders, previous_rows, positions, slots, query_lens, seq_lens, sequences = packed
+    for item in plan.scheduled:
+        seq = item.sequence
+        start = seq.num_computed_tokens
+        end = start + item.num_new_tokens
+        input_ids += seq.token_ids[start:end]
+        if sampled is not None and end > len(seq.token_ids):
+            placeholders.append(len(input_ids))
+            previous_rows.append(sampled[seq])
+            input_ids.append(0)
+        num_drafts = len(item.draft_token_ids)
+        input_ids += item.draft_token_ids
+        positions += range(start, end + num_drafts)
+        slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end + num_drafts)]
+        query_lens += [item.num_new_tokens] + [1] * num_drafts
+        seq_lens += range(end, end + num_drafts + 1)
+        sequences += [seq] * (num_drafts + 1)
+    return packed
+
+
+def describe(packed: Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":
+    known_ids = list(packed.input_ids)
+    for index in packed.placeholders:
+        known_ids[index] = -1
+    return tracing.BatchBuilt(
+        sequence_ids=tuple(seq.sequence_id for seq in packed.sequences),
+        query_start_loc=tuple(query_start_loc),
+        seq_lens=tuple(packed.seq_lens),
+        input_ids=tuple(known_ids),
+        positions=tuple(packed.positions),
+        slot_mapping=tuple(packed.slots),
+        logits_indices=tuple(logits_indices),
+    )

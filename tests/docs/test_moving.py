@@ -1,0 +1,47 @@
+"""README's moving pictures show recorded runs, are small, and move by their own style sheet."""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = re.findall(r"pictures/moving-(\w+)\.svg", (ROOT / "README.md").read_text(encoding="utf-8"))
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@pytest.fixture(scope="module")
+def moving():
+    sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "notebooks")]
+    with mpl.rc_context():  # the style of the figures is not for other tests
+        import moving
+    del sys.path[:2]
+    return moving
+
+
+def test_there_are_four_small_pictures_without_scripts():
+    assert sorted(NAMES) == ["attention", "continuous", "drafts", "paging"]
+    for name in NAMES:
+        text = (ROOT / "docs" / "pictures" / f"moving-{name}.svg").read_text(encoding="utf-8")
+        root = ET.fromstring(text)
+        assert len(text) < 40_000
+        assert root.get("aria-label")
+        assert "script" not in {one.tag.rpartition("}")[2] for one in root.iter()}
+        assert text.count("@keyframes") > 5
+        assert "prefers-color-scheme:dark" in text
+        assert "prefers-reduced-motion" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_moving_picture_shows_what_the_run_does(moving, name):
+    stored = (ROOT / "docs" / "pictures" / f"moving-{name}.svg").read_text(encoding="utf-8")
+    drawn = moving.MOVIES[name]().svg()
+    assert NUMBER.sub("", drawn) == NUMBER.sub("", stored)
+    # The last digit of an attention weight may differ on another processor.
+    assert [float(one) for one in NUMBER.findall(drawn)] == pytest.approx(
+        [float(one) for one in NUMBER.findall(stored)], abs=0.11
+    )

@@ -1,0 +1,97 @@
+"""Sweeps and searches of settings, the table, and the page in a real browser."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanoinfer.config import EngineArgs
+from nanoinfer.lab.bench.workloads import described
+from nanoinfer.lab.simulate import report
+from nanoinfer.lab.simulate.costs import ModelSizes
+from nanoinfer.lab.simulate.hardware import HARDWARE
+from nanoinfer.lab.simulate.report import SimulatedRun
+from nanoinfer.lab.simulate.simulator import requests_of, simulate
+from tests.helpers.contrast import POOR_CONTRASTS
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+LIMITS = {"ttft": 300.0, "tpot": 30.0}
+WORKLOAD = described(num_prompts=30, input_len="20-200", output_len="8-40", request_rate=20.0, sampling={}, seed=0)
+
+
+def run(choice):
+    settings = EngineArgs(dtype="bfloat16", **choice)
+    result = simulate(ModelSizes.of(GPT2), HARDWARE["laptop"], settings, requests_of(WORKLOAD))
+    return SimulatedRun.of(choice, result, LIMITS, price_per_hour=2.0)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return report.sweep(run, {"chunk_size": (64, 256), "max_num_seqs": (1, 4, 16)})
+
+
+def test_a_sweep_runs_every_combination(runs):
+    assert [tuple(one.choice.values()) for one in runs] == [(c, n) for c in (64, 256) for n in (1, 4, 16)]
+    assert runs[0].figures != runs[1].figures
+
+
+def test_the_cost_is_the_price_of_the_time(runs):
+    figures = runs[0].figures
+    assert runs[0].cost == pytest.approx(2.0 * figures.duration_s / 3600 * 1e6 / sum(WORKLOAD.output_lens))
+    assert SimulatedRun.of({}, runs[0].result, LIMITS, price_per_hour=None).cost is None
+
+
+def test_the_goodput_counts_the_requests_within_the_limits(runs):
+    for one in runs:
+        timings = one.result.timings
+        num_good = sum(timing.ttft <= 0.3 and timing.tpot <= 0.03 for timing in timings)
+        assert one.figures.goodput_requests_per_s == pytest.approx(num_good / one.figures.duration_s)
+    assert len({one.figures.goodput_requests_per_s for one in runs}) > 1
+
+
+def test_a_search_ends_with_the_best_settings(runs):
+    calls = []
+
+    def scored(choice):  # the best is (4, 30), and neither setting alone finds it
+        calls.append(choice)
+        goodput = -((choice["max_num_seqs"] - 4) ** 2) - (choice["chunk_size"] - 30) ** 2 + 10_000.0
+        return SimulatedRun(choice, runs[0].result, replace(runs[0].figures, goodput_requests_per_s=goodput), None)
+
+    grid = {"max_num_seqs": (1, 2, 4, 8), "chunk_size": (10, 20, 30, 40, 50)}
+    *tried, best = report.find(scored, grid, {"max_num_seqs": 8, "chunk_size": 50})
+    assert best.choice == {"max_num_seqs": 4, "chunk_size": 30}
+    assert len(tried) == len(calls) < 20 + 1
+
+
+def test_the_table_has_a_row_for_each_run_and_leaves_empty_columns_out(runs):
+    columns, rows = report.table(runs)
+    assert columns[:2] == ["chunk_size", "max_num_seqs"]
+    assert [row[:2] for row in rows] == [[str(value) for value in one.choice.values()] for one in runs]
+    assert "per M tok" in columns
+    without = [SimulatedRun.of({}, runs[0].result, {}, None)]
+    assert not {"per M tok", "goodput/s", "chunk_size"} & set(report.table(without)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_of_a_run_and_of_a_sweep_open_from_a_file(browser, runs, tmp_path, scheme):
+    path = tmp_path / "report.html"
+    for shown, titles in ((runs[:1], 4), (runs, 6)):
+        path.write_text(report.page("Simulated </script> & <b>described</b>", shown, LIMITS), encoding="utf-8")
+        page, errors = browser.new_page(color_scheme=scheme), []
+        page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+        page.on("request", lambda request, errors=errors: request.url.startswith("file:") or errors.append(request.url))
+        page.goto(path.as_uri())
+        assert page.inner_text("#about") == "Simulated </script> & <b>described</b>"
+        assert page.locator("tr").count() == 1 + len(shown)
+        assert page.locator("figure").count() == titles
+        lines = page.locator("polyline").evaluate_all("lines => lines.map(line => line.getAttribute('points'))")
+        assert all(lines)
+        assert "NaN" not in " ".join(lines)
+        count, poor = page.evaluate(POOR_CONTRASTS)
+        assert (count > 30, poor) == (True, [])
+        for width in (1280, 400):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.close()
+        assert errors == []
+    assert len(lines) == 6 * 2  # figures, and values of chunk_size
