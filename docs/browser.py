@@ -21,7 +21,7 @@ from nanoinfer.scheduling.sequence import Sequence
 ORDER = """\
 def order_waiting(self, waiting):
     # waiting: sequences. Each has arrival_time, deadline, priority, num_tokens.
-    # self.now: ms since the first request
+    # self.clock(): seconds since the first request
     return sorted(waiting, key=lambda seq: seq.num_tokens)
 """
 OWN = "an order of your own"
@@ -72,7 +72,7 @@ def play_own_order(code: str, trace: int, *chosen: int) -> str:
     _, *others = (values[index] for values, index in zip(game.QUESTIONS.values(), chosen, strict=True))
     game.ORDERS[OWN] = Own
     try:
-        return json.dumps(game.play(game.make_traces()[trace], (OWN, *others), game.read_cost()))
+        return json.dumps(game.play(game.make_traces()[trace], (OWN, *others)))
     except Exception as error:
         raise MistakeError(described(error)) from error
     finally:

@@ -80,9 +80,6 @@ class Memory:
         """Return the tokens of the longest sequence that fits alone."""
         return self.manager.num_blocks * self.manager.block_size
 
-    def held(self, seq: Sequence) -> set[int]:
-        return set(seq.block_table)
-
     def last(self, block: int) -> Slot:
         """Return the content of a full block's last slot."""
         content = self.slots[(block + 1) * self.manager.block_size - 1]

@@ -221,11 +221,6 @@ def replay(
         return
 
 
-def require(holds: object, promise: str) -> None:
-    if not holds:
-        raise BrokenPromiseError(promise)
-
-
 class _Adapter(NamedTuple):
     digest: str
 
@@ -361,7 +356,7 @@ class State:
             kept = self.memory.cached().keys() - failed
             self._finish(seq, has_failed=event.has_failed)
             found = self.memory.cached().keys()
-            require(found == kept, "blocks of a failed request leave the prefix cache, and no others")
+            assert found == kept, "blocks of a failed request leave the prefix cache, and no others"
 
     def reset(self, event: Reset) -> None:
         self.num_resets += 1
@@ -370,7 +365,7 @@ class State:
             self.scheduler.restart()
         else:
             self.scheduler.block_manager.reset_prefix_cache()
-            require(not self.memory.cached(), "reset_prefix_cache leaves no block in the prefix cache")
+            assert not self.memory.cached(), "reset_prefix_cache leaves no block in the prefix cache"
 
     def plan(self) -> StepPlan:
         """Schedule, compute and commit a step."""
@@ -390,7 +385,7 @@ class State:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.append(seq, token_id)
                 is_computed = self.world.async_scheduling or seq.num_new_tokens == 1
-                require(is_computed, "a sampled token is the only new token of its sequence")
+                assert is_computed, "a sampled token is the only new token of its sequence"
                 is_last = is_last or len(seq.token_ids) == seq.max_num_tokens
                 if (tracer := self.scheduler.tracer) is not None:
                     at, text, reason = len(seq.token_ids) - 1, str(token_id), "stop" if is_last else None
@@ -402,18 +397,18 @@ class State:
         scheduler, pool = self.scheduler, self.scheduler.block_manager.blocks
         counts = Counter(block for seq in self.alive for block in seq.block_table)
         for block, references in enumerate(pool.ref_counts):
-            require(references == counts[block], "a block has a reference for each block table that it is in")
+            assert references == counts[block], "a block has a reference for each block table that it is in"
         free = [*pool.empty, *pool.reusable]
-        require(len(free) == len({*free}), "a free block is free once")
-        require({*free} == {*range(self.world.num_blocks)} - counts.keys(), "exactly the blocks in no block table are free")
-        require(all(pool.contents[block] for block in pool.reusable), "a reusable block is in the prefix cache")
+        assert len(free) == len({*free}), "a free block is free once"
+        assert {*free} == {*range(self.world.num_blocks)} - counts.keys(), "exactly the blocks in no block table are free"
+        assert all(pool.contents[block] for block in pool.reusable), "a reusable block is in the prefix cache"
         for seq in self.alive:
             is_running = seq.status is SequenceStatus.RUNNING
-            require(is_running == (seq in scheduler.running), "`running` has the sequences that run")
+            assert is_running == (seq in scheduler.running), "`running` has the sequences that run"
             has_blocks = seq.block_table or seq.prefix_keys or seq.num_computed_tokens
-            require(is_running or not has_blocks, "only running sequences hold blocks, keys and computed tokens")
+            assert is_running or not has_blocks, "only running sequences hold blocks, keys and computed tokens"
         num_pending = sum(len(seq.forks) for seq in self.alive)
-        require(scheduler.num_unfinished + num_pending == len(self.alive), "every unfinished sequence runs, waits or is a fork")
+        assert scheduler.num_unfinished + num_pending == len(self.alive), "every unfinished sequence runs, waits or is a fork"
 
     # ---- which states are the same
 

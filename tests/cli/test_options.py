@@ -166,7 +166,7 @@ def test_figures_fit_80_columns(capsys, monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
-    figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
+    figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times, times, None)
     runs = [Run(figures, {}, [])]
     results = [Measurement.of(Workload(name=name, input_lens=(), output_lens=()), runs) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)

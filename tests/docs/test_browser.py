@@ -22,7 +22,7 @@ def test_an_order_of_the_readers_own_is_played_by_the_rules_of_the_game():
     for trace, others in ((0, (0, 0, 0)), (2, (1, 1, 2))):
         first_come = [0, *others]
         choice = tuple(values[index] for values, index in zip(game.QUESTIONS.values(), first_come, strict=True))
-        expected = game.play(game.make_traces()[trace], choice, game.read_cost())
+        expected = game.play(game.make_traces()[trace], choice)
         assert json.loads(browser.play_own_order(FIRST_COME, trace, 3, *others)) == json.loads(json.dumps(expected))
     assert next(iter(game.QUESTIONS.values())) == tuple(game.ORDERS)  # the page's choices are as before
     reversed_order = FIRST_COME.replace("waiting\n", "list(waiting)[::-1]\n")

@@ -46,7 +46,7 @@ ASK = """async queries => {
     return found;
 }"""
 
-PAGES = ["", "notebooks/00a*/", "notebooks/00b*/", "notebooks/03*/", "notebooks/04*/", "notebooks/05*/", "notebooks/d1*/"]
+PAGES = ["", "notebooks/00a*/", "notebooks/00b*/", "notebooks/03*/", "notebooks/04*/", "notebooks/05*/", "notebooks/d1_*/"]
 PAGES += ["docs/scheduler_game/", "docs/tasks/", "docs/usage/", "gallery/"]
 # What a page shows beside its text, unless a box of its own scrolls it.
 TOO_WIDE = """() => [...document.querySelectorAll("figure, img, svg, iframe, .jp-Cell, .admonition")]

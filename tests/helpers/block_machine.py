@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.testing.machines import CHOICES, TOKENS, run
 from nanoinfer.testing.rules import Memory, names
@@ -93,7 +94,7 @@ class BlockMachine(RuleBasedStateMachine):
         """Check that every token is where its block table says, and that the blocks in no block table are free."""
         for seq in self.alive:
             self.memory.check(seq, seq.num_computed_tokens)
-        held = {block for seq in self.alive for block in self.memory.held(seq)}
+        held = {block for seq in self.alive for table in self.manager.tables(seq) for block in table} - {NO_BLOCK}
         num_free, expected = self.manager.num_free_blocks, self.NUM_BLOCKS - len(held)
         assert num_free == expected, (
             f"num_free_blocks must be {expected}, because the block tables of {names(self.alive) or 'no sequence'} have "

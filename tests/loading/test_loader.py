@@ -64,6 +64,13 @@ def test_what_needs_no_weights_is_checked_before_they_are_read(changed, options,
         load(EngineConfig(model=str(checkpoint.path), device="cpu", **options))
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_quantization_is_refused_on_a_gpu(monkeypatch, enforce_eager):
+    monkeypatch.setattr(loader, "resolve_device", lambda name: torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="quantization='int8' runs on a CPU only, got device 'cuda'"):
+        load(EngineConfig(model="tiny-qwen3", quantization="int8", enforce_eager=enforce_eager))
+
+
 def test_on_meta_there_are_shapes_and_no_weights(qwen3_path):
     model, files = on_meta(Checkpoint.open(str(qwen3_path)))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

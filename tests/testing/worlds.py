@@ -19,17 +19,18 @@ class StartsShortPrompts(Scheduler):
 
 SMALL = {"num_requests": 2, "num_blocks": 3, "max_tokens": 2}
 LENGTHS = {"num_token_ids": 1, "num_forks": 0, "num_aborts": 0}  # prompts differ in nothing else
-WORLDS = {
-    "forks": (Scheduler, World(num_requests=2, num_forks=2, max_num_seqs=3, max_prompt_len=3, num_aborts=0, num_token_ids=1)),
-    "salts": (Scheduler, World(**SMALL, num_salts=2, num_forks=0)),
-    "async": (Scheduler, World(**SMALL, async_scheduling=True, max_prompt_len=3)),
-    "resets": (Scheduler, World(**SMALL, num_resets=1, num_forks=0, async_scheduling=True, max_prompt_len=2)),
-    "chunks": (Scheduler, World(**SMALL, chunk_size=3, num_forks=0)),  # a prefix hit ends inside a chunk
-    "priority": (PriorityScheduler, World(**SMALL, num_ranks=2, num_forks=0)),
+WORLDS = {  # the smallest first
     "adapters": (Scheduler, World(**LENGTHS, num_salts=3, max_adapters=1, max_num_seqs=3, max_prompt_len=2, max_tokens=1)),
+    "exchanges": (PreemptsAlways, World(**SMALL | {"num_blocks": 4}, num_forks=0, num_aborts=0)),
+    "chunks": (Scheduler, World(**SMALL, chunk_size=3, num_forks=0)),  # a prefix hit ends inside a chunk
+    "drafts": (Scheduler, World(**SMALL | {"max_tokens": 4}, num_speculative_tokens=2, num_forks=0, max_prompt_len=2)),
     "readers": (Scheduler, World(**SMALL, num_readers=1, num_forks=0, max_prompt_len=3)),
     "without-cache": (Scheduler, World(**LENGTHS, enable_prefix_caching=False)),
-    "drafts": (Scheduler, World(**SMALL | {"max_tokens": 4}, num_speculative_tokens=2, num_forks=0, max_prompt_len=2)),
+    "resets": (Scheduler, World(**SMALL, num_resets=1, num_forks=0, async_scheduling=True, max_prompt_len=2)),
+    "forks": (Scheduler, World(num_requests=2, num_forks=2, max_num_seqs=3, max_prompt_len=3, num_aborts=0, num_token_ids=1)),
+    "salts": (Scheduler, World(**SMALL, num_salts=2, num_forks=0)),
+    "priority": (PriorityScheduler, World(**SMALL, num_ranks=2, num_forks=0)),
+    "async": (Scheduler, World(**SMALL, async_scheduling=True, max_prompt_len=3)),
     "budget": (
         Scheduler,
         World(
@@ -37,7 +38,6 @@ WORLDS = {
             num_resets=1,
         ),
     ),
-    "exchanges": (PreemptsAlways, World(**SMALL | {"num_blocks": 4}, num_forks=0, num_aborts=0)),
     "exchanged-chunks": (PreemptsAlways, World(**LENGTHS, chunk_size=3, max_num_batched_tokens=4, max_prompt_len=6)),
 }  # fmt: skip
 

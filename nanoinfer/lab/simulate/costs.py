@@ -1,6 +1,6 @@
 """What a step costs: the bytes and operations of its parts, from the sizes in a model's config.json.
 
-In: config.json, and how many tokens a step computes after how many. Out: Parts, and on a Hardware the seconds of the step.
+In: config.json, and how many tokens a step computes after how many. Out: StepParts, and on a Hardware the seconds of the step.
 
 A part takes at least max(bytes / bandwidth, operations / rate), and a step at least the sum over its parts, because a part
 needs the result of the part before it. What is measured besides, such as Python's work, is added.
@@ -35,7 +35,7 @@ FORMATS = {name: NumberFormat(name, size) for name, size in {"float32": 4, "bflo
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """The least work of a part of a step: bytes read or written once, multiplications and additions."""
 
     name: str
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What a step computes.
 
     Attributes:
@@ -135,7 +135,7 @@ class ModelSizes:
         bits = weight_bits or 8 * dtype.itemsize
         return (self.num_weights - self.table_weights) * bits // 8 + self.table_weights * dtype.itemsize
 
-    def add(self, work: Work, num_new: int, context: int) -> None:
+    def add(self, work: StepWork, num_new: int, context: int) -> None:
         """Add a sequence's next tokens to the work of a step, without a row of logits.
 
         Args:
@@ -149,7 +149,7 @@ class ModelSizes:
             work.num_keys += min(context, width + num_new - 1) * num_layers
             work.num_pairs += (_seen(context, width) - _seen(context - num_new, width)) * num_layers
 
-    def add_decodes(self, work: Work, contexts: ListLike[int]) -> None:
+    def add_decodes(self, work: StepWork, contexts: ListLike[int]) -> None:
         """Add a token of each of several sequences, as add does with num_new = 1."""
         work.num_tokens += len(contexts)
         work.num_seqs += len(contexts)
@@ -158,7 +158,7 @@ class ModelSizes:
             work.num_keys += num_keys * num_layers
             work.num_pairs += num_keys * num_layers
 
-    def grow(self, work: Work, starts: ListLike[int], num_steps: int) -> None:
+    def grow(self, work: StepWork, starts: ListLike[int], num_steps: int) -> None:
         """Change the work of a decode step into that of the next step of the same sequences.
 
         Args:
@@ -172,12 +172,12 @@ class ModelSizes:
 
     def parts(
         self,
-        work: Work,
+        work: StepWork,
         dtype: NumberType,
         *,
         weight_bits: int | None = None,
         cache_dtype: NumberType | None = None,
-    ) -> tuple[Part, ...]:
+    ) -> tuple[StepPart, ...]:
         """Return a step's parts.
 
         The bytes of states, which some layers have instead of keys and values, count as attention. Their operations do not
@@ -196,12 +196,12 @@ class ModelSizes:
         token_bytes = self.cache.bytes_per_token(cache_dtype or dtype)
         kept = work.num_keys * token_bytes // self.cache.num_layers + 2 * work.num_seqs * self.cache.bytes_per_state
         return (
-            Part("embedding", tokens * self.hidden_size * size, 0),
-            Part("attention projections", self.attention_weights * bits // 8, 2 * tokens * self.attention_weights),
-            Part("MLP", mlp_read * bits // 8, 2 * tokens * mlp_used),
-            Part("attention", kept, 4 * work.num_pairs * self.num_attention_heads * self.cache.head_dim),
-            Part("cache write", tokens * token_bytes, 0),
-            Part("LM head", head * bits // 8 + work.num_rows * self.vocab_size * 4, 2 * work.num_rows * head),
+            StepPart("embedding", tokens * self.hidden_size * size, 0),
+            StepPart("attention projections", self.attention_weights * bits // 8, 2 * tokens * self.attention_weights),
+            StepPart("MLP", mlp_read * bits // 8, 2 * tokens * mlp_used),
+            StepPart("attention", kept, 4 * work.num_pairs * self.num_attention_heads * self.cache.head_dim),
+            StepPart("cache write", tokens * token_bytes, 0),
+            StepPart("LM head", head * bits // 8 + work.num_rows * self.vocab_size * 4, 2 * work.num_rows * head),
         )
 
 
@@ -233,7 +233,7 @@ class StepCosts:
                 f"tensor_parallel_size must be 1, because {self.hardware.name} has no link to another, got {self.num_ranks}"
             )
 
-    def device_s(self, work: Work) -> float:
+    def device_s(self, work: StepWork) -> float:
         """Return the seconds in which the devices compute a step."""
         parts = self.sizes.parts(work, self.dtype, weight_bits=self.weight_bits, cache_dtype=self.cache_dtype)
         bandwidth, rate = self.hardware.bandwidth, self.hardware.rates[self.dtype.name]
@@ -257,9 +257,9 @@ class StepCosts:
         return self.hardware.overheads.per_step_s + num_seqs * self.hardware.overheads.per_sequence_s
 
 
-def work_of(sizes: ModelSizes, chunks: Iterable[tuple[int, int]]) -> Work:
+def work_of(sizes: ModelSizes, chunks: Iterable[tuple[int, int]]) -> StepWork:
     """Return the work of a step whose chunks each end with a row of logits. chunks: num_new and context, as in add."""
-    work = Work()
+    work = StepWork()
     for num_new, context in chunks:
         sizes.add(work, num_new, context)
         work.num_rows += 1
