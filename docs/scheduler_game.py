@@ -14,8 +14,7 @@ from typing import Any
 from nanoinfer.config import EngineArgs
 from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes
 from nanoinfer.lab.simulate.hardware import HARDWARE
-from nanoinfer.lab.simulate.simulator import Request as SimulatedRequest
-from nanoinfer.lab.simulate.simulator import simulate
+from nanoinfer.lab.simulate.simulator import SimulatedRequest, simulate
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence

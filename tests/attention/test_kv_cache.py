@@ -1,4 +1,4 @@
-"""The tensors of the cache: slots, blocks, groups of layers, and their sizes, hand-checked."""
+"""The tensors of the cache: slots, blocks, and groups of layers that share them."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.attention.cache_sizes import CacheSizes, KVGroup, kv_groups
+from nanoinfer.attention.cache_sizes import CacheSizes, kv_groups
 from nanoinfer.attention.kv_cache import KVCache, StateCache, finite_values, loaded, quantized_heads, zeros
 
 SIZES = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -42,34 +42,11 @@ def test_a_copied_block_has_the_tokens_of_every_layer(layout):
     assert not cache.gather(0, torch.tensor([3]), 4)[0].any()
 
 
-@pytest.mark.parametrize(
-    ("windows", "expected"),
-    [
-        ([None, None], [KVGroup(None, (0, 1))]),
-        ([8, None, 8, None], [KVGroup(8, (0, 2)), KVGroup(None, (1, 3))]),
-        ([8, 8, 8, None], [KVGroup(8, (0,)), KVGroup(8, (1,)), KVGroup(8, (2,)), KVGroup(None, (3,))]),
-        ([8, 8, 8, 4, 4], [KVGroup(8, (0, 1)), KVGroup(8, (2,)), KVGroup(4, (3, 4))]),
-    ],
-    ids=str,
-)
-def test_layers_are_groups_of_as_many_as_the_rarest_kind_has(windows, expected):
-    assert list(kv_groups(windows)) == expected
-
-
 def test_layers_of_two_groups_share_the_memory_of_a_block():
     groups = kv_groups([8, None])
     cache = KVCache(num_layers=2, dtype=torch.float32, device="cpu", groups=groups, **SIZES)
     assert cache.layer(0)[0].data_ptr() == cache.layer(1)[0].data_ptr()
     assert len(cache.pages) == 2  # keys and values
-
-
-def test_sizes_by_hand():
-    sizes = CacheSizes(2, 8, kv_groups([8, 8, None]), True, 3, ((2, 4), (5,)))
-    assert sizes.windows == (8, 8, None)
-    assert sizes.bytes_per_token(torch.float32) == 3 * 2 * 2 * 8 * 4
-    assert sizes.bytes_per_token(torch.int8) == 3 * 2 * 2 * (8 + 4)
-    assert sizes.bytes_per_block(16, torch.bfloat16) == 16 * 1 * 2 * 2 * 8 * 2  # a place for one layer
-    assert sizes.bytes_per_state == 4 * 3 * (8 + 5)
 
 
 def test_the_memory_is_as_large_as_the_sizes_say():

@@ -22,7 +22,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.lab.bench.timing import RequestTiming
-from nanoinfer.lab.simulate.costs import ModelSizes, Part, Work
+from nanoinfer.lab.simulate.costs import ModelSizes, StepPart, Work
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ class Phase:
     """A kind of step. measured_s: the seconds of such a step."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     measured_s: float
 
     @property
@@ -108,7 +108,7 @@ def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
 
 def count(
     model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int, weight_bits: int | None = None
-) -> tuple[Part, ...]:
+) -> tuple[StepPart, ...]:
     """Count the bytes and operations of a step's parts, as ModelSizes.parts does.
 
     Args:
@@ -187,7 +187,7 @@ def least_s_of_run(
                 kinds.append(count(model, dtype, **sizes, weight_bits=weight_bits))
         for parts in zip(*kinds, strict=True):
             num_bytes = (sum if parts[0].name in ("attention", "cache write") else max)(part.num_bytes for part in parts)
-            part = Part(parts[0].name, num_bytes, sum(part.num_operations for part in parts))
+            part = StepPart(parts[0].name, num_bytes, sum(part.num_operations for part in parts))
             seconds += part.seconds(machine.bandwidth, machine.gemm_rates[dtype])
     return seconds
 

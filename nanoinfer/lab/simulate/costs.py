@@ -1,6 +1,6 @@
 """What a step costs: the bytes and operations of its parts, from the sizes in a model's config.json.
 
-In: config.json, and how many tokens a step computes after how many. Out: Parts, and on a Hardware the seconds of the step.
+In: config.json, and how many tokens a step computes after how many. Out: StepParts, and on a Hardware the seconds of the step.
 
 A part takes at least max(bytes / bandwidth, operations / rate), and a step at least the sum over its parts, because a part
 needs the result of the part before it. What is measured besides, such as Python's work, is added.
@@ -35,7 +35,7 @@ FORMATS = {name: NumberFormat(name, size) for name, size in {"float32": 4, "bflo
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """The least work of a part of a step: bytes read or written once, multiplications and additions."""
 
     name: str
@@ -177,7 +177,7 @@ class ModelSizes:
         *,
         weight_bits: int | None = None,
         cache_dtype: NumberType | None = None,
-    ) -> tuple[Part, ...]:
+    ) -> tuple[StepPart, ...]:
         """Return a step's parts.
 
         The bytes of states, which some layers have instead of keys and values, count as attention. Their operations do not
@@ -196,12 +196,12 @@ class ModelSizes:
         token_bytes = self.cache.bytes_per_token(cache_dtype or dtype)
         kept = work.num_keys * token_bytes // self.cache.num_layers + 2 * work.num_seqs * self.cache.bytes_per_state
         return (
-            Part("embedding", tokens * self.hidden_size * size, 0),
-            Part("attention projections", self.attention_weights * bits // 8, 2 * tokens * self.attention_weights),
-            Part("MLP", mlp_read * bits // 8, 2 * tokens * mlp_used),
-            Part("attention", kept, 4 * work.num_pairs * self.num_attention_heads * self.cache.head_dim),
-            Part("cache write", tokens * token_bytes, 0),
-            Part("LM head", head * bits // 8 + work.num_rows * self.vocab_size * 4, 2 * work.num_rows * head),
+            StepPart("embedding", tokens * self.hidden_size * size, 0),
+            StepPart("attention projections", self.attention_weights * bits // 8, 2 * tokens * self.attention_weights),
+            StepPart("MLP", mlp_read * bits // 8, 2 * tokens * mlp_used),
+            StepPart("attention", kept, 4 * work.num_pairs * self.num_attention_heads * self.cache.head_dim),
+            StepPart("cache write", tokens * token_bytes, 0),
+            StepPart("LM head", head * bits // 8 + work.num_rows * self.vocab_size * 4, 2 * work.num_rows * head),
         )
 
 

@@ -1,4 +1,4 @@
-"""Several engines that share the requests: all alike, or some that compute prompts and hand their blocks to others that decode.
+"""Several engines that share the requests: all alike, or some that compute prompts and send their blocks to others that decode.
 
 A step that computes a prompt delays every token of the sequences that decode in it. Engines that only decode do not have such
 steps, but they wait for the blocks of each prompt, and engines that only compute prompts leave their memory's bandwidth unused.
@@ -18,7 +18,7 @@ from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import Hardware
-from nanoinfer.lab.simulate.simulator import ANSWER_TOKEN_ID, Request, Result, Simulation
+from nanoinfer.lab.simulate.simulator import ANSWER_TOKEN_ID, Result, SimulatedRequest, Simulation
 
 NewEngine = Callable[[], Simulation]
 
@@ -27,7 +27,7 @@ def simulate_engines(
     sizes: ModelSizes,
     hardware: Hardware,
     settings: EngineArgs,
-    requests: Iterable[Request],
+    requests: Iterable[SimulatedRequest],
     *,
     num_engines: int,
     num_prefill_engines: int = 0,
@@ -77,12 +77,12 @@ def simulate_engines(
         if given[number].output_len > 1:
             received.append((free_s[engine], number))
     received.sort()
-    handed = [_handed(given[number], arrival_s) for arrival_s, number in received]
-    decoded = _in_turns(new_engine, num_engines - num_prefill_engines, handed)
+    rests = [_rest_of(given[number], arrival_s) for arrival_s, number in received]
+    decoded = _in_turns(new_engine, num_engines - num_prefill_engines, rests)
     return _joined(prefilled, decoded, [number for _, number in received])
 
 
-def _in_turns(new_engine: NewEngine, num_engines: int, requests: ListLike[Request]) -> Result:
+def _in_turns(new_engine: NewEngine, num_engines: int, requests: ListLike[SimulatedRequest]) -> Result:
     """Let engines take requests in turns. Returns what they have found together."""
     results = [new_engine().run(requests[first::num_engines]) for first in range(num_engines)]
     total = Result(num_blocks=results[0].num_blocks)
@@ -92,7 +92,7 @@ def _in_turns(new_engine: NewEngine, num_engines: int, requests: ListLike[Reques
     return total
 
 
-def _handed(request: Request, arrival_s: float) -> Request:
+def _rest_of(request: SimulatedRequest, arrival_s: float) -> SimulatedRequest:
     """Return the rest of a request, whose prompt and first token another engine has computed."""
     return replace(
         request,

@@ -51,7 +51,7 @@ _PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SimulatedRequest:
     """A request.
 
     Attributes:
@@ -74,7 +74,7 @@ class Request:
     num_received_tokens: int = 0
 
 
-def requests_of(workload: Workload) -> Iterator[Request]:
+def requests_of(workload: Workload) -> Iterator[SimulatedRequest]:
     """Yield the requests of a workload. Prompts share the blocks whose hash ids are equal, and nothing else."""
     token_ids: defaultdict[int, int] = defaultdict(itertools.count(1).__next__)  # hash id -> the token of its block
     num_requests = len(workload.input_lens)
@@ -83,10 +83,10 @@ def requests_of(workload: Workload) -> Iterator[Request]:
     for number, shared in enumerate(hash_ids):
         prompt = [token_ids[hash_id] for hash_id in shared for _ in range(HASHED_TOKENS)][: workload.input_lens[number]]
         prompt += [UNIQUE + number] * (workload.input_lens[number] - len(prompt))
-        yield Request(arrival_s=arrivals[number], prompt=prompt, output_len=workload.output_lens[number])
+        yield SimulatedRequest(arrival_s=arrivals[number], prompt=prompt, output_len=workload.output_lens[number])
 
 
-class Histogram:
+class TimeCounts:
     """Counts times in bins, of which each is 0.1% wide, so that its memory does not grow with the number of times."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Result:
     """
 
     timings: list[RequestTiming] = field(default_factory=list)
-    inter_token_s: Histogram = field(default_factory=Histogram)
+    inter_token_s: TimeCounts = field(default_factory=TimeCounts)
     counts: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     end_s: float = 0.0
@@ -154,7 +154,7 @@ def simulate(
     sizes: ModelSizes,
     hardware: Hardware,
     settings: EngineArgs,
-    requests: Iterable[Request],
+    requests: Iterable[SimulatedRequest],
     *,
     enable_expert_parallel: bool = False,
     on_step: OnStep | None = None,
@@ -187,7 +187,7 @@ class _Running:
         last_s: when it got its newest token.
     """
 
-    request: Request
+    request: SimulatedRequest
     timing: RequestTiming
     num_tokens_at_end: int
     last_s: float = 0.0
@@ -225,8 +225,8 @@ class Simulation:
         self._in_flight: tuple[StepPlan, float] | None = None  # the step that was launched, and when its tokens are known
         self._device_free_s = 0.0
         self._running: dict[Sequence, _Running] = {}
-        self._arriving: Iterator[Request] = iter(())
-        self._next: tuple[float, Request] | None = None  # the next request, and when the scheduler gets it
+        self._arriving: Iterator[SimulatedRequest] = iter(())
+        self._next: tuple[float, SimulatedRequest] | None = None  # the next request, and when the scheduler gets it
         self._num_requests = 0
         self._can_advance = (
             on_step is None
@@ -235,7 +235,7 @@ class Simulation:
             and _overrides_only(block_manager_cls, BlockManager, CACHE_METHODS)
         )
 
-    def run(self, requests: Iterable[Request]) -> Result:
+    def run(self, requests: Iterable[SimulatedRequest]) -> Result:
         """Answer all requests. Raises: InvalidValueError: a request is too long, or arrives before the one before it."""
         self._arriving = iter(requests)
         self._peek(0.0)
@@ -270,7 +270,7 @@ class Simulation:
             self._add(request)
             self._peek(ready_s)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: SimulatedRequest) -> None:
         num_prompt, limit = len(request.prompt), request.max_tokens or request.output_len
         if not (num_prompt >= 1 and 1 <= request.output_len <= limit):
             raise InvalidValueError(

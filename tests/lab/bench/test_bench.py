@@ -20,7 +20,7 @@ from nanoinfer.lab.bench import ladder, offline, random_models, roofline, worklo
 from nanoinfer.lab.bench.offline import run_workload
 from nanoinfer.lab.bench.timing import RequestTiming, Run, figures
 from nanoinfer.lab.bench.workloads import Workload
-from nanoinfer.lab.simulate.costs import Part
+from nanoinfer.lab.simulate.costs import StepPart
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.lora.request import LoRARequest
@@ -174,8 +174,8 @@ def test_the_cache_of_a_draft_model_takes_nothing_from_the_workload():
 
 
 def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
-    assert Part("reads", 200, 10).seconds(100.0, 1000.0) == 2.0
-    assert Part("computes", 10, 5000).seconds(100.0, 1000.0) == 5.0
+    assert StepPart("reads", 200, 10).seconds(100.0, 1000.0) == 2.0
+    assert StepPart("computes", 10, 5000).seconds(100.0, 1000.0) == 5.0
 
 
 def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):

@@ -20,7 +20,7 @@ def test_engines_take_the_requests_in_turns():
     assert [timing.token_times for timing in timings] == [one.token_times for one in alone for _ in range(2)]
 
 
-def test_a_handed_over_answer_has_hand_checked_times():
+def test_an_answer_of_two_engines_has_hand_checked_times():
     """Prefill 1.01 s, 100 tokens in 0.5 + 1 s, then two steps of 1.01 s."""
     result = simulate_engines(SIZES, LINKED, EngineArgs(), [request(0.0, 100, 3)], num_engines=2, num_prefill_engines=1)
     [timing] = result.timings

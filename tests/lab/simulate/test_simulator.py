@@ -15,7 +15,7 @@ from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import Hardware, Overheads
-from nanoinfer.lab.simulate.simulator import Histogram, Request, requests_of, simulate
+from nanoinfer.lab.simulate.simulator import SimulatedRequest, TimeCounts, requests_of, simulate
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -41,7 +41,7 @@ REAL = replace(SLOW_HOST, bandwidth=1e8, rates={"float32": 1e9}, overheads=Overh
 
 
 def request(arrival_s, prompt_len, output_len, first_id=1, **more):
-    return Request(arrival_s=arrival_s, prompt=[first_id] * prompt_len, output_len=output_len, **more)
+    return SimulatedRequest(arrival_s=arrival_s, prompt=[first_id] * prompt_len, output_len=output_len, **more)
 
 
 def random_requests(num, seed, rate=400.0, shared=48):
@@ -50,7 +50,7 @@ def random_requests(num, seed, rate=400.0, shared=48):
     for number in range(num):
         prefix = [rng.randrange(3)] * (shared if rng.random() < 0.5 else 0)
         output_len = rng.randint(1, 60)
-        yield Request(
+        yield SimulatedRequest(
             arrival_s=now,
             prompt=prefix + [1000 + number] * rng.randint(1, 90),
             output_len=output_len,
@@ -177,8 +177,8 @@ def test_a_policy_can_read_the_virtual_clock_and_a_block_manager_can_evict():
 
 
 def test_a_later_turn_finds_the_answer_before_it_in_the_prefix_cache():
-    first = Request(arrival_s=0.0, prompt=[7] * 16, output_len=17)
-    second = Request(arrival_s=100.0, prompt=[7] * 16 + [0] * 17 + [8] * 5, output_len=1)
+    first = SimulatedRequest(arrival_s=0.0, prompt=[7] * 16, output_len=17)
+    second = SimulatedRequest(arrival_s=100.0, prompt=[7] * 16 + [0] * 17 + [8] * 5, output_len=1)
     counts = simulate(SIZES, SLOW_HOST, EngineArgs(block_size=8), [first, second]).counts
     assert counts["prefix_cache_hits"] == 32  # of 16 + 17 tokens, those in full blocks
     assert counts["prefix_cache_queries"] == 16 + 38
@@ -206,13 +206,13 @@ def test_the_requests_of_a_workload_share_the_blocks_of_equal_hash_ids():
 
 
 def test_percentiles_of_a_histogram_are_those_of_its_times():
-    rng, histogram = random.Random(0), Histogram()
+    rng, histogram = random.Random(0), TimeCounts()
     times = sorted(rng.expovariate(10.0) for _ in range(1000))
     for time in times:
         histogram.add(time)
     for percent in (1, 50, 99):
         assert histogram.percentile(percent) == pytest.approx(times[10 * percent - 1], rel=1e-3)
-    assert Histogram().percentile(50) is None
+    assert TimeCounts().percentile(50) is None
 
 
 @pytest.mark.parametrize(
