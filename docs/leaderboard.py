@@ -31,10 +31,8 @@ checks what can be repeated and writes this page. To add yours, append a line an
 """
 
 
-def faults(entry: dict[str, Any]) -> list[str]:
-    """Return what cannot be right in a line."""
-    if entry["kind"] == "game":
-        return _faults_of_game(entry)
+def faults_of_ladder(entry: dict[str, Any]) -> list[str]:
+    """Return what cannot be right in a ladder."""
     rungs = {version: (rate, share) for version, rate, share in entry["rungs"]}
     if list(rungs) != [*PLAIN, *ENGINE]:
         return [f"its versions are {', '.join(rungs)}, and those of the ladder are {', '.join([*PLAIN, *ENGINE])}"]
@@ -45,13 +43,13 @@ def faults(entry: dict[str, Any]) -> list[str]:
     return found
 
 
-def _faults_of_game(entry: dict[str, Any]) -> list[str]:
-    traces = {trace["name"]: trace for trace in scheduler_game.game_data()["traces"]}
+def faults_of_game(entry: dict[str, Any]) -> list[str]:
+    """Return what cannot be right in a game, which is played again."""
+    traces = {trace.name: trace for trace in scheduler_game.make_traces()}
     choice = tuple(entry["choice"])
     if entry["trace"] not in traces or choice not in scheduler_game.CHOICES:
         return [f"there is no such trace or choice: {entry['trace']}, {choice}"]
-    trace = traces[entry["trace"]]
-    goodput = trace["outcomes"][trace["of"][scheduler_game.CHOICES.index(choice)]]["goodput"]
+    goodput = scheduler_game.play(traces[entry["trace"]], choice)["goodput"]
     return [] if goodput == entry["goodput"] else [f"the goodput is {goodput}, not {entry['goodput']}"]
 
 
@@ -73,15 +71,12 @@ def page(entries: list[dict[str, Any]]) -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in LINES.read_text(encoding="utf-8").splitlines()]
-
-
 def main() -> None:
-    entries = read()
-    wrong = [f"line {number}: {fault}" for number, entry in enumerate(entries, 1) for fault in faults(entry)]
+    entries = [json.loads(line) for line in LINES.read_text(encoding="utf-8").splitlines()]
+    for number, entry in enumerate(entries, 1):
+        for fault in faults_of_game(entry) if entry["kind"] == "game" else faults_of_ladder(entry):
+            sys.exit(f"line {number}: {fault}")
     PAGE.write_text(page(entries), encoding="utf-8")
-    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":

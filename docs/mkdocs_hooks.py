@@ -71,7 +71,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     course: list[Any] = [{"The course": chapters}, {"Deep dives": deep_dives}, {"Solutions": solutions}]
     parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
     parts["Understand"].append({"API": "api.md"})
-    parts["Project"] += [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
+    parts["Project"] += [
+        {"Benchmarks": "BENCHMARKS.md"},
+        {"Leaderboard": "LEADERBOARD.md"},
+        {"Changelog": "CHANGELOG.md"},
+        {"GitHub": REPOSITORY},
+    ]
     config.nav = [{"Home": "README.md"}, {"中文": "README.zh.md"}, *({name: pages} for name, pages in parts.items())]
     return config
 
@@ -86,6 +91,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     patterns = [
         "README*.md",
         "BENCHMARKS.md",
+        "LEADERBOARD.md",
         "CHANGELOG.md",
         "docs/*.md",
         "docs/pictures/*.*",

@@ -63,7 +63,7 @@ class Own:
         for node in ast.parse(text).body:
             start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
             segment = "\n".join(text.splitlines()[start - 1 : node.end_lineno])
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "__future__")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "jaxtyping", "__future__")):
                 continue  # the one file has the names
             if isinstance(node, ast.Import | ast.ImportFrom):
                 own.imports.append(segment)
@@ -91,7 +91,9 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     helpers = [text for each in own.values() for text in each.helpers]
     bodies = {(task.function.module, task.function.qualname): own[task.name].source for task in tasks if own}
     template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
-    engine = tangle(template, bodies, set().union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    used = {name for task in tasks for entry in task.have for name in entry.split()[1:]}  # a learner may use all of them
+    engine = tangle(template, bodies, used.union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    imports = [text for text in imports if not _imported(text) <= _imported(engine)]
     for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
         engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
     if missing := missing_names(engine):
@@ -171,7 +173,8 @@ def _reference(tasks: list[Task]) -> str:
 def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
     """Yield the modules of the tasks' cases, whose imports of the package become imports of the one file."""
     rows = [f"    {(task.name, task.function.qualname, task.cases_in)!r}," for task in tasks]
-    yield "workbook", (workbook := _template("workbook.py", {"tasks": "\n".join(rows)}))
+    workbook = tangle(_template("workbook.py", {"tasks": "\n".join(rows)}), {}, {"WIDTH", "filled"})
+    yield "workbook", workbook
     for name in sorted({"check", *(task.cases_in for task in tasks)}):
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").replace(PACKAGE, "cases")
         lines = text.splitlines()
@@ -179,7 +182,7 @@ def _case_modules(tasks: list[Task]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith(("nanoinfer", "cases")):
                 imported = [alias.name for alias in node.names]
                 if module == "cases.workbook":
-                    imported = [each for each in imported if each in names_in(workbook)]
+                    imported = [each for each in imported if f" {each}(" in workbook or each in names_in(workbook)]
                 new = f"from {module if module.startswith('cases') else 'engine'} import {', '.join(imported)}"
                 num_lines = (node.end_lineno or 0) - node.lineno + 1  # stays, because of the nodes that follow
                 lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + new] + [""] * (num_lines - 1)
@@ -216,6 +219,11 @@ def _measured(folder: Path) -> dict[str, Any]:
 def _is_own(file: Path, task: Task) -> bool:
     """Return whether a file's function is another than the package's, which `nanoinfer learn solve` writes."""
     return ast.dump(ast.parse(Own.read(file, task.function.name).source)) != ast.dump(ast.parse(task.function.source))
+
+
+def _imported(text: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {ast.unparse(alias) for node in nodes for alias in node.names}
 
 
 def _read(name: str) -> str:

@@ -129,7 +129,7 @@ def drafts(token_ids: list[int], limit: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Work:
+class SpeedWork:
     """How to call a version, the engine's own on the same numbers, and the bytes that must be read."""
 
     call: Callable[[Version], Any]
@@ -150,12 +150,12 @@ def _linear(rows: int, quantization: str | None = None) -> tuple[Tensor, Tensor,
     return x, weight, partial(compile_model(nn.Sequential(linear), quantization).model, x)
 
 
-def _batch() -> Work:
+def _batch() -> SpeedWork:
     x, weight, engine = _linear(16)
-    return Work(lambda version: version(x, weight), engine, weight.nbytes)
+    return SpeedWork(lambda version: version(x, weight), engine, weight.nbytes)
 
 
-def _page_attention(num_seqs: int = 16, length: int = 1000, block_size: int = 64) -> Work:
+def _page_attention(num_seqs: int = 16, length: int = 1000, block_size: int = 64) -> SpeedWork:
     num_blocks = -(-length // block_size)
     cache = KVCache(
         num_layers=1, num_blocks=num_seqs * num_blocks, block_size=block_size, num_kv_heads=12, head_dim=64, layout="HND"
@@ -173,21 +173,21 @@ def _page_attention(num_seqs: int = 16, length: int = 1000, block_size: int = 64
     attend(0, q, k, v)  # writes the newest keys and values, which the version only reads
     num_bytes = sum(metadata.seq_lens_cpu) * 2 * 12 * 64 * 4
     arguments = (q, *cache.layer(0), metadata.block_tables, metadata.seq_lens)
-    return Work(lambda version: version(*arguments), lambda: attend(0, q, k, v), num_bytes)
+    return SpeedWork(lambda version: version(*arguments), lambda: attend(0, q, k, v), num_bytes)
 
 
-def fused_draw_work(num_rows: int = 16) -> Work:
+def fused_draw_work(num_rows: int = 16) -> SpeedWork:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9)
     seqs = [Sequence(str(i), [0], params, seed=i, max_num_tokens=9) for i in range(num_rows)]
     logits, made = _random(num_rows, 50257) * 3, SamplingBatch.build(seqs, 50257, torch.device("cpu"))
     arguments = (made.columns.temperature, 40, made.columns.top_p, made.u)
-    return Work(lambda version: version(logits, *arguments), lambda: sample(logits, made), logits.nbytes)
+    return SpeedWork(lambda version: version(logits, *arguments), lambda: sample(logits, made), logits.nbytes)
 
 
-def _int8_weights() -> Work:
+def _int8_weights() -> SpeedWork:
     x, weight, engine = _linear(1, "int8")
     rounded = quantize(weight, 8)
-    return Work(lambda version: version(x, rounded.integers, rounded.scales), engine, rounded.integers.nbytes)
+    return SpeedWork(lambda version: version(x, rounded.integers, rounded.scales), engine, rounded.integers.nbytes)
 
 
 class _Drafts:
@@ -205,7 +205,7 @@ class _Drafts:
         """Keep nothing of a sequence."""
 
 
-def _drafts(num_tokens: int = 200) -> Work:
+def _drafts(num_tokens: int = 200) -> SpeedWork:
     prompt = "Once upon a time, there was a kind duck named Max. " * 4
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     theirs, own = (LLM(seed=0, kv_cache_memory=2**25, speculative_config={"method": method}) for method in (_Drafts, "ngram"))
@@ -219,7 +219,7 @@ def _drafts(num_tokens: int = 200) -> Work:
 
     model = loader.on_meta(Checkpoint.open(None))[0]
     num_weights = sum(weight.numel() for weight in model.parameters())
-    return Work(call, partial(answer, own), num_tokens * num_weights * getattr(torch, own.info.dtype).itemsize)
+    return SpeedWork(call, partial(answer, own), num_tokens * num_weights * getattr(torch, own.info.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class SpeedTask:
     name: str
     title: str
     wanted: float
-    prepare: Callable[[], Work]
+    prepare: Callable[[], SpeedWork]
 
     @property
     def function(self) -> Function:

@@ -1,4 +1,4 @@
-"""Tangle a template and pieces of the package's source into one module that does not import the package.
+"""Tangle a template and parts of the package's source into one module that does not import the package.
 
 In: a template, and bodies of functions that replace the package's. Out: the text of the module. The source is read each time,
 so the module cannot become stale. A line of the template stands for definitions:
@@ -41,12 +41,12 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 @dataclass
-class Piece:
+class Excerpt:
     """A definition that may be taken. members: the fields and methods of a class."""
 
     names: set[str]
     text: str
-    members: list["Piece"] = field(default_factory=list)
+    members: list["Excerpt"] = field(default_factory=list)
     is_taken: bool = False
 
     def take(self, used: set[str]) -> bool:
@@ -79,24 +79,24 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
     """
     own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in _names(node)}
     used = used | names_in(template)
-    pieces: dict[int, list[Piece]] = {}
+    excerpts: dict[int, list[Excerpt]] = {}
     for number, line in enumerate(template.splitlines()):
         if not (found := DIRECTIVE.fullmatch(line)):
             continue
         module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
         left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
-        pieces[number] = [
-            _piece(module, node, owner, bodies)
+        excerpts[number] = [
+            _excerpt(module, node, owner, bodies)
             for its_owner, node in _definitions(_module(module))
             if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
         ]
-    while sum(piece.take(used) for piece in chain.from_iterable(pieces.values())):
+    while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
     lines = []
     for number, line in enumerate(template.splitlines()):
         indent = line[: len(line) - len(line.lstrip())]
-        taken = [piece.emit() for piece in pieces.get(number, ()) if piece.is_taken]
-        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in pieces else line)
+        taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
+        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)) + "\n"
 
 
@@ -184,17 +184,17 @@ def _text(module: str, node: Definition) -> str:
     return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
 
 
-def _piece(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Piece:
+def _excerpt(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Excerpt:
     names, text = _names(node), _text(module, node)
     if not isinstance(node, ast.ClassDef) or "NamedTuple" in map(ast.unparse, node.bases):  # whose fields have their place
         place = module, ".".join(filter(None, (owner, *names)))
-        return Piece(names, simplified(bodies.get(place, text)))
-    members = [_piece(module, member, node.name, bodies) for member in node.body if isinstance(member, Definition)]
+        return Excerpt(names, simplified(bodies.get(place, text)))
+    members = [_excerpt(module, member, node.name, bodies) for member in node.body if isinstance(member, Definition)]
     first = node.body[0]
     has_doc = isinstance(first, ast.Expr)
     num_lines = len(text.splitlines()) - ((node.end_lineno or 0) - (first.end_lineno or 0 if has_doc else node.lineno))
     header = "\n".join(text.splitlines()[:num_lines])
-    return Piece(names, simplified(header if has_doc else f"{header}\n    pass"), members)
+    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), members)
 
 
 # ---- rules 2 and 3

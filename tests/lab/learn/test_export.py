@@ -1,5 +1,6 @@
 """The export: one file that runs alone, has the engine's tokens, and whose tests refuse what the track's tests refuse."""
 
+import ast
 import json
 import os
 import subprocess
@@ -33,6 +34,14 @@ for name, source in json.load(sys.stdin):
     if check(task, namespace[task.function.qualname.rpartition(".")[2]]) is None:
         print(name)
 """
+
+# task -> (task, a wrong version of its function)
+MISTAKES = {
+    name: [
+        (name, simplified(find(name).function.source.replace(*mutant))) for mutants in of_rules.values() for mutant in mutants
+    ]
+    for name, of_rules in MUTANTS.items()
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,16 +99,13 @@ def test_the_engine_in_one_file_is_short_clean_and_measured(edition):
 @pytest.mark.slow
 def test_a_mistake_of_each_task_is_refused(edition):
     right = [(name, simplified(find(name).function.source)) for name in NAMES]
-    wrong = [(name, simplified(find(name).function.source.replace(*MUTANTS[name][0]))) for name in NAMES]
+    wrong = [mistakes[0] for mistakes in MISTAKES.values()]
     assert passing(edition, right + wrong) == NAMES
 
 
 @pytest.mark.long
 def test_every_mistake_is_refused(edition):
-    wrong = [
-        (name, simplified(find(name).function.source.replace(*each))) for name, mutants in MUTANTS.items() for each in mutants
-    ]
-    assert passing(edition, wrong) == []
+    assert passing(edition, [each for mistakes in MISTAKES.values() for each in mistakes]) == []
 
 
 @pytest.mark.long
@@ -132,7 +138,9 @@ def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book)
     engine = one_file(TRACK, {name: book.file(name) for name in NAMES}, "mine")
     assert engine.count("from itertools import takewhile\n") == engine.count("\ndef equal_beginning(a, b):\n") == 1
     assert "        return equal_beginning(self.draft_token_ids, sampled_token_ids)\n" in engine
-    compile(engine, "engine.py", "exec")
+    lines = engine.splitlines()
+    assert lines.count("import torch") == lines.count("from torch import Tensor") == 1
+    assert not [line for line in lines if line.startswith(("from jaxtyping", "from nanoinfer"))]
     for name, helper in (("argmax", "draw_from_weights"), ("draw", "equal_beginning")):
         before = book.file(name).read_text()
         start = before.rindex("\ndef ")
@@ -140,6 +148,17 @@ def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book)
         with pytest.raises(InvalidValueError, match="more than once; rename"):
             one_file(TRACK, {name: book.file(name) for name in NAMES}, "mine")
         book.file(name).write_text(before)
+
+
+def test_the_file_has_all_that_a_task_says_one_has():
+    tree = ast.parse(one_file(TRACK, {}, "mine"))
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    defined |= {
+        ast.unparse(node).removeprefix("self.") for node in ast.walk(tree) if isinstance(getattr(node, "ctx", 0), ast.Store)
+    }
+    assert {name for task in TRACK for entry in task.have for name in entry.split()[1:]} - defined == {
+        "__len__"
+    }  # which a list has
 
 
 def test_missing_tasks_and_names_are_refused(book):

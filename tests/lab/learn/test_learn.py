@@ -22,8 +22,9 @@ from nanoinfer.lab.learn.workbook import Workbook, installed
 from nanoinfer.loading.quantization import quantize
 from nanoinfer.scheduling.prefix_index import Prefix
 from tests.lab.learn import mutate
+from tests.testing.mutants import FEATURES
 
-KNOWN = {name for kind in (torch, torch.Tensor, torch.finfo, str, list, dict) for name in dir(kind)} | {"perf_counter"}
+KNOWN = {name for kind in (torch, torch.Tensor, torch.finfo, str, list, dict) for name in dir(kind)}
 # For each rule of a task, what replaces what in the engine's source: mistakes that a learner makes.
 MUTANTS = {
     "accept_drafts": {
@@ -177,7 +178,7 @@ MUTANTS = {
         ],
         "first": [
             ("if seq.num_preemptions == 0:", "if True:"),
-            ("num_cached, time.perf_counter()", "num_cached, None"),
+            ("num_cached, self.clock()", "num_cached, None"),
         ],
     },
     "pack": {
@@ -367,7 +368,7 @@ def test_what_the_engines_version_uses_stands_in_the_tasks_file():
         about = " ".join([ast.get_docstring(ast.parse(task.text)), task.function.header, *task.hints])
         (function,) = ast.parse(task.function.source).body
         for part in ast.walk(function):
-            is_left_out = isinstance(part, ast.If) and any(name in ast.unparse(part.test) for name in mutate.IGNORED)
+            is_left_out = isinstance(part, ast.If) and any(name in ast.unparse(part.test) for name in FEATURES)
             if is_left_out or isinstance(part, ast.Assert):
                 part.test, part.body = ast.Constant(True), []
         used = {node.attr for part in function.body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
@@ -544,6 +545,8 @@ def test_a_speed_task_passes_if_it_is_right_and_fast(run, monkeypatch):
     assert result.exit_code == 1
     assert Path("s01_batch.py").read_text().count("def batch(") == 1
     assert run("speed", "s04_int8_weights.py").exit_code == 0
+    Path("s01_batch.py").write_text("def batch(:")
+    assert "s01_batch           a SyntaxError in line 1" in run("speed", "batch").output
 
 
 @pytest.mark.slow
