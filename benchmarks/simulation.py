@@ -12,7 +12,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from nanoinfer.cli.simulate import read_sizes
+from nanoinfer.cli.options import read_sizes
 from nanoinfer.config import EngineArgs
 from nanoinfer.lab.bench.timing import percentiles
 from nanoinfer.lab.simulate.calibrate import MeasuredRun, read_runs

@@ -3,6 +3,7 @@
 The functions import the modules that measure when they are called, because torch takes a second to import.
 """
 
+import json
 import math
 import os
 import sys
@@ -383,6 +384,35 @@ def _show_serve(workload: str, figures: "ServeFigures") -> None:
     )
     for message, count in figures.failures.items():
         print(f"failed {count} times: {message}")
+
+
+@app.command(cls=Command)
+@options.expand_options
+def calibrate(
+    *,
+    reports: Annotated[
+        list[Path],
+        typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
+    ],
+    model: options.ConfigModel = None,
+    hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
+    engine: options.SimulatedOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the result.")] = Path("server.json"),
+    as_json: options.AsJson = False,
+) -> None:
+    """Fit a machine's limits and overheads to measured runs of a server, for `nanoinfer simulate --hardware`.
+
+    The engine's options are those with which the server ran.
+    """
+    from nanoinfer.lab.simulate.calibrate import calibrate as fit
+    from nanoinfer.lab.simulate.calibrate import read_runs
+    from nanoinfer.lab.simulate.hardware import Hardware
+
+    runs = [run for path in reports for run in read_runs(path)]
+    with options.busy("Calibrating"):
+        fitted = fit(options.read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
+    output.write_text(json.dumps(asdict(fitted), indent=1), encoding="utf-8")
+    options.print_result(asdict(fitted), as_json, lambda _: print(f"{output} is the --hardware of nanoinfer simulate"))
 
 
 @app.command(cls=Command)

@@ -38,6 +38,7 @@ from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
+    from nanoinfer.lab.simulate.costs import ModelSizes
     from nanoinfer.llm import LLM
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,9 @@ Model = Annotated[
         help="A folder, a .gguf file, a hub name, tiny-qwen3, tiny-gpt2 or tiny-tools. Default: tiny-qwen3.",
         autocompletion=complete_models,
     ),
+]
+ConfigModel = Annotated[
+    str | None, typer.Option("--model", "-m", help="A config.json, or what the other commands take. Default: tiny-qwen3.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Imports = Annotated[
@@ -136,6 +140,29 @@ class BatchingOptions:
     enable_lora: Annotated[bool, EngineArgs] = False
     max_loras: Annotated[int, EngineArgs] = 1
     max_lora_rank: Annotated[int, EngineArgs] = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions:
+    """The arguments of LLM that change a simulation."""
+
+    dtype: Annotated[str, EngineArgs] = "auto"
+    quantization: Annotated[str | None, EngineArgs] = None
+    tensor_parallel_size: Annotated[int, EngineArgs] = 1
+    block_size: Annotated[int | None, EngineArgs] = None
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
+    chunk_size: Annotated[int, EngineArgs] = 1024
+    enable_chunked_prefill: Annotated[bool, EngineArgs] = True
+    enable_prefix_caching: Annotated[bool, EngineArgs] = True
+    max_model_len: Annotated[int | None, EngineArgs] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None
+    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
+    gpu_memory_utilization: Annotated[float, EngineArgs] = 0.9
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
+    async_scheduling: Annotated[bool | None, EngineArgs] = None
 
 
 # The parameters of SamplingParams with an Option, by name, where None is the checkpoint's default.
@@ -478,3 +505,13 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
+
+
+def read_sizes(model: str | None) -> "ModelSizes":
+    """Read the sizes of a model from a config.json, or from the folder or the hub name of a checkpoint."""
+    from nanoinfer.lab.simulate.costs import ModelSizes
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
+
+    given = Path(model or DEFAULT_MODEL)
+    path = given if given.is_file() else locate(model or DEFAULT_MODEL, None, with_weights=False) / "config.json"
+    return ModelSizes.of(read_json(path))

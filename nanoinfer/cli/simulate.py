@@ -1,6 +1,5 @@
 """`nanoinfer simulate`: the figures of a workload on a machine that need not be here, with the engine's own scheduling."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,50 +11,20 @@ import typer
 from nanoinfer.arguments import declarations
 from nanoinfer.cli import options
 from nanoinfer.cli.bench import Goodput, WorkloadOptions, pick_workloads
-from nanoinfer.cli.bench import app as bench_app
-from nanoinfer.cli.commands import Command
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError, suggest
 
 if TYPE_CHECKING:
-    from nanoinfer.lab.simulate.costs import ModelSizes
     from nanoinfer.lab.simulate.report import Choice, SimulatedRun
 
 G = TypeVar("G")
-
-ConfigModel = Annotated[
-    str | None, typer.Option("--model", "-m", help="A config.json, or what the other commands take. Default: tiny-qwen3.")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedOptions:
-    """The arguments of LLM that change a simulation."""
-
-    dtype: Annotated[str, EngineArgs] = "auto"
-    quantization: Annotated[str | None, EngineArgs] = None
-    tensor_parallel_size: Annotated[int, EngineArgs] = 1
-    block_size: Annotated[int | None, EngineArgs] = None
-    max_num_seqs: Annotated[int, EngineArgs] = 256
-    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
-    chunk_size: Annotated[int, EngineArgs] = 1024
-    enable_chunked_prefill: Annotated[bool, EngineArgs] = True
-    enable_prefix_caching: Annotated[bool, EngineArgs] = True
-    max_model_len: Annotated[int | None, EngineArgs] = None
-    kv_cache_memory: Annotated[int | None, EngineArgs] = None
-    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
-    gpu_memory_utilization: Annotated[float, EngineArgs] = 0.9
-    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
-    scheduler_cls: Annotated[str | None, EngineArgs] = None
-    block_manager_cls: Annotated[str | None, EngineArgs] = None
-    async_scheduling: Annotated[bool | None, EngineArgs] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """What runs where."""
 
-    model: ConfigModel = None
+    model: options.ConfigModel = None
     hardware: Annotated[
         str,
         typer.Option(
@@ -77,7 +46,7 @@ def simulate(
     *,
     machine: MachineOptions,
     picked: WorkloadOptions,
-    engine: SimulatedOptions,
+    engine: options.SimulatedOptions,
     goodput: Goodput = None,
     sweep: Annotated[
         list[str] | None,
@@ -133,7 +102,11 @@ def simulate(
 
 
 def _run(
-    machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
+    machine: MachineOptions,
+    picked: WorkloadOptions,
+    engine: options.SimulatedOptions,
+    limits: dict[str, float],
+    choice: "Choice",
 ) -> "SimulatedRun":
     """Simulate with other values of some options."""
     from nanoinfer.lab.simulate.disaggregated import simulate_engines
@@ -144,7 +117,7 @@ def _run(
     machine, engine = _with(machine, choice), _with(engine, choice)
     hardware, [workload] = Hardware.named(machine.hardware), pick_workloads(_with(picked, choice))
     result = simulate_engines(
-        read_sizes(machine.model),
+        options.read_sizes(machine.model),
         hardware,
         EngineArgs(**asdict(engine)),
         requests_of(workload),
@@ -160,45 +133,6 @@ def _run(
 def _with(group: G, choice: "Choice") -> G:
     """Return the options with the values of a choice that belong to them."""
     return replace(group, **{name: value for name, value in choice.items() if hasattr(group, name)})  # type: ignore[type-var]
-
-
-@bench_app.command(cls=Command)
-@options.expand_options
-def calibrate(
-    *,
-    reports: Annotated[
-        list[Path],
-        typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
-    ],
-    model: ConfigModel = None,
-    hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
-    engine: SimulatedOptions,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the result.")] = Path("server.json"),
-    as_json: options.AsJson = False,
-) -> None:
-    """Fit a machine's limits and overheads to measured runs of a server, for `nanoinfer simulate --hardware`.
-
-    The engine's options are those with which the server ran.
-    """
-    from nanoinfer.lab.simulate.calibrate import calibrate as fit
-    from nanoinfer.lab.simulate.calibrate import read_runs
-    from nanoinfer.lab.simulate.hardware import Hardware
-
-    runs = [run for path in reports for run in read_runs(path)]
-    with options.busy("Calibrating"):
-        fitted = fit(read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
-    output.write_text(json.dumps(asdict(fitted), indent=1), encoding="utf-8")
-    options.print_result(asdict(fitted), as_json, lambda _: print(f"{output} is the --hardware of nanoinfer simulate"))
-
-
-def read_sizes(model: str | None) -> "ModelSizes":
-    """Read the sizes of a model from a config.json, or from the folder or the hub name of a checkpoint."""
-    from nanoinfer.lab.simulate.costs import ModelSizes
-    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
-
-    given = Path(model or DEFAULT_MODEL)
-    path = given if given.is_file() else locate(model or DEFAULT_MODEL, None, with_weights=False) / "config.json"
-    return ModelSizes.of(read_json(path))
 
 
 def _swept(texts: list[str], groups: Iterable[Any]) -> dict[str, list[Any]]:

@@ -55,7 +55,7 @@ class StepPart:
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What a step computes.
 
     Attributes:
@@ -135,7 +135,7 @@ class ModelSizes:
         bits = weight_bits or 8 * dtype.itemsize
         return (self.num_weights - self.table_weights) * bits // 8 + self.table_weights * dtype.itemsize
 
-    def add(self, work: Work, num_new: int, context: int) -> None:
+    def add(self, work: StepWork, num_new: int, context: int) -> None:
         """Add a sequence's next tokens to the work of a step, without a row of logits.
 
         Args:
@@ -149,7 +149,7 @@ class ModelSizes:
             work.num_keys += min(context, width + num_new - 1) * num_layers
             work.num_pairs += (_seen(context, width) - _seen(context - num_new, width)) * num_layers
 
-    def add_decodes(self, work: Work, contexts: ListLike[int]) -> None:
+    def add_decodes(self, work: StepWork, contexts: ListLike[int]) -> None:
         """Add a token of each of several sequences, as add does with num_new = 1."""
         work.num_tokens += len(contexts)
         work.num_seqs += len(contexts)
@@ -158,7 +158,7 @@ class ModelSizes:
             work.num_keys += num_keys * num_layers
             work.num_pairs += num_keys * num_layers
 
-    def grow(self, work: Work, starts: ListLike[int], num_steps: int) -> None:
+    def grow(self, work: StepWork, starts: ListLike[int], num_steps: int) -> None:
         """Change the work of a decode step into that of the next step of the same sequences.
 
         Args:
@@ -172,7 +172,7 @@ class ModelSizes:
 
     def parts(
         self,
-        work: Work,
+        work: StepWork,
         dtype: NumberType,
         *,
         weight_bits: int | None = None,
@@ -233,7 +233,7 @@ class StepCosts:
                 f"tensor_parallel_size must be 1, because {self.hardware.name} has no link to another, got {self.num_ranks}"
             )
 
-    def device_s(self, work: Work) -> float:
+    def device_s(self, work: StepWork) -> float:
         """Return the seconds in which the devices compute a step."""
         parts = self.sizes.parts(work, self.dtype, weight_bits=self.weight_bits, cache_dtype=self.cache_dtype)
         bandwidth, rate = self.hardware.bandwidth, self.hardware.rates[self.dtype.name]
@@ -257,9 +257,9 @@ class StepCosts:
         return self.hardware.overheads.per_step_s + num_seqs * self.hardware.overheads.per_sequence_s
 
 
-def work_of(sizes: ModelSizes, chunks: Iterable[tuple[int, int]]) -> Work:
+def work_of(sizes: ModelSizes, chunks: Iterable[tuple[int, int]]) -> StepWork:
     """Return the work of a step whose chunks each end with a row of logits. chunks: num_new and context, as in add."""
-    work = Work()
+    work = StepWork()
     for num_new, context in chunks:
         sizes.add(work, num_new, context)
         work.num_rows += 1

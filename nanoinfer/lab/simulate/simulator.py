@@ -22,7 +22,7 @@ from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import HASHED_TOKENS, Workload
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work
+from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks, most_that_fit
@@ -320,7 +320,7 @@ class Simulation:
             self._in_flight = None
             self._collect(*launched)
 
-    def _launch(self, work: Work, num_seqs: int) -> float:
+    def _launch(self, work: StepWork, num_seqs: int) -> float:
         """Let the host prepare a step and the device compute it. Returns when its tokens are known."""
         self.now += self.costs.host_s(num_seqs)
         device_s = self.costs.device_s(work)
@@ -329,8 +329,8 @@ class Simulation:
         self.result.num_steps += 1
         return self._device_free_s
 
-    def _work_of(self, plan: StepPlan) -> Work:
-        work, contexts = Work(num_rows=len(plan.rows)), []
+    def _work_of(self, plan: StepPlan) -> StepWork:
+        work, contexts = StepWork(num_rows=len(plan.rows)), []
         for item in plan.scheduled:
             seq, num_new = item.sequence, item.num_new_tokens
             end = seq.num_computed_tokens + num_new
@@ -429,7 +429,7 @@ class _DecodeSteps:
     def __init__(self, manager: BlockManager, sizes: ModelSizes, running: ListLike[Sequence], num_pending: int) -> None:
         """num_pending: the tokens of each sequence that are sampled and not known."""
         self.num_steps = 0
-        self.work = Work(num_rows=len(running))
+        self.work = StepWork(num_rows=len(running))
         self._manager, self._sizes, self._running = manager, sizes, list(running)
         self._starts = [seq.num_computed_tokens for seq in running]
         self._by_phase: dict[int, list[int]] = defaultdict(list)  # start % block_size -> indices into running

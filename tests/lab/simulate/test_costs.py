@@ -7,7 +7,7 @@ import torch
 
 from nanoinfer.errors import CheckpointError, UnsupportedError
 from nanoinfer.lab.bench import roofline
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, Work, work_of
+from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork, work_of
 from nanoinfer.lab.simulate.hardware import HARDWARE, Hardware
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -48,14 +48,14 @@ def test_a_config_of_another_family_is_refused():
 
 def test_the_work_of_a_step_is_the_sum_of_its_chunks():
     sizes = ModelSizes.of(QWEN3_32B)
-    assert work_of(sizes, [(1, 10), (3, 5)]) == Work(4, 2, 2, (10 + 5) * 64, (10 + 3 + 4 + 5) * 64)
+    assert work_of(sizes, [(1, 10), (3, 5)]) == StepWork(4, 2, 2, (10 + 5) * 64, (10 + 3 + 4 + 5) * 64)
 
 
 def test_more_tokens_read_more_experts_until_all_are_read():
     sizes = ModelSizes.of(QWEN3_235B)
 
     def experts_read(num_tokens):
-        mlp = sizes.parts(Work(num_tokens), FORMATS["bfloat16"])[2]
+        mlp = sizes.parts(StepWork(num_tokens), FORMATS["bfloat16"])[2]
         return (mlp.num_bytes / 2 - sizes.mlp_weights) / sizes.expert_weights
 
     assert experts_read(1) == pytest.approx(8 / 128)
