@@ -38,7 +38,7 @@ def url():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"modle": "tiny-qwen3"}, "modle is not an option of the server; the options are api_key, "),
+        ({"modle": "tiny-qwen3"}, "modle is not an option of the server; the options are .*, api_key, "),
         ({"max_num_seqs": "many"}, "max_num_seqs: .* got 'many'"),
         ({"api_key": " secret"}, "API key 1 "),
         ({"device": "cuda:1"}, "on Ray --device must be auto, cpu or cuda, got 'cuda:1'"),
