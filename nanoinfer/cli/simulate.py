@@ -75,9 +75,10 @@ def simulate(
 
     groups = machine, picked, engine
     given = {name: value for group in groups for name, value in asdict(group).items()}
-    limits, workloads = parse_goodput(goodput or []), [workload.name for workload in pick_workloads(picked)]
+    limits, swept = parse_goodput(goodput or []), _swept(sweep or [], map(type, groups))
+    workloads = [] if swept.keys() & asdict(picked) else [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
-    values |= _swept(sweep or [], map(type, groups))
+    values |= swept
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         way_out = "with the limits of --goodput and one workload; give them, or leave --find out"

@@ -27,8 +27,10 @@ class RequestLog:
             raise InvalidValueError(f"record must be a file that can be written, got {path!r} ({error})") from error
 
     def add(self, stream: RequestStream) -> None:
-        """Record a finished request. Answers without a token, such as embeddings, are left out."""
+        """Record a finished request. Embeddings, and answers without a token, are left out."""
         assert stream.request is not None
+        if stream.prepared.reader is not None:
+            return
         token_ids = stream.prepared.prompt_token_ids
         row = {"timestamp": round(stream.arrival_time * 1e3), "input_length": len(token_ids)}
         hash_ids = self._hash_ids(token_ids, stream.prepared.cache_salt)

@@ -102,7 +102,7 @@ class Memory:
         return [] if seq.wants_prompt_rows else [block for block in blocks if block is not None]
 
 
-class _Step:
+class _ObservedStep:
     """A step's plan, what was before it, and what the policy was asked and answered.
 
     Attributes:
@@ -329,7 +329,7 @@ def run_step(
     Raises:
         AssertionError: the step breaks a rule, which the message states.
     """
-    step = _Step(scheduler, memory)
+    step = _ObservedStep(scheduler, memory)
     is_progress = step.plan.scheduled or step.plan.preempted or memory.unread
     assert is_progress, f"a step must compute or preempt a sequence of {names(unfinished)}"
     step.check_plan()

@@ -36,6 +36,9 @@ def test_a_sweep_of_any_options_prints_a_row_for_each_combination(run, tmp_path)
     assert len({one["figures"]["ttft_ms"]["p50"] for one in found}) == len(found)
     assert "max_num_seqs=8, hardware=M4" in page.read_text(encoding="utf-8")
     assert len(run(*swept).stdout.splitlines()) >= len(found)
+    (tmp_path / "a.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}', encoding="utf-8")
+    recorded = ["simulate", "--hardware", "laptop", "--sweep", f"trace={tmp_path / 'a.jsonl'}", "--json"]
+    assert "a.jsonl" in str(results_of(CliRunner().invoke(app, recorded))[0]["choice"])
     named = results_of(CliRunner().invoke(app, ["simulate", "--hardware", "laptop", "--workload", "A,B16", "--json"]))
     assert [one["choice"] for one in named] == [{"workload": "A"}, {"workload": "B16"}]
 

@@ -271,6 +271,14 @@ def test_a_prediction_comes_before_its_measurement(show):
     page = show(cells(marker, "it takes 2 times"))
     page.get_by_role("button", name="Just show it").click()
     assert page.locator("#output").is_visible()
+    page = show(cells(marker, "it takes 2 times"))
+    page.get_by_label("Your guess").fill("0")
+    page.keyboard.press("Enter")
+    assert page.locator("p[role=status]").inner_text().startswith("Off by 2 times. ")
+    page = show(cells(marker, "it takes 2 times").removesuffix("</div>") + '<div class="celltag_figure">bars</div></div>')
+    assert not page.get_by_text("bars").is_visible()
+    page.get_by_role("button", name="Just show it").click()
+    assert page.get_by_text("bars").is_visible()
     page = show(cells(marker, "no number"))  # a question without a measurement stays a question
     assert page.locator("form").count() == 0
     assert page.locator("#output").is_visible()

@@ -183,3 +183,17 @@ def test_the_navigation_has_its_parts(address, browser, name):
     assert page.locator("h1").count() == 1
     assert page.locator(".md-tabs__item--active").inner_text().strip() == name
     page.close()
+
+
+def test_a_former_address_leads_to_the_notebook_and_its_folds_are_closed(address, browser):
+    page = browser.new_page()
+    page.goto(address + "notebooks/07_beam_search/")
+    page.wait_for_url("**/notebooks/d1_beam_search/")
+    page.goto(address + "notebooks/03_pages/")
+    folds = page.locator("details.fold > summary").all_inner_texts()
+    assert folds == ["the code of this figure"] * 5 + ["the answers", "the code of this figure"]
+    question = page.get_by_text("How can a block be found by its tokens?")
+    assert not question.is_visible()
+    page.get_by_text("the answers").click()
+    assert question.is_visible()
+    page.close()

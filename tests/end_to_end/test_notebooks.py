@@ -110,6 +110,7 @@ LESS = {
 UNCOMPARED = {
     "06_serving",  # tokens of a stream arrive together or apart
     "d2_why_the_same_prompt_can_give_other_bits",  # the last bits of torch's kernels decide about words
+    "d8_reinforcement_learning_with_an_engine",  # a student of fewer rounds writes other stories
     PLAYED,  # a kernel in Triton's cache names the lines of the checkout in which it was compiled
 }
 

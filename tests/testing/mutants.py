@@ -4,8 +4,9 @@
     python -m tests.testing.mutants --number 40          some, which the seed chooses
     python -m tests.testing.mutants --only _start        those of a function
 
-A change turns a comparison, + or -, and or or, not, or a number, or it removes a statement. Code that no world reaches is left
-out: windows, states, stores and tracing, whose tests are in tests/scheduling. UNSEEN lists the changes that change no schedule.
+A change turns a comparison, + or -, and or or, not, or a number, or it removes a statement. Code that no world reaches is
+left out: windows, states, stores and tracing, whose tests are in tests/scheduling. UNSEEN lists the changes that change no
+schedule.
 Exit code 1: one of them is found, or fewer than 95% of the others are.
 """
 

@@ -56,7 +56,7 @@ class SimulatedRun:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "choice": self.choice,
+            "choice": {name: str(value) if isinstance(value, Path) else value for name, value in self.choice.items()},
             "figures": self.figures,
             "counts": dict(self.result.counts),
             "cost_per_million_output_tokens": self.cost,
@@ -72,7 +72,7 @@ def sweep(run: Callable[[Choice], SimulatedRun], values: Mapping[str, Sequence[A
 def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]], start: Choice) -> list[SimulatedRun]:
     """Search the settings with the largest goodput, one setting after the other until none gains. The last run is the best.
 
-    Among equals the first value of the grid wins, so put the cheapest first.
+    Among equals, the settings that were tried first win.
 
     Args:
         grid: the values of each setting.
