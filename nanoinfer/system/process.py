@@ -101,7 +101,7 @@ def available_cpu_memory() -> int:
 def mapped_file_bytes() -> int:
     """Return the bytes of mapped files that this process has in memory, such as kept weights. They count as available."""
     try:
-        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["RssFile"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return 0

@@ -283,3 +283,15 @@ def test_importing_any_module_changes_nothing_of_the_process():
 def test_the_docstring_lists_every_effect():
     for words in ("attention/cpu.py", "loading/loader.py", "engine/guards.py", *OWN_THEIR_PROCESS):
         assert words in process.__doc__
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="reads /proc")
+def test_mapped_files_are_counted_whatever_the_processs_name_is():
+    """Ray names its actors "ray::ServeReplica:..."."""
+    comm = Path("/proc/self/comm")
+    before = comm.read_text()
+    try:
+        comm.write_text("ray::a:b")
+        assert process.mapped_file_bytes() > 0
+    finally:
+        comm.write_text(before)
