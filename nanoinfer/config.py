@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS_WITH_DRAFTS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 
+BITS = {"int8": 8, "int4": 4}  # quantization -> bits of a linear layer's weight
 DTYPES = {
     "auto": "auto",
     "float32": "float32",

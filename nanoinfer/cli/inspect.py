@@ -16,13 +16,14 @@ from torch import nn
 
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.cli.options import print_table
+from nanoinfer.config import BITS
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.loading.folders import BUNDLED, bundled_models
-from nanoinfer.loading.quantization import BITS, check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
+from nanoinfer.loading.quantization import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
 from nanoinfer.loading.weights import place_weights
 
 _SIZES = (

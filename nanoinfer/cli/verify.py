@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.cli.options import busy, print_table
+from nanoinfer.config import BITS
 from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError, UnsupportedError, first_line
 from nanoinfer.lab import stories
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
-from nanoinfer.loading.quantization import BITS
 from nanoinfer.outputs import LogprobsOnePosition, sum_of_logprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.system.process import available_cpu_memory

@@ -16,13 +16,10 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import Runtime
-from nanoinfer.scheduling.block_manager import most_blocks, most_that_fit
+from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, most_blocks, most_that_fit
 from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
-
-# On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
-DEFAULT_CPU_MEMORY = 4 * 2**30
 
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
 
@@ -95,10 +92,6 @@ def _most_that_fit(
     state_bytes, max_num_seqs = runtime.sizes.bytes_per_state, config.scheduler.max_num_seqs
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
     num_blocks, num_state_slots = most_that_fit(memory, block_bytes, state_bytes, max_num_seqs, blocks_for(longest))
-    if state_bytes and num_state_slots < 1:
-        raise InvalidValueError(
-            f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; raise kv_cache_memory"
-        )
     memory, fewest = memory - num_state_slots * state_bytes, blocks_for(1)
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_gpu else ""

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nanoinfer.config import BITS
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_of
 
-BITS = {"int8": 8, "int4": 4}  # quantization -> bits
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group

@@ -37,6 +37,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 from nanoinfer.scheduling.prefix_index import CacheGroup, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence
@@ -377,6 +378,10 @@ def most_blocks(num_tokens: int, windows: ListLike[int | None], block_size: int,
     )
 
 
+# On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
+DEFAULT_CPU_MEMORY = 4 * 2**30
+
+
 def most_that_fit(memory: int, block_bytes: int, state_bytes: int, max_num_seqs: int, longest: int) -> tuple[int, int]:
     """Return how many blocks and state slots fit into the memory, but at most what max_num_seqs sequences need.
 
@@ -385,8 +390,15 @@ def most_that_fit(memory: int, block_bytes: int, state_bytes: int, max_num_seqs:
         block_bytes: the bytes of a block.
         state_bytes: the bytes of a state. 0: the model keeps no states.
         longest: the blocks that the longest sequence needs.
+
+    Raises: InvalidValueError if no state fits.
     """
     num_state_slots = 0
     if state_bytes:  # two for each running sequence, one of them for a checkpoint
         num_state_slots = min(memory // 2 // state_bytes, 2 * max_num_seqs)
+        if num_state_slots < 1:
+            raise InvalidValueError(
+                f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; raise "
+                "kv_cache_memory"
+            )
     return min((memory - num_state_slots * state_bytes) // block_bytes, max_num_seqs * longest), num_state_slots

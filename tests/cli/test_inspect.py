@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from nanoinfer import LLM
 from nanoinfer.cli.inspect import examine
 from nanoinfer.cli.main import app
+from nanoinfer.config import BITS
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import weights
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.loading.quantization import BITS
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache, s
 from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
+from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY
 from nanoinfer.system.process import mapped_file_bytes
 
 CPU = torch.device("cpu")
@@ -61,10 +62,10 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
     [
         (2**20, 0, 1, 2**19),
         (2**20, 2**19, 1, 2**18),
-        (2**40, 0, 1, memory.DEFAULT_CPU_MEMORY),
+        (2**40, 0, 1, DEFAULT_CPU_MEMORY),
         (100, 200, 1, 0),
         (2**20, 2**18, 2, 2**17),  # each rank has adapters, and half of the rest of its half
-        (2**40, 0, 2, memory.DEFAULT_CPU_MEMORY // 2),
+        (2**40, 0, 2, DEFAULT_CPU_MEMORY // 2),
     ],
 )
 def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, num_ranks, expected):

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_that_fit
 from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -32,6 +33,12 @@ def start(manager, seq):
     seq.num_computed_tokens = len(prefix) * manager.block_size
     run(manager, seq)
     return len(prefix) * manager.block_size
+
+
+def test_half_of_the_memory_must_hold_a_state():
+    assert most_that_fit(120, block_bytes=10, state_bytes=60, max_num_seqs=4, longest=9) == (6, 1)
+    with pytest.raises(InvalidValueError, match="half of the cache's 119 bytes must hold the state of a sequence, 60 bytes"):
+        most_that_fit(119, block_bytes=10, state_bytes=60, max_num_seqs=4, longest=9)
 
 
 def run(manager, seq):

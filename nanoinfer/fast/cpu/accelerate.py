@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention.cpu import CPUBackend
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
@@ -35,7 +35,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
+from nanoinfer.loading.quantization import check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model

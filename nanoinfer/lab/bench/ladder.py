@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.dense import causal_attention
+from nanoinfer.config import BITS
 from nanoinfer.lab.bench.offline import load, run_workload
 from nanoinfer.lab.bench.roofline import Machine, least_s_of_run
 from nanoinfer.lab.bench.timing import RequestTiming, figures
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import BITS
 from nanoinfer.sampling.sampler import STAGES
 
 NUM_SEQS = 8  # the number of sequences at a time

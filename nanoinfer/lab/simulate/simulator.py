@@ -18,23 +18,21 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, fields, replace
 from types import FunctionType
 
-from nanoinfer.config import DTYPES, EngineArgs, EngineConfig
+from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figures
 from nanoinfer.lab.bench.workloads import HASHED_TOKENS, Workload
 from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork
 from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks, most_that_fit
+from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, BlockManager, CacheLayout, most_blocks, most_that_fit
 from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 
 ANSWER_TOKEN_ID = 0  # every token of an answer, so that a later prompt can contain the answer
-BITS = {"int8": 8, "int4": 4}  # quantization -> bits of a linear layer's weight
 UNIQUE = 2**30  # the token ids from here on are each of a single prompt
 CPU_BLOCK_SIZE, GPU_BLOCK_SIZE = 64, 16  # of the attention backends that `auto` takes
-CPU_CACHE_BYTES = 4 * 2**30  # the most that a cache takes on a CPU, unless kv_cache_memory is set
 BINS_PER_E = 1000  # bins of times, for each factor of e: a percentile of times is right to 0.05%
 
 # The settings that change a simulation. The others must have their defaults.
@@ -502,24 +500,28 @@ def _costs_of(sizes: ModelSizes, hardware: Hardware, config: EngineConfig, *, en
 
 
 def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[int, int]:
-    """Return how many blocks and state slots the KV cache has, as execution/memory.py decides it."""
+    """Return how many blocks and state slots the KV cache has.
+
+    The rule is that of execution/memory.py, but only weights and the cache take memory: a step, adapters and other programs
+    take none, so on a GPU the cache is larger. kv_cache_memory is taken as it is.
+    """
     sizes, hardware, ranks = costs.sizes, costs.hardware, costs.num_ranks
     weights = sizes.num_weight_bytes(costs.dtype, costs.weight_bits) // ranks
     if (memory := config.cache.kv_cache_memory) is None and hardware.is_gpu:
         memory = int(hardware.memory_bytes * config.cache.gpu_memory_utilization) - weights
     elif memory is None:
-        memory = min(CPU_CACHE_BYTES, (hardware.memory_bytes - weights) // 2)
+        memory = min(DEFAULT_CPU_MEMORY, (hardware.memory_bytes - weights) // 2)
     chunk_size, longest = config.scheduler.chunk_grid, config.max_model_len or sizes.max_position_embeddings
-    num_blocks, num_state_slots = most_that_fit(
-        memory,
-        sizes.cache.bytes_per_block(block_size, costs.cache_dtype or costs.dtype) // ranks,
-        sizes.cache.bytes_per_state // ranks,
-        config.scheduler.max_num_seqs,
-        most_blocks(longest, sizes.cache.windows, block_size, chunk_size),
-    )
-    if num_blocks < most_blocks(1, sizes.cache.windows, block_size, chunk_size):
+    block_bytes = sizes.cache.bytes_per_block(block_size, costs.cache_dtype or costs.dtype) // ranks
+    if memory < most_blocks(1, sizes.cache.windows, block_size, chunk_size) * block_bytes:
         raise InvalidValueError(
             f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "
             f"and a KV cache, got {max(memory, 0) / 1e9:.1f} GB for it; raise tensor_parallel_size, or pick other hardware"
         )
-    return num_blocks, num_state_slots
+    return most_that_fit(
+        memory,
+        block_bytes,
+        sizes.cache.bytes_per_state // ranks,
+        config.scheduler.max_num_seqs,
+        most_blocks(longest, sizes.cache.windows, block_size, chunk_size),
+    )
