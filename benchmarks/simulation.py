@@ -11,8 +11,8 @@ import argparse
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from nanoinfer.cli.options import read_sizes
 from nanoinfer.config import EngineArgs
 from nanoinfer.lab.bench.timing import percentiles
 from nanoinfer.lab.simulate.calibrate import MeasuredRun, read_runs
@@ -44,14 +44,15 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=["default="], help="NAME=ARGUMENT=NUMBER, or NAME= for the defaults")
     parser.add_argument("--traces", nargs="+", required=True, help="the traces that are predicted")
     given = parser.parse_args()
-    sizes, hardware = read_sizes(given.model), Hardware.named(given.hardware)
+    sizes, hardware = ModelSizes.named(given.model), Hardware.named(given.hardware)
     print(f"| trace | setting | {' | '.join(FIGURES)} |\n|{'---|' * (2 + len(FIGURES))}")
     errors: dict[bool, list[float]] = defaultdict(list)  # whether within the bound -> the errors
     for trace in given.traces:
         for setting in given.settings:
             name, _, argument = setting.partition("=")
             changed, _, number = argument.partition("=")
-            settings = EngineArgs(**{changed: int(number)} if changed else {})
+            arguments: dict[str, Any] = {changed: int(number)} if changed else {}
+            settings = EngineArgs(**arguments)
             runs = [run for path in sorted(given.folder.glob(f"{name}.{trace}.*.json")) for run in read_runs(path)]
             cells = []
             for value, *measured in zip(predicted_ms(sizes, hardware, settings, runs[0]), *map(measured_ms, runs), strict=True):

@@ -395,7 +395,7 @@ def calibrate(
         typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
     ],
     model: options.ConfigModel = None,
-    hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed. Required.")] = "",
+    hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed.")],
     engine: options.SimulatedOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="Path of the result.")] = Path("server.json"),
     as_json: options.AsJson = False,
@@ -406,11 +406,13 @@ def calibrate(
     """
     from nanoinfer.lab.simulate.calibrate import calibrate as fit
     from nanoinfer.lab.simulate.calibrate import read_runs
+    from nanoinfer.lab.simulate.costs import ModelSizes
     from nanoinfer.lab.simulate.hardware import Hardware
 
+    options.check_writable(output)
     runs = [run for path in reports for run in read_runs(path)]
     with options.busy("Calibrating"):
-        fitted = fit(options.read_sizes(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
+        fitted = fit(ModelSizes.named(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
     output.write_text(json.dumps(asdict(fitted), indent=1), encoding="utf-8")
     options.print_result(asdict(fitted), as_json, lambda _: print(f"{output} is the --hardware of nanoinfer simulate"))
 

@@ -38,7 +38,6 @@ from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.lab.simulate.costs import ModelSizes
     from nanoinfer.llm import LLM
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,8 @@ Model = Annotated[
     ),
 ]
 ConfigModel = Annotated[
-    str | None, typer.Option("--model", "-m", help="A config.json, or what the other commands take. Default: tiny-qwen3.")
+    str | None,
+    typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Imports = Annotated[
@@ -505,13 +505,3 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
-
-
-def read_sizes(model: str | None) -> "ModelSizes":
-    """Read the sizes of a model from a config.json, or from the folder or the hub name of a checkpoint."""
-    from nanoinfer.lab.simulate.costs import ModelSizes
-    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
-
-    given = Path(model or DEFAULT_MODEL)
-    path = given if given.is_file() else locate(model or DEFAULT_MODEL, None, with_weights=False) / "config.json"
-    return ModelSizes.of(read_json(path))

@@ -79,6 +79,8 @@ def simulate(
     workloads = [] if swept.keys() & asdict(picked) else [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
     values |= swept
+    if html is not None:
+        options.check_writable(html)
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
@@ -109,25 +111,25 @@ def _run(
     choice: "Choice",
 ) -> "SimulatedRun":
     """Simulate with other values of some options."""
+    from nanoinfer.lab.simulate.costs import ModelSizes
     from nanoinfer.lab.simulate.disaggregated import simulate_engines
     from nanoinfer.lab.simulate.hardware import Hardware
     from nanoinfer.lab.simulate.report import SimulatedRun
     from nanoinfer.lab.simulate.simulator import requests_of
 
     machine, engine = _with(machine, choice), _with(engine, choice)
-    hardware, [workload] = Hardware.named(machine.hardware), pick_workloads(_with(picked, choice))
+    [workload] = pick_workloads(_with(picked, choice))
     result = simulate_engines(
-        options.read_sizes(machine.model),
-        hardware,
+        ModelSizes.named(machine.model),
+        Hardware.named(machine.hardware),
         EngineArgs(**asdict(engine)),
         requests_of(workload),
         num_engines=machine.num_engines,
         num_prefill_engines=machine.num_prefill_engines,
         enable_expert_parallel=machine.enable_expert_parallel,
     )
-    price = hardware.price_per_hour if machine.price is None else machine.price
     num_devices = machine.num_engines * engine.tensor_parallel_size
-    return SimulatedRun.of(choice, result, limits, None if price is None else price * num_devices)
+    return SimulatedRun.of(choice, result, limits, None if machine.price is None else machine.price * num_devices)
 
 
 def _with(group: G, choice: "Choice") -> G:

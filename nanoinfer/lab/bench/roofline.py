@@ -22,7 +22,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.lab.bench.timing import RequestTiming
-from nanoinfer.lab.simulate.costs import ModelSizes, StepPart, StepWork
+from nanoinfer.lab.simulate.costs import ModelSizes, StepPart, work_of
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -119,10 +119,8 @@ def count(
         context: the number of tokens that the last new token of a sequence sees.
         weight_bits: the bits of the linear layers' weights. None: they are not quantised.
     """
-    sizes, work = sizes_of(model), StepWork(num_rows=num_seqs)
-    for _ in range(num_seqs):
-        sizes.add(work, num_new, context)
-    return sizes.parts(work, dtype, weight_bits=weight_bits)
+    sizes = sizes_of(model)
+    return sizes.parts(work_of(sizes, [(num_new, context)] * num_seqs), dtype, weight_bits=weight_bits)
 
 
 def sizes_of(model: Any) -> ModelSizes:

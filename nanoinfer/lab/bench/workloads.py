@@ -124,6 +124,14 @@ def described(
         if not value > 0:
             way_out = "; inf is all at once" if name == "request_rate" else ""
             raise InvalidValueError(f"{name} must be > 0{unit}, got {value}{way_out}")
+    if math.isinf(request_rate) and burstiness != 1.0:
+        raise InvalidValueError(
+            f"burstiness must be 1 with request_rate inf, got {burstiness}; give a request_rate, or leave burstiness out"
+        )
+    if turns == 1 and think_time != 10.0:
+        raise InvalidValueError(
+            f"think_time needs turns > 1, got think_time {think_time}; raise turns, or leave think_time out"
+        )
     inputs, outputs = _range("input_len", input_len), _range("output_len", output_len)
     start, rows = 0.0, list[Row]()
     for session in range(-(-num_prompts // turns)):

@@ -37,24 +37,27 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     """Read a report of `nanoinfer bench serve --json`. Raises: InvalidValueError: the file has another form."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        return [
-            MeasuredRun(
-                _workload_of(found["workload"]),
-                [row["ttft_ms"] / 1e3 for row in run["requests"]],
-                [row["tpot_ms"] / 1e3 for row in run["requests"] if row["tpot_ms"] is not None],
-            )
-            for found in results
-            for run in found["runs"]
-        ]
+        return [_run_of(_workload_of(found["workload"]), run["requests"]) for found in results for run in found["runs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(
-            f"{path} must be what `nanoinfer bench serve --json` printed, with no failed request ({error})"
+            f"{path} must be what `nanoinfer bench serve --json` printed, with no failed request and --ignore-eos ({error})"
         ) from error
 
 
 def _workload_of(given: dict[str, Any]) -> Workload:
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return Workload(**fields)
+
+
+def _run_of(workload: Workload, rows: list[dict[str, Any]]) -> MeasuredRun:
+    for row, length in zip(rows, workload.output_lens, strict=True):
+        if row["num_output_tokens"] != length:
+            raise ValueError(f"an answer has {row['num_output_tokens']} tokens instead of {length}")
+    return MeasuredRun(
+        workload,
+        [row["ttft_ms"] / 1e3 for row in rows],
+        [row["tpot_ms"] / 1e3 for row in rows if row["tpot_ms"] is not None],
+    )
 
 
 def calibrate(sizes: ModelSizes, hardware: Hardware, settings: EngineArgs, runs: Iterable[MeasuredRun]) -> Hardware:
@@ -68,14 +71,16 @@ def calibrate(sizes: ModelSizes, hardware: Hardware, settings: EngineArgs, runs:
         settings: the arguments of the server's LLM.
     """
     measured = list(runs)
-    workloads = {run.workload.name: run.workload for run in measured}
+    workloads: list[Workload] = []  # a dict cannot have them as keys, and all described workloads have the same name
+    for run in measured:
+        if run.workload not in workloads:
+            workloads.append(run.workload)
+    numbered = [(run, workloads.index(run.workload)) for run in measured]
 
     def loss(logarithms: list[float]) -> float:
         machine = _with(hardware, logarithms)
-        timings = {
-            name: simulate(sizes, machine, settings, requests_of(workload)).timings for name, workload in workloads.items()
-        }
-        return sum(_distance(run, timings[run.workload.name]) for run in measured) / len(measured)
+        timings = [simulate(sizes, machine, settings, requests_of(workload)).timings for workload in workloads]
+        return sum(_distance(run, timings[number]) for run, number in numbered) / len(measured)
 
     return _with(hardware, _least([math.log(value) for value in START], loss))
 

@@ -13,12 +13,15 @@ on different ranks (expert parallel), a token goes to its experts and back, with
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from nanoinfer.attention.cache_sizes import CacheSizes, NumberType, kv_groups
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.lab.simulate.hardware import Hardware
+from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
 
 ConfigJson = dict[str, Any]
 
@@ -73,7 +76,7 @@ class StepWork:
     num_pairs: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """How large a model is, and what it keeps.
 
@@ -103,13 +106,6 @@ class ModelSizes:
     num_sparse_layers: int = 0
     table_weights: int = 0
     cache: CacheSizes
-    _layers_of: tuple[tuple[int | None, int], ...] = field(init=False, repr=False)  # a window, and how many layers have it
-
-    def __post_init__(self) -> None:
-        layers_of: Counter[int | None] = Counter()
-        for group in self.cache.groups:
-            layers_of[group.window] += len(group.layers)
-        object.__setattr__(self, "_layers_of", tuple(layers_of.items()))
 
     @classmethod
     def of(cls, config: ConfigJson) -> "ModelSizes":
@@ -125,6 +121,31 @@ class ModelSizes:
             raise CheckpointError(
                 f"config.json does not have the sizes of a text model ({error!r}); give the one of a model of docs/supported.md"
             ) from error
+
+    @classmethod
+    def named(cls, model: str | None) -> "ModelSizes":
+        """Read the sizes of a model.
+
+        Args:
+            model: a config.json, a folder that has one, or a hub name. None: the bundled tiny-qwen3.
+
+        Raises:
+            CheckpointError: there is no such file or model, or as `of`.
+            UnsupportedError: a GGUF file is given, or as `of`.
+        """
+        name = DEFAULT_MODEL if model is None else model
+        path = Path(name) if Path(name).is_file() else locate(name, with_weights=False) / "config.json"
+        if path.suffix == ".gguf":
+            raise UnsupportedError(f"sizes are read from a config.json, got {name}; give the config.json of its model")
+        return cls.of(read_json(path))
+
+    @cached_property
+    def _layers_of(self) -> tuple[tuple[int | None, int], ...]:
+        """Windows, each with the number of layers that have it."""
+        layers_of: Counter[int | None] = Counter()
+        for group in self.cache.groups:
+            layers_of[group.window] += len(group.layers)
+        return tuple(layers_of.items())
 
     @property
     def num_weights(self) -> int:
@@ -232,6 +253,11 @@ class StepCosts:
             raise InvalidValueError(
                 f"tensor_parallel_size must be 1, because {self.hardware.name} has no link to another, got {self.num_ranks}"
             )
+        if self.enable_expert_parallel and (self.num_ranks == 1 or not self.sizes.num_sparse_layers):
+            raise InvalidValueError(
+                "enable_expert_parallel needs tensor_parallel_size > 1 and a model with experts, got tensor_parallel_size "
+                f"{self.num_ranks} and {self.sizes.num_sparse_layers} layers with experts; leave it out"
+            )
 
     def device_s(self, work: StepWork) -> float:
         """Return the seconds in which the devices compute a step."""
@@ -283,7 +309,7 @@ _OF_STATES: ConfigJson = {"head_dim": 256, "full_attention_interval": 4}
 _DEFAULTS: dict[str, ConfigJson] = {
     "gpt2": {"tie_word_embeddings": True},
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window_pattern": 6},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "llama": {},
     "mistral": {},
     "qwen2": {},
@@ -359,14 +385,9 @@ def _layer_kinds(config: ConfigJson) -> list[str]:
         return ["sliding_attention"] * len(layers)
     if kinds := config.get("layer_types"):
         return list(kinds)
-    if family == "gpt_oss":
-        return ["full_attention" if layer % 2 else "sliding_attention" for layer in layers]
-    if family == "gemma3_text":
-        pattern = config["sliding_window_pattern"]
-        return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
-    if "full_attention_interval" in config:
-        interval = config["full_attention_interval"]
-        return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers]
+    for interval, kind in (("sliding_window_pattern", "sliding_attention"), ("full_attention_interval", "linear_attention")):
+        if interval in config:
+            return [kind if (layer + 1) % config[interval] else "full_attention" for layer in layers]
     num_full = config.get("max_window_layers", 28) if config.get("use_sliding_window") else len(layers)
     return ["full_attention" if layer < num_full else "sliding_attention" for layer in layers]
 

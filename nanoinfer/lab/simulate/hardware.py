@@ -42,7 +42,6 @@ class Hardware:
         is_gpu: whether the cache may take what weights leave of the memory. On a CPU it takes at most 4 GiB, as in the engine.
         link_bandwidth: bytes per second from a device to another in one direction. 0: there is no other device.
         link_latency_s: seconds that a message, or a collective operation of few bytes, takes.
-        price_per_hour: of a device, in any currency. None: unknown.
         overheads: what is measured besides.
         source: where the figures are from.
     """
@@ -55,7 +54,6 @@ class Hardware:
     is_gpu: bool = True
     link_bandwidth: float = 0.0
     link_latency_s: float = 0.0
-    price_per_hour: float | None = None
     overheads: Overheads = field(default_factory=Overheads)
     source: str = ""
 
@@ -103,7 +101,7 @@ def _of_roofline(report: dict[str, Any], source: str) -> Hardware:
 # The host's work for a step, for which an H100 waits: 683 tokens per second in A, 19,433 in B64. See BENCHMARKS.md, "One NVIDIA
 # H100".
 _OF_A_GPU = Overheads(per_step_s=1.44e-3, per_sequence_s=29e-6)
-# ... and of a CPU, in a step of one row: BENCHMARKS.md, "A step without its forward pass".
+# A CPU's work for a step of one row besides the forward pass: BENCHMARKS.md, "A step without its forward pass".
 _OF_A_CPU = Overheads(per_step_s=0.3e-3)
 # NCCL takes 6 us for two H100 (NVIDIA/nccl issue 1259), and more ranks take longer.
 _NVLINK, _NVLINK_S = 450e9, 10e-6  # half of the 900 GB/s of both directions

@@ -97,7 +97,6 @@ def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows. Columns without a value are left out."""
     percentiles = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"))
     columns: dict[str, Callable[[SimulatedRun], object]] = {
-        **{name: partial(_chosen, name=name) for name in runs[0].choice},
         "out tok/s": lambda run: run.figures.output_tokens_per_s,
         **{f"{figure.upper()} {p} ms": partial(_percentile, figure=figure, percentile=p) for figure, p in percentiles},
         "goodput/s": lambda run: run.figures.goodput_requests_per_s,
@@ -105,13 +104,10 @@ def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
         "preempted": lambda run: run.result.counts["num_preemptions"],
         "per M tok": lambda run: run.cost,
     }
-    cells = {name: [value(run) for run in runs] for name, value in columns.items()}
+    cells = {name: [run.choice[name] for run in runs] for name in runs[0].choice}
+    cells |= {name: [value(run) for run in runs] for name, value in columns.items()}
     shown = {name: values for name, values in cells.items() if any(value is not None for value in values)}
     return list(shown), [list(map(_shown, row)) for row in zip(*shown.values(), strict=True)]
-
-
-def _chosen(run: SimulatedRun, name: str) -> object:
-    return run.choice[name]
 
 
 def _percentile(run: SimulatedRun, figure: str, percentile: str) -> float | None:

@@ -16,8 +16,8 @@ from nanoinfer.lab.simulate.hardware import Hardware
 from nanoinfer.lab.simulate.simulator import requests_of, simulate
 from tests.lab.simulate.test_simulator import CONFIG, REAL, SIZES
 
-FEW = Workload(name="few", input_lens=(40, 9, 120), output_lens=(6, 9, 4), arrivals=(0.0, 0.2, 0.5))
-MANY = Workload(name="many", input_lens=(20,) * 8, output_lens=(5,) * 8)
+FEW = Workload(name="yours", input_lens=(40, 9, 120), output_lens=(6, 9, 4), arrivals=(0.0, 0.2, 0.5))
+MANY = Workload(name="yours", input_lens=(20,) * 8, output_lens=(5,) * 8)
 OTHER = Workload(name="other", input_lens=(10, 50, 90, 30), output_lens=(9, 3, 6, 7), arrivals=(0.0, 0.01, 0.02, 0.3))
 
 
@@ -55,3 +55,17 @@ def test_a_file_of_another_form_is_refused(tmp_path):
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(InvalidValueError, match=r"other.json must be what `nanoinfer bench serve --json` printed"):
         read_runs(path)
+    report(path, FEW)
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"num_output_tokens": 9', '"num_output_tokens": 8'), encoding="utf-8"
+    )
+    with pytest.raises(InvalidValueError, match="an answer has 8 tokens instead of 9"):
+        read_runs(path)
+
+
+def test_the_command_needs_a_machine_and_a_place_to_write(tmp_path):
+    given = ["bench", "calibrate", report(tmp_path / "few.json", FEW)]
+    result = CliRunner().invoke(app, given)
+    assert (result.exit_code, "Missing option '--hardware'" in result.stderr) == (2, True)
+    result = CliRunner().invoke(app, [*given, "--hardware", "laptop", "-o", str(tmp_path / "no" / "server.json")])
+    assert (result.exit_code, "there is no such folder; give another path" in result.stderr) == (1, True)

@@ -1,11 +1,12 @@
 """Sizes read from config.json equal those of the model that the engine builds. Costs of ranks and experts are hand-checked."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench import roofline
 from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork, work_of
 from nanoinfer.lab.simulate.hardware import HARDWARE, Hardware
@@ -44,6 +45,16 @@ def test_a_config_of_another_family_is_refused():
         ModelSizes.of({"model_type": "deepseek_v3"})
     with pytest.raises(CheckpointError, match=r"does not have the sizes of a text model .*num_hidden_layers"):
         ModelSizes.of({name: value for name, value in QWEN3_32B.items() if name != "num_hidden_layers"})
+
+
+def test_sizes_are_read_from_a_file_a_folder_or_a_bundled_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_32B), encoding="utf-8")
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert ModelSizes.named(str(given)) == ModelSizes.of(QWEN3_32B)
+    assert ModelSizes.named(None) == ModelSizes.named("tiny-qwen3")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UnsupportedError, match=r"read from a config.json, got .*model.gguf; give the config.json of its model"):
+        ModelSizes.named(str(tmp_path / "model.gguf"))
 
 
 def test_the_work_of_a_step_is_the_sum_of_its_chunks():
@@ -87,9 +98,20 @@ def test_with_expert_parallel_the_all_reduces_of_experts_are_all_to_alls():
     assert expert.communication_s(1000) == pytest.approx(94 * (all_reduce_s + 2 * all_to_all_s))
 
 
+@pytest.mark.parametrize(("config", "num_ranks"), [(QWEN3_235B, 1), (QWEN3_32B, 8)])
+def test_expert_parallel_without_experts_or_ranks_is_refused(config, num_ranks):
+    with pytest.raises(InvalidValueError, match=rf"enable_expert_parallel needs .* got tensor_parallel_size {num_ranks}"):
+        StepCosts(
+            sizes=ModelSizes.of(config),
+            hardware=H100,
+            dtype=FORMATS["bfloat16"],
+            num_ranks=num_ranks,
+            enable_expert_parallel=True,
+        )
+
+
 def test_every_machine_names_its_source_and_computes_in_float32_and_bfloat16():
-    for name, hardware in HARDWARE.items():
-        assert (hardware.name, hardware.source[:0]) == (name, "")
+    for hardware in HARDWARE.values():
         assert "https://" in hardware.source
         assert {"float32", "bfloat16"} <= hardware.rates.keys()
         assert hardware.rates["bfloat16"] >= hardware.rates["float32"]

@@ -5,17 +5,18 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
 
+from nanoinfer.cli.options import SimulatedOptions
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.lab.simulate.costs import ModelSizes
 from nanoinfer.lab.simulate.hardware import Hardware, Overheads
-from nanoinfer.lab.simulate.simulator import SimulatedRequest, TimeCounts, requests_of, simulate
+from nanoinfer.lab.simulate.simulator import SIMULATED, SimulatedRequest, TimeCounts, requests_of, simulate
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -134,7 +135,6 @@ def test_those_comparisons_preempt_hit_the_cache_and_advance():
     counts = simulate(SIZES, REAL, small, random_requests(60, seed=1)).counts
     assert min(counts.values()) > 0
     calls = []
-    schedule = Scheduler.schedule
 
     class Counting(Scheduler):
         def order_waiting(self, waiting):
@@ -142,7 +142,6 @@ def test_those_comparisons_preempt_hit_the_cache_and_advance():
             return waiting
 
     steps = simulate(SIZES, REAL, EngineArgs(scheduler_cls=Counting), random_requests(60, seed=1)).num_steps
-    assert Scheduler.schedule is schedule
     assert 0 < len(calls) < steps / 2
 
 
@@ -235,6 +234,10 @@ def test_mistakes_are_named(settings, requests, sentence):
 def test_what_is_not_simulated_is_refused():
     with pytest.raises(UnsupportedError, match="speculative_config is not simulated; leave it out"):
         simulate(SIZES, SLOW_HOST, EngineArgs(speculative_config={"method": "ngram"}), [])
+
+
+def test_every_simulated_setting_is_an_option():
+    assert {one.name for one in fields(SimulatedOptions)} == SIMULATED
 
 
 def test_the_command_imports_no_torch_and_prints_figures(tmp_path):
