@@ -6,14 +6,13 @@ and without torch and numpy. An error's last line is shown to the reader.
 """
 
 import json
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import scheduler_game as game
 
-from nanoinfer.lab.learn.check import check
+from nanoinfer.lab.learn.check import check, describe_error
 from nanoinfer.lab.learn.track import TRACK, find
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -32,21 +31,13 @@ class MistakeError(Exception):
     """The reader's code cannot run. The text says why, and in which line."""
 
 
-def described(error: Exception) -> str:
-    """An error in one line, with the line of the reader's code."""
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
-    return f"line {lines[-1]}: {type(error).__name__}: {error}" if lines else str(error)
-
-
 def function_in(code: str, name: str) -> Callable[..., Any]:
     """Run the reader's code and return the function with this name. Raises: MistakeError."""
     names: dict[str, Any] = {}
     try:
         exec(compile(code, FILE, "exec"), names)
     except Exception as error:
-        raise MistakeError(described(error)) from error
+        raise MistakeError(describe_error(error, FILE)) from error
     if name not in names:
         raise MistakeError(f"the code has no function {name}")
     return names[name]
@@ -74,7 +65,7 @@ def play_own_order(code: str, trace: int, *chosen: int) -> str:
     try:
         return json.dumps(game.play(game.make_traces()[trace], (OWN, *others)))
     except Exception as error:
-        raise MistakeError(described(error)) from error
+        raise MistakeError(describe_error(error, FILE)) from error
     finally:
         del game.ORDERS[OWN]
 

@@ -4,10 +4,9 @@
 only for tasks with tensors.
 """
 
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -19,7 +18,7 @@ import typer
 
 from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.learn.check import SECONDS, Failure, Task, describe_error
+from nanoinfer.lab.learn.check import Failure, Task, describe_error, limited
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
 from nanoinfer.lab.learn.workbook import Function, Workbook, filled, installed
@@ -31,6 +30,7 @@ app = typer.Typer(
     help="Write the engine's functions yourself, in a workbook that checks them.",
 )
 
+SECONDS = 20.0  # for all cases of a task together, after which the running case gets a TimeoutError
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
 YOURS: dict[str, Any] = {
     "enforce_eager": True,
@@ -176,12 +176,10 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
         file = workbook.file(each.name)
         if not file.exists():
             file.write_text(each.text, encoding="utf-8")
-        version: Callable[..., object] | None = None
         try:
-            version = workbook.load(each.name, each.name)
-            result = grade(each, version, bandwidth)
+            result = grade(each, workbook.load(each.name, each.name), bandwidth)
         except Exception as error:
-            print(f"  {file.stem:<19} {describe_error(error, version)}")
+            print(f"  {file.stem:<19} {describe_error(error, str(file))}")
             has_passed.append(False)
             continue
         ratio = result.share / result.engine_share
@@ -250,13 +248,11 @@ def _check(workbook: Workbook, task: Task) -> bool:
 
 def _failure(workbook: Workbook, task: Task) -> Failure | None:
     file, name = workbook.file(task.name), task.function.name
-    version: Callable[..., object] | None = None
     try:
-        with _limited(SECONDS):
-            version = workbook.load(task.name, name)
-            return compare_cases(task, version)
+        with limited(SECONDS):
+            return compare_cases(task, workbook.load(task.name, name))
     except Exception as error:
-        got = describe_error(error, version) if file.exists() else f"no file {file.name}"
+        got = describe_error(error, str(file)) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
 
 
@@ -266,22 +262,3 @@ def _what_next(workbook: Workbook) -> str:
     if not left:
         return "\n" + THE_END.format(number=len(TRACK))
     return f"\n{len(TRACK) - len(left)} of {len(TRACK)} passed. Next: {workbook.file(left[0].name).name}"
-
-
-@contextmanager
-def _limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the running code after some seconds, if the system has such a timer."""
-    if "SIGALRM" not in signal.Signals.__members__:
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

@@ -3,10 +3,11 @@
 In: a Task and a function. Out: a Failure in plain words, or None.
 """
 
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pprint import pformat
@@ -19,7 +20,6 @@ from nanoinfer.lab.learn.workbook import WIDTH, Function, Version, declared, fil
 if TYPE_CHECKING:
     from torch import Tensor
 
-SECONDS = 20  # for all cases of a task together, after which the running case gets a TimeoutError
 TOLERANCE = 1e-5
 
 
@@ -124,7 +124,8 @@ def check(task: Task, version: Version) -> Failure | None:
         try:
             got = case.observe(version)
         except Exception as error:
-            return Failure(case.words, written(expected), filled(describe_error(error, version), width=WIDTH - 12))
+            file = version.__code__.co_filename if isinstance(version, FunctionType) else ""
+            return Failure(case.words, written(expected), filled(describe_error(error, file), width=WIDTH - 12))
         with suppress(Exception):  # the judge expects a result of the right type
             if same(case.judge(expected), case.judge(got), exact=case.exact):
                 continue
@@ -136,17 +137,35 @@ def check(task: Task, version: Version) -> Failure | None:
     return None
 
 
-def describe_error(error: BaseException, version: Version | None = None) -> str:
-    """Describe an error in one line, with the learner's line at which it happened."""
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the running code after some seconds, if the system has such a timer."""
+    if "SIGALRM" not in signal.Signals.__members__:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} seconds: the function does not end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def describe_error(error: BaseException, file: str) -> str:
+    """Describe an error in one line, with the line of the learner's file at which it happened."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
         return f"a SyntaxError in line {error.lineno}: {error.msg}"
-    file = version.__code__.co_filename if isinstance(version, FunctionType) else None
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file in (None, frame.filename)]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" in line {lines[-1]}" if lines else ""
     if isinstance(error, TimeoutError):
-        return f"no answer within {SECONDS} seconds: the function does not end{where and ' (it was' + where + ')'}"
+        return f"{error}{where and ' (it was' + where + ')'}"
     return f"{type(error).__name__}{where}: {error}"
 
 

@@ -25,6 +25,7 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench.environment import cpu_name
 from nanoinfer.lab.learn.check import Task
 from nanoinfer.lab.learn.tangle import missing_names, names_in, repeated_names, simplified, tangle
+from nanoinfer.lab.learn.workbook import check_new
 from nanoinfer.lab.stories import write
 from nanoinfer.llm import LLM
 from nanoinfer.loading.folders import BUNDLED
@@ -121,8 +122,7 @@ def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_promp
         InvalidValueError: the folder is not empty, or as one_file.
         NanoinferError: the engine does not run.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidValueError(f"{folder} exists and is not empty; give a new folder")
+    check_new(folder)
     name = folder.resolve().name
     num_own = sum(_is_own(files[task.name], task) for task in tasks if files)
     authors = f"{num_own} of its {len(tasks)} tasks are the owner's work." if files else "The reference edition."

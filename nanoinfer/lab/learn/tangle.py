@@ -22,11 +22,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
-from pathlib import Path
 
-import nanoinfer
+from nanoinfer.lab.learn.workbook import read_module
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
 FACTS = {
@@ -87,7 +85,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
         excerpts[number] = [
             _excerpt(module, node, owner, bodies)
-            for its_owner, node in _definitions(_module(module))
+            for its_owner, node in _definitions(read_module(module)[1])
             if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
         ]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
@@ -148,16 +146,6 @@ def repeated_names(text: str) -> set[str]:
     return {name for name, number in names.items() if number > 1}
 
 
-@cache
-def _source(module: str) -> str:
-    return Path(nanoinfer.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
-
-
-@cache
-def _module(module: str) -> ast.Module:
-    return ast.parse(_source(module))
-
-
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
     """Yield the definitions of a module and of its classes, each with the name of its class or ""."""
     for node in tree.body:
@@ -177,7 +165,7 @@ def _names(node: Definition) -> set[str]:
 
 def _text(module: str, node: Definition) -> str:
     """Return the lines of a definition, with its decorators and the comments directly above it."""
-    lines = _source(module).splitlines()
+    lines, _ = read_module(module)
     start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
     while lines[start - 1].lstrip().startswith("#"):
         start -= 1

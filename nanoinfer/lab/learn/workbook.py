@@ -70,7 +70,7 @@ class Function:
     @property
     def source(self) -> str:
         """The function's lines, without its decorators."""
-        lines, _ = _module(self.module)
+        lines, _ = read_module(self.module)
         return textwrap.dedent("\n".join([*lines[self._node.lineno - 1 : self._node.end_lineno], ""]))
 
     @property
@@ -86,7 +86,7 @@ class Function:
         used = {node.id for node in ast.walk(self._node) if isinstance(node, ast.Name)} - {self.name}
         lines: list[str] = []
         origins: dict[str, list[str]] = {}  # module -> names
-        for node in _module(self.module)[1].body:
+        for node in read_module(self.module)[1].body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for name in node.names:
                     if (name.asname or name.name) in used and isinstance(node, ast.ImportFrom):
@@ -115,7 +115,7 @@ def filled(text: str, later: str = "", width: int = WIDTH) -> str:
 
 
 @cache
-def _module(name: str) -> tuple[list[str], ast.Module]:
+def read_module(name: str) -> tuple[list[str], ast.Module]:
     """Return the lines and the syntax tree of one of the package's modules, without importing it."""
     path = Path(nanoinfer.__path__[0], *name.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -125,7 +125,7 @@ def _module(name: str) -> tuple[list[str], ast.Module]:
 
 def _definition(module: str, qualname: str) -> Any:
     """Return the syntax tree of a class, a function or a method, and of the module for ""."""
-    found: Any = _module(module)[1]
+    found: Any = read_module(module)[1]
     for part in filter(None, qualname.split(".")):
         found = next(node for node in found.body if _defines(node, part))
     return found
@@ -153,7 +153,7 @@ def declared(entry: str) -> tuple[str, list[str]]:
     """
     place, *names = entry.split()
     module, _, class_name = place.partition(":")
-    lines, _ = _module(f"nanoinfer.{module}")
+    lines, _ = read_module(f"nanoinfer.{module}")
     scope = _definition(f"nanoinfer.{module}", class_name)
     documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
     found = []
@@ -179,6 +179,12 @@ def declared(entry: str) -> tuple[str, list[str]]:
     return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found
 
 
+def check_new(folder: Path) -> None:
+    """Raises: InvalidValueError if a folder is neither new nor empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidValueError(f"{folder} exists and is not empty; give a new folder")
+
+
 class Workbook:
     """A folder with a file per task."""
 
@@ -199,8 +205,7 @@ class Workbook:
 
     def write(self, texts: dict[str, str]) -> None:
         """Write all tasks into a new or empty folder. texts: task name -> the text of its file."""
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise InvalidValueError(f"{self.folder} exists and is not empty; give a new folder")
+        check_new(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             self._files[name].write_text(text, encoding="utf-8")

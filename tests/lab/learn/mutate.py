@@ -5,10 +5,9 @@
 
 import ast
 import random
-import signal
 import sys
 
-from nanoinfer.lab.learn.check import check
+from nanoinfer.lab.learn.check import check, limited
 from nanoinfer.lab.learn.track import TRACK, find
 from tests.testing.mutants import Change
 
@@ -46,23 +45,15 @@ def changes() -> list[tuple[str, str, str]]:
 
 def is_found(name: str, source: str) -> bool:
     """Whether the task's cases refuse this source."""
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError
-
     function = find(name).function
     find(name).cases()  # imports torch, for which the limit is not meant
     names: dict[str, object] = {}
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
     try:
-        exec(f"{function.imports}\n{source}", names)
-        return check(find(name), names[function.name]) is not None
+        with limited(SECONDS):
+            exec(f"{function.imports}\n{source}", names)
+            return check(find(name), names[function.name]) is not None
     except TimeoutError:
         return True
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def main(number: int = 200, seed: int = 0) -> float:

@@ -355,7 +355,6 @@ def test_a_correct_version_that_differs_is_accepted(name, old, new):
 
 
 def test_every_rule_of_a_task_stands_in_its_file_and_has_a_mutant():
-    assert list(MUTANTS) == sorted(NAMES, key=list(MUTANTS).index)
     assert set(MUTANTS) == set(NAMES)
     for task in TRACK:
         assert list(MUTANTS[task.name]) == list(task.rules), task.name
@@ -413,7 +412,7 @@ def test_a_solved_workbook_passes_and_writes_the_engines_text(run):
     assert run("check").exit_code == 0
     assert "It is your engine now" in run().output
     written = run("run", "Once upon a time", "--seed", "3", "-n", "24").output
-    text = CliRunner().invoke(app, ["generate", "Once upon a time", "--echo", "--seed", "3", "-n", "24"]).output
+    text = CliRunner().invoke(app, ["generate", "Once upon a time", "--echo", "--enforce-eager", "--seed", "3", "-n", "24"]).output
     assert " ".join(written.split()).startswith(" ".join(text.split()))
     assert "Yours: argmax (" in written
     assert "causal_attention (" in written.split("Passed, but")[0]
@@ -443,12 +442,11 @@ def test_one_task_from_mistake_to_solution(run):
     assert book.status("argmax") == "written"
 
 
-@pytest.mark.slow
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
-    monkeypatch.setattr("nanoinfer.lab.learn.check.SECONDS", 1)
+    monkeypatch.setattr("nanoinfer.cli.learn.SECONDS", 0.3)
     file = Workbook.here(NAMES).file("accept_drafts")
     file.write_text(file.read_text().replace("raise NotImplementedError  # your code", "while True: pass"))
-    assert "no answer within 1 seconds: the function does not end (it was in line " in " ".join(
+    assert "no answer within 0.3 seconds: the function does not end (it was in line " in " ".join(
         run("check", "accept_drafts").output.split()
     )
 
