@@ -411,8 +411,9 @@ def test_a_solved_workbook_passes_and_writes_the_engines_text(run):
         assert run("solve", name, "--yes").exit_code == 0
     assert run("check").exit_code == 0
     assert "It is your engine now" in run().output
-    written = run("run", "Once upon a time", "--seed", "3", "-n", "24").output
-    text = CliRunner().invoke(app, ["generate", "Once upon a time", "--echo", "--enforce-eager", "--seed", "3", "-n", "24"]).output
+    given = ["Once upon a time", "--seed", "3", "-n", "24"]
+    written = run("run", *given).output
+    text = CliRunner().invoke(app, ["generate", *given, "--echo", "--enforce-eager"]).output
     assert " ".join(written.split()).startswith(" ".join(text.split()))
     assert "Yours: argmax (" in written
     assert "causal_attention (" in written.split("Passed, but")[0]
