@@ -489,7 +489,8 @@ class EngineArgs:
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):
             if given[name] is None:
                 del given[name]  # the default
-        given["dtype"] = str(self.dtype).removeprefix("torch.") if str(self.dtype).startswith("torch.") else self.dtype
+        if type(self.dtype).__module__ == "torch":  # a torch.dtype, without importing torch, which takes a second
+            given["dtype"] = str(self.dtype).removeprefix("torch.")
         stages = named("stages", self.stages, "a list of functions or its name, such as 'my_module.STAGES'")
         given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):
