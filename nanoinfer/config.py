@@ -6,6 +6,7 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
@@ -490,7 +491,9 @@ class EngineArgs:
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):
             if given[name] is None:
                 del given[name]  # the default
-        given["dtype"] = str(self.dtype).removeprefix("torch.") if str(self.dtype).startswith("torch.") else self.dtype
+        torch = sys.modules.get("torch")  # a torch.dtype exists only where torch is imported, which takes a second
+        if torch is not None and isinstance(self.dtype, torch.dtype):
+            given["dtype"] = str(self.dtype).removeprefix("torch.")
         stages = named("stages", self.stages, "a list of functions or its name, such as 'my_module.STAGES'")
         given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):

@@ -190,7 +190,7 @@ NOTEBOOKS = {
         former="12b",
     ),
     "d5c_write_your_own_scheduler": Header(
-        "which four decisions a scheduler and a cache make, how to replace each, and why no policy can change a text.",
+        "which decisions a scheduler and a cache make, how to replace each, and why no policy can change a text.",
         25,
         ("scheduling/scheduler.py", "scheduling/block_manager.py", "scheduling/policies.py"),
         ("scheduler", "block tables"),

@@ -253,7 +253,7 @@ def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
     result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))  # a folder
-    assert (result.exit_code, result.stderr) == (1, f"error: {tmp_path}: Is a directory\n")
+    assert (result.exit_code, result.stderr) == (1, f"error: cannot write {tmp_path}: it is a folder; give another path\n")
     result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
     assert result.exit_code == 1
     assert result.stderr.startswith("error: cannot write")

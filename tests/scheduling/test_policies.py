@@ -112,13 +112,13 @@ BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
 def test_a_scheduler_keeps_every_rule_under_random_loads(scheduler_cls):
-    machines.check_random_loads(scheduler_cls, max_examples=30)
+    machines.check_random_loads(scheduler_cls, max_examples=12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
 def test_a_block_manager_keeps_every_token_and_loses_no_block(block_manager_cls):
-    check_block_manager(block_manager_cls, max_examples=30)
+    check_block_manager(block_manager_cls, max_examples=12)
     machines.check_random_loads(Contrary, block_manager_cls, max_examples=15)
 
 
