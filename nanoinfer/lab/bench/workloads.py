@@ -113,7 +113,7 @@ def described(
         seed: the seed of the lengths and the arrival times.
 
     Raises:
-        InvalidValueError: a length has another format, or a number is not above 0.
+        InvalidValueError: a length has another format, a number is not above 0, or burstiness or think_time has no effect.
     """
     rng = random.Random(seed)
     for name, value, unit in (
@@ -126,11 +126,11 @@ def described(
             raise InvalidValueError(f"{name} must be > 0{unit}, got {value}{way_out}")
     if math.isinf(request_rate) and burstiness != 1.0:
         raise InvalidValueError(
-            f"burstiness must be 1 with request_rate inf, got {burstiness}; give a request_rate, or leave burstiness out"
+            f"burstiness must be 1 with request_rate inf, got {burstiness}; leave burstiness out, or give a request_rate"
         )
     if turns == 1 and think_time != 10.0:
         raise InvalidValueError(
-            f"think_time needs turns > 1, got think_time {think_time}; raise turns, or leave think_time out"
+            f"turns must be > 1 with think_time {think_time}, got 1; leave think_time out, or raise turns"
         )
     inputs, outputs = _range("input_len", input_len), _range("output_len", output_len)
     start, rows = 0.0, list[Row]()

@@ -85,8 +85,8 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
         ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
         ({"burstiness": 0.0}, "burstiness must be > 0, got 0.0"),
-        ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; give a request_rate"),
-        ({"think_time": 5.0}, "think_time needs turns > 1, got think_time 5.0; raise turns"),
+        ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; leave burstiness out"),
+        ({"think_time": 5.0}, "turns must be > 1 with think_time 5.0, got 1; leave think_time out"),
         ({"think_time": -1.0}, "think_time must be > 0 seconds, got -1.0"),
     ],
 )
