@@ -129,9 +129,7 @@ def described(
             f"burstiness must be 1 with request_rate inf, got {burstiness}; leave burstiness out, or give a request_rate"
         )
     if turns == 1 and think_time != 10.0:
-        raise InvalidValueError(
-            f"turns must be > 1 with think_time {think_time}, got 1; leave think_time out, or raise turns"
-        )
+        raise InvalidValueError(f"turns must be > 1 with think_time {think_time}, got 1; leave think_time out, or raise turns")
     inputs, outputs = _range("input_len", input_len), _range("output_len", output_len)
     start, rows = 0.0, list[Row]()
     for session in range(-(-num_prompts // turns)):
