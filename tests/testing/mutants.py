@@ -5,8 +5,8 @@
     python -m tests.testing.mutants --only _start        those of a function
 
 A change turns a comparison, + or -, and or or, not, or a number, or it removes a statement. Code that no world reaches is
-left out: windows, states, stores and tracing, whose tests are in tests/scheduling. UNSEEN lists the changes that change no
-schedule.
+left out: windows, states, stores and tracing, the size of the cache and the choice of the classes, whose tests are elsewhere.
+UNSEEN lists the changes that change no schedule.
 Exit code 1: one of them is found, or fewer than 95% of the others are.
 """
 
@@ -29,7 +29,7 @@ SECONDS = 60  # of the CPU, after which a loop is taken to be endless. All world
 FEATURES = {"tracer", "_has_windows", "state_slots", "num_state_slots", "stored"}
 FUNCTIONS = {
     "_trace", "explain", "close", "most_blocks", "num_blocks_for_forks", "tables", "_blocks_of", "_others_run", "_release",
-    "_take_for",
+    "_take_for", "most_that_fit", "scheduling_classes",
 }  # fmt: skip
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot), (ast.Add, ast.Sub),
@@ -49,6 +49,10 @@ UNSEEN = {
     ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
     ("allocate", "num_before = len(table) -> pass"): "is for the tracer",
+    (
+        "cache_finished_blocks",
+        "num_full > num_cached -> num_full >= num_cached",
+    ): "without new full blocks there is nothing to add",
     ("can_start", "0 -> 1"): "without windows, a prefix never has all blocks, because the last token is computed",
     ("free", "True -> False"): "the tables of a sequence are equally long",
 }
