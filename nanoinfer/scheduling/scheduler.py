@@ -313,7 +313,7 @@ class Scheduler:
         return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
-        """Schedule the sequence's next tokens, which already have blocks."""
+        """Schedule the sequence's next tokens, for which there are free blocks."""
         selection.copies[seq] = self.block_manager.allocate(seq, num_new_tokens)
         selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
         selection.budget -= num_new_tokens if num_new_tokens > 1 else 0

@@ -65,7 +65,8 @@ def _ngram_cases() -> Iterator[Case]:
 
     def observe(version: Version, sizes: range, lengths: list[int], tokens: list[int], limit: int) -> object:
         index = NGramIndex(sizes)
-        return {f"of the first {n} tokens": version(index, tokens[:n], limit) for n in lengths}
+        found: dict[str, object] = {f"of the first {n} tokens": version(index, tokens[:n], limit) for n in lengths}
+        return found | {"self._num_indexed": index._num_indexed}
 
     for seed in range(200):
         rng = random.Random(seed)

@@ -87,7 +87,10 @@ MUTANTS = {
             ),
         ],
         "start": [("if size <= index:", "if size < index:")],
-        "calls": [("range(self._num_indexed,", "range(self._num_indexed + 1,")],
+        "calls": [
+            ("range(self._num_indexed,", "range(self._num_indexed + 1,"),
+            ("self._num_indexed = len(token_ids)", "pass"),
+        ],
         "longest": [("reversed(self._sizes)", "self._sizes")],
         "repeat": [
             ("(followers * -(-limit // len(followers)))[:limit]", "followers"),
