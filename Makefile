@@ -10,8 +10,7 @@ TRL := .venv-trl/$(PROGRAMS)
 RAY := .venv-ray/$(PROGRAMS)
 CLIENTS := .venv-clients/$(PROGRAMS)
 CONSTRAINTS := constraints.txt
-# Python compiles what it imports. pip would compile all of torch and transformers, on one core.
-PIP_INSTALL = -m pip install --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
+PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
