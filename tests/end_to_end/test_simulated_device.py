@@ -140,9 +140,7 @@ def run_random_requests(family, path, num_requests):
 @pytest.mark.parametrize(
     ("family", "num_requests"),
     [
-        pytest.param(
-            family, num, marks=[pytest.mark.long] * (num > 10 or family in ("llama", "qwen2", "qwen3", "gemma3_window"))
-        )
+        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family not in ("gpt_oss_window", "qwen3_5")))
         for family in FAMILIES
         for num in (10, 100)
     ],
