@@ -163,7 +163,7 @@ EFFECTS = {
     r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
     r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
     r"\bset_device\(": {"system/process.py"},
-    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py"},
+    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "lab/learn/check.py"},
     r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
     r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
