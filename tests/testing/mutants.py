@@ -70,6 +70,8 @@ class Change(ast.NodeTransformer):
                 return node
             case ast.If(test=test) if any(getattr(part, "attr", "") in FEATURES for part in ast.walk(test)):
                 return node
+            case ast.Assign(targets=[ast.Name(name)]) if name.isupper():  # a constant of the module
+                return node
             case ast.Assert() | ast.Raise() | ast.arguments() | ast.AnnAssign() | ast.Call(func=ast.Name("dataclass")):
                 return node
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

@@ -242,7 +242,7 @@ class SpeedTask:
 
 
 SPEED = [
-    SpeedTask("batch", "read the weights once for 16 sequences", 0.5, _batch),
+    SpeedTask("batch", "read the weights once for 16 sequences", 0.3, _batch),
     SpeedTask("page_attention", "attend over pages without copying them", 0.25, _page_attention),
     SpeedTask("fused_draw", "draw without sorting 50,257 logits", 0.3, fused_draw_work),
     SpeedTask("int8_weights", "multiply by a weight in 8 bits", 0.3, _int8_weights),
