@@ -170,7 +170,7 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
 
     workbook = Workbook(Workbook.here(NAMES).folder, [each.name for each in SPEED], "s")
     found = SPEED if task is None else [named(SPEED, task)]
-    bandwidth, has_passed = measure_bandwidth(device("cpu")), []
+    bandwidth, all_passed = measure_bandwidth(device("cpu")), True
     print(f"Shares of this machine's memory bandwidth, {bandwidth / 1e9:.1f} GB/s:")
     for each in found:
         file = workbook.file(each.name)
@@ -180,20 +180,19 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
             result = grade(each, workbook.load(each.name, each.name), bandwidth)
         except Exception as error:
             print(f"  {file.stem:<19} {describe_error(error, str(file))}")
-            has_passed.append(False)
+            all_passed = False
             continue
         ratio = result.share / result.engine_share
-        has_passed.append(result.is_right and ratio >= each.wanted)
-        verdict = (
-            "passed"
-            if has_passed[-1]
-            else f"not yet: {each.wanted:.2f} is wanted"
-            if result.is_right
-            else "its result is wrong"
-        )
+        if not result.is_right:
+            verdict = "its result is wrong"
+        elif ratio < each.wanted:
+            verdict = f"not yet: {each.wanted:.2f} is wanted"
+        else:
+            verdict = "passed"
+        all_passed = all_passed and verdict == "passed"
         shares = f"yours {result.share:6.1%}, the engine's {result.engine_share:6.1%}"
         print(f"  {file.stem:<19} {shares}: {ratio:.2f} of its speed, {verdict}")
-    if not all(has_passed):
+    if not all_passed:
         raise typer.Exit(1)
 
 

@@ -219,9 +219,9 @@ def option_names(owner: type) -> list[str]:
 
 
 def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:
-    """Print a result, of dataclasses and of what JSON has, as JSON or by print_tables."""
+    """Print a result, of dataclasses, paths and of what JSON has, as JSON or by print_tables."""
     if as_json:
-        print(json.dumps(result, indent=1, default=asdict))
+        print(json.dumps(result, indent=1, default=lambda value: str(value) if isinstance(value, Path) else asdict(value)))
     else:
         print_tables(result)
 

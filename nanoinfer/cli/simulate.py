@@ -98,8 +98,7 @@ def simulate(
             f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
         )
         html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    found = {"settings": settings, "results": [one.as_json() for one in runs]}
+    found = {"settings": given, "results": [one.as_json() for one in runs]}
     options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
 
 

@@ -204,13 +204,9 @@ def is_tensor(value: object) -> "TypeGuard[Tensor]":
 
 
 def _rounded(numbers: Any) -> Any:
-    return (
-        [*map(_rounded, numbers)]
-        if isinstance(numbers, list)
-        else float(f"{numbers:.5g}")
-        if isinstance(numbers, float)
-        else numbers
-    )
+    if isinstance(numbers, list):
+        return [*map(_rounded, numbers)]
+    return float(f"{numbers:.5g}") if isinstance(numbers, float) else numbers
 
 
 def _size(case: Case) -> tuple[bool, int]:

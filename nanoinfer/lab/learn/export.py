@@ -25,7 +25,7 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.bench.environment import cpu_name
 from nanoinfer.lab.learn.check import Task
 from nanoinfer.lab.learn.tangle import missing_names, names_in, repeated_names, simplified, tangle
-from nanoinfer.lab.learn.workbook import check_new
+from nanoinfer.lab.learn.workbook import check_new, first_line
 from nanoinfer.lab.stories import write
 from nanoinfer.llm import LLM
 from nanoinfer.loading.folders import BUNDLED
@@ -62,8 +62,7 @@ class Own:
         text = path.read_text(encoding="utf-8")
         own = cls("")
         for node in ast.parse(text).body:
-            start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-            segment = "\n".join(text.splitlines()[start - 1 : node.end_lineno])
+            segment = "\n".join(text.splitlines()[first_line(node) - 1 : node.end_lineno])
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("nanoinfer", "jaxtyping", "__future__")):
                 continue  # the one file has the names
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -94,7 +93,8 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
     used = {name for task in tasks for entry in task.have for name in entry.split()[1:]}  # a learner may use all of them
     engine = tangle(template, bodies, used.union(*map(names_in, (_reference(tasks), *readers, *helpers))))
-    imports = [text for text in imports if not _imported(text) <= _imported(engine)]
+    in_engine = _imported(engine)
+    imports = [text for text in imports if not _imported(text) <= in_engine]
     for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
         engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
     if missing := missing_names(engine):

@@ -155,7 +155,8 @@ def _batch() -> SpeedWork:
     return SpeedWork(lambda version: version(x, weight), engine, weight.nbytes)
 
 
-def _page_attention(num_seqs: int = 16, length: int = 1000, block_size: int = 64) -> SpeedWork:
+def _page_attention() -> SpeedWork:
+    num_seqs, length, block_size = 16, 1000, 64
     num_blocks = -(-length // block_size)
     cache = KVCache(
         num_layers=1, num_blocks=num_seqs * num_blocks, block_size=block_size, num_kv_heads=12, head_dim=64, layout="HND"
@@ -205,7 +206,8 @@ class _Drafts:
         """Keep nothing of a sequence."""
 
 
-def _drafts(num_tokens: int = 200) -> SpeedWork:
+def _drafts() -> SpeedWork:
+    num_tokens = 200
     prompt = "Once upon a time, there was a kind duck named Max. " * 4
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     theirs, own = (LLM(seed=0, kv_cache_memory=2**25, speculative_config={"method": method}) for method in (_Drafts, "ngram"))

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from nanoinfer.lab.learn.workbook import read_module
+from nanoinfer.lab.learn.workbook import first_line, read_module
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
 FACTS = {
@@ -166,7 +166,7 @@ def _names(node: Definition) -> set[str]:
 def _text(module: str, node: Definition) -> str:
     """Return the lines of a definition, with its decorators and the comments directly above it."""
     lines, _ = read_module(module)
-    start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
+    start = first_line(node) - 1
     while lines[start - 1].lstrip().startswith("#"):
         start -= 1
     return textwrap.dedent("\n".join(lines[start : node.end_lineno]))

@@ -123,6 +123,12 @@ def read_module(name: str) -> tuple[list[str], ast.Module]:
     return text.splitlines(), ast.parse(text)
 
 
+def first_line(node: ast.stmt) -> int:
+    """Return the number of a statement's first line, which is that of the first decorator if there is one."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
+
+
 def _definition(module: str, qualname: str) -> Any:
     """Return the syntax tree of a class, a function or a method, and of the module for ""."""
     found: Any = read_module(module)[1]

@@ -6,7 +6,7 @@ give at best.
 
 import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,29 +104,28 @@ _OF_A_GPU = Overheads(per_step_s=1.44e-3, per_sequence_s=29e-6)
 # A CPU's work for a step of one row besides the forward pass: BENCHMARKS.md, "A step without its forward pass".
 _OF_A_CPU = Overheads(per_step_s=0.3e-3)
 # NCCL takes 6 us for two H100 (NVIDIA/nccl issue 1259), and more ranks take longer.
-_NVLINK, _NVLINK_S = 450e9, 10e-6  # half of the 900 GB/s of both directions
+_NVLINK_S = 10e-6
+
+_H100 = Hardware(
+    name="H100",
+    bandwidth=3.35e12,
+    rates={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    memory_bytes=80 * 10**9,
+    link_bandwidth=450e9,  # half of the 900 GB/s of both directions
+    link_latency_s=_NVLINK_S,
+    overheads=_OF_A_GPU,
+    source="https://www.nvidia.com/en-us/data-center/h100/, the SXM version",
+)
 
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
-        Hardware(
-            name="H100",
-            bandwidth=3.35e12,
-            rates={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-            memory_bytes=80 * 10**9,
-            link_bandwidth=_NVLINK,
-            link_latency_s=_NVLINK_S,
-            overheads=_OF_A_GPU,
-            source="https://www.nvidia.com/en-us/data-center/h100/, the SXM version",
-        ),
-        Hardware(
+        _H100,
+        replace(  # the same processor with another memory
+            _H100,
             name="H200",
             bandwidth=4.8e12,
-            rates={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
             memory_bytes=141 * 10**9,
-            link_bandwidth=_NVLINK,
-            link_latency_s=_NVLINK_S,
-            overheads=_OF_A_GPU,
             source="https://www.nvidia.com/en-us/data-center/h200/, the SXM version",
         ),
         Hardware(

@@ -56,7 +56,7 @@ class SimulatedRun:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "choice": {name: str(value) if isinstance(value, Path) else value for name, value in self.choice.items()},
+            "choice": self.choice,
             "figures": self.figures,
             "counts": dict(self.result.counts),
             "cost_per_million_output_tokens": self.cost,
