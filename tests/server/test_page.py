@@ -422,6 +422,7 @@ def test_the_page_is_readable_and_narrow_enough_for_a_telephone(keyed, visit, sc
     page.unroute_all()
     page.click(".assistant summary")
     send(page, "Hello")
+    page.locator("#key-dialog[open]").wait_for()
     count, poor = page.evaluate(POOR_CONTRASTS)  # with the dialog
     page.press("#key", "Escape")
     finished(page)
