@@ -41,22 +41,12 @@ struct DecodeArguments {
     }
 };
 
-// A layer's heads. q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]. The strides of
-// rows are in numbers.
-struct Heads {
-    const Number *q, *k, *v;
-    Number* out;
-    int64_t q_stride, k_stride, v_stride;
-    Stored *k_pages, *v_pages;
-    const float* sinks;  // the score of each query head's sink, or null
-};
-
 // The attention of a layer in a program.
 struct AttendCall {
-    Slice q, k, v, out;
-    int64_t rows;  // an array of the batch: a DecodeArguments
+    Slice q, k, v, out;  // q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]
+    int64_t rows;        // an array of the batch: a DecodeArguments
     int64_t layer;
-    const float* sinks;
+    const float* sinks;  // the score of each query head's sink, or null
 };
 
 // The sum over a span's tokens of exp(score - largest) * value, and of exp(score - largest), for each query head of a group.
@@ -225,44 +215,6 @@ void merge(const Partial* partials, int64_t num_spans, int64_t stride, const flo
     }
 }
 
-// Called by all members of a team, which divide the work.
-void compute(const DecodeArguments& rows, const Heads& heads, Member& me) {
-    const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
-    const auto places_of = [&](int64_t task) {
-        const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
-        const Pages pages{heads.k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size,
-                          task % num_kv_heads};
-        const int64_t first = rows.first_token(row) + index * SPAN;
-        return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
-    };
-    const auto sinks_of = [&](int64_t task) { return heads.sinks ? heads.sinks + task % num_kv_heads * GROUP : nullptr; };
-    const auto out_of = [&](int64_t task) {
-        return heads.out + (rows.spans[task / num_kv_heads].row * num_kv_heads + task % num_kv_heads) * GROUP * HEAD_DIM;
-    };
-    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
-    for (int64_t row : me.share(rows.num_rows)) {
-        const Number *k = heads.k + row * heads.k_stride, *v = heads.v + row * heads.v_stride;
-        store_token(heads.k_pages, heads.v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
-    }
-    me.wait();
-    for (int64_t task : me.tasks(num_tasks)) {
-        const Span& span = rows.spans[task / num_kv_heads];
-        const int64_t head = task % num_kv_heads * GROUP;
-        attend(rows.partials[task], heads.q + span.row * heads.q_stride + head * HEAD_DIM, heads.k_pages, heads.v_pages,
-               places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
-        if (span.num_spans == 1) merge(rows.partials + task, 1, 0, sinks_of(task), out_of(task));
-    }
-    // Merge the spans of a row: each is scaled to the largest score of all, and added.
-    if (rows.num_spans == rows.num_rows) return;
-    me.wait();
-    for (int64_t task : me.share(num_tasks)) {
-        const Span& span = rows.spans[task / num_kv_heads];
-        if (span.index == 0 && span.num_spans > 1) {
-            merge(rows.partials + task, span.num_spans, num_kv_heads, sinks_of(task), out_of(task));
-        }
-    }
-}
-
 }  // namespace
 
 extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_AttendCall = sizeof(AttendCall);
@@ -278,8 +230,36 @@ extern "C" void find_spans(DecodeArguments* rows) {
 
 extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
     const DecodeArguments& rows = *static_cast<const DecodeArguments*>(batch.arrays[call->rows]);
-    Stored* const* pages = rows.pages + 2 * call->layer;
-    const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
-    Number* out = call->out.row<Number>(batch, 0);
-    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1], call->sinks}, me);
+    Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
+    const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
+    const auto places_of = [&](int64_t task) {
+        const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
+        const Pages pages{k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
+        const int64_t first = rows.first_token(row) + index * SPAN;
+        return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
+    };
+    const auto merge_spans = [&](int64_t task, int64_t num_spans) {
+        const int64_t head = task % num_kv_heads * GROUP;
+        Number* out = call->out.row<Number>(batch, rows.spans[task / num_kv_heads].row) + head * HEAD_DIM;
+        merge(rows.partials + task, num_spans, num_kv_heads, call->sinks ? call->sinks + head : nullptr, out);
+    };
+    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
+    for (int64_t row : me.share(rows.num_rows)) {
+        const Number *k = call->k.row<Number>(batch, row), *v = call->v.row<Number>(batch, row);
+        store_token(k_pages, v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
+    }
+    me.wait();
+    for (int64_t task : me.tasks(num_tasks)) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        const Number* q = call->q.row<Number>(batch, span.row) + task % num_kv_heads * GROUP * HEAD_DIM;
+        attend(rows.partials[task], q, k_pages, v_pages, places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
+        if (span.num_spans == 1) merge_spans(task, 1);
+    }
+    // Merge the spans of a row: each is scaled to the largest score of all, and added.
+    if (rows.num_spans == rows.num_rows) return;
+    me.wait();
+    for (int64_t task : me.share(num_tasks)) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        if (span.index == 0 && span.num_spans > 1) merge_spans(task, span.num_spans);
+    }
 }
