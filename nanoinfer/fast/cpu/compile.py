@@ -19,15 +19,14 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.attention import in_fp32
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
-from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
-from nanoinfer.fast.cpu.packs import Packed
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.held_weights import HeldWeights
 
-Pack = Callable[[FusedLinear], Packed]
+Pack = Callable[[FusedLinear], PackedLinear]
 
 
 def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> list[CPUProgram]:
