@@ -16,37 +16,10 @@
 
 constexpr int LANES = 16;
 #include "pages.h"
-#include "program.h"
 
 // Some tokens of a row: its num_spans spans are attended to by themselves, and merged.
 struct Span {
     int64_t row, index, num_spans;
-};
-
-struct Partial;
-
-// The rows of a step, the same for all layers. find_spans fills in the spans.
-struct DecodeArguments {
-    const int64_t *slots;         // of the new tokens
-    const int64_t *block_tables;  // [num_rows, max_blocks]
-    const int64_t *seq_lens;      // tokens of each row, the new one included
-    int64_t num_rows, max_blocks, num_spans, num_kv_heads, block_size;
-    Span* spans;           // [num_spans]
-    Partial* partials;     // [num_spans, num_kv_heads]
-    Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
-    int64_t window;        // tokens that a row attends to, at most
-
-    int64_t first_token(int64_t row) const {
-        return std::max<int64_t>(seq_lens[row] - window, 0);
-    }
-};
-
-// The attention of a layer in a program.
-struct AttendCall {
-    Slice q, k, v, out;  // q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]
-    int64_t rows;        // an array of the batch: a DecodeArguments
-    int64_t layer;
-    const float* sinks;  // the score of each query head's sink, or null
 };
 
 // The sum over a span's tokens of exp(score - largest) * value, and of exp(score - largest), for each query head of a group.
@@ -58,6 +31,10 @@ struct Partial {
 namespace {
 
 constexpr int64_t SPAN = 256;  // tokens of a span, at most
+
+int64_t first_token(const AttentionArguments& rows, int64_t row) {
+    return std::max<int64_t>(rows.seq_lens[row] - rows.window, 0);
+}
 
 // A query as it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(INT8_PAGES)
@@ -217,25 +194,24 @@ void merge(const Partial* partials, int64_t num_spans, int64_t stride, const flo
 
 }  // namespace
 
-extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_AttendCall = sizeof(AttendCall);
 extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_bytes = sizeof(Partial);
 
-extern "C" void find_spans(DecodeArguments* rows) {
+extern "C" void find_spans(AttentionArguments* rows) {
     Span* span = rows->spans;
-    for (int64_t row = 0; row < rows->num_rows; row++) {
-        const int64_t num_spans = (rows->seq_lens[row] - rows->first_token(row) + SPAN - 1) / SPAN;
+    for (int64_t row = 0; row < rows->num_sequences; row++) {
+        const int64_t num_spans = (rows->seq_lens[row] - first_token(*rows, row) + SPAN - 1) / SPAN;
         for (int64_t index = 0; index < num_spans; index++) *span++ = {row, index, num_spans};
     }
 }
 
 extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
-    const DecodeArguments& rows = *static_cast<const DecodeArguments*>(batch.arrays[call->rows]);
+    const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
     Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
     const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
     const auto places_of = [&](int64_t task) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
         const Pages pages{k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
-        const int64_t first = rows.first_token(row) + index * SPAN;
+        const int64_t first = first_token(rows, row) + index * SPAN;
         return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
     };
     const auto merge_spans = [&](int64_t task, int64_t num_spans) {
@@ -244,7 +220,7 @@ extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
         merge(rows.partials + task, num_spans, num_kv_heads, call->sinks ? call->sinks + head : nullptr, out);
     };
     // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
-    for (int64_t row : me.share(rows.num_rows)) {
+    for (int64_t row : me.share(rows.num_sequences)) {
         const Number *k = call->k.row<Number>(batch, row), *v = call->v.row<Number>(batch, row);
         store_token(k_pages, v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
     }
@@ -256,7 +232,7 @@ extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
         if (span.num_spans == 1) merge_spans(task, 1);
     }
     // Merge the spans of a row: each is scaled to the largest score of all, and added.
-    if (rows.num_spans == rows.num_rows) return;
+    if (rows.num_spans == rows.num_sequences) return;
     me.wait();
     for (int64_t task : me.share(num_tasks)) {
         const Span& span = rows.spans[task / num_kv_heads];

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "program.h"
 #include "vectors.h"
 
 namespace {
@@ -90,6 +91,37 @@ inline void store(Stored* to, const Number* head) {
     std::copy_n(head, HEAD_DIM, to);
 }
 #endif
+
+}  // namespace
+
+struct Span;
+struct Partial;
+
+// The sequences of a call, the same for all layers.
+struct AttentionArguments {
+    const int64_t* slots;         // of the new tokens
+    const int64_t* starts;        // prefill: [num_sequences + 1], the first token of each chunk, relative to any origin
+    const int64_t* block_tables;  // [num_sequences, max_blocks]
+    const int64_t* seq_lens;      // tokens of each sequence, the new ones included
+    int64_t num_sequences, max_blocks, num_kv_heads, block_size;
+    int64_t window;        // tokens that a query attends to, at most
+    Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
+    Span* spans;           // decode: [num_spans], which find_spans fills in
+    Partial* partials;     // decode: [num_spans, num_kv_heads]
+    int64_t num_spans;
+};
+
+// The attention of a layer. q, out: [num_rows, num_kv_heads * group, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM].
+struct AttendCall {
+    Slice q, k, v, out;
+    int64_t rows;  // an array of the batch: an AttentionArguments
+    int64_t layer;
+    const float* sinks;  // the score of each query head's sink, or null
+};
+
+extern "C" const int64_t sizeof_AttentionArguments = sizeof(AttentionArguments), sizeof_AttendCall = sizeof(AttendCall);
+
+namespace {
 
 // The pages of one KV head of one sequence.
 struct Pages {
