@@ -102,23 +102,10 @@ Floats sums_of(Floats (&x)[LANES]) {
     return add_neighbours<8>(x[0], x[1]);
 }
 
-// Where the heads of a span's tokens are, counted from the start of the pages. Their keys and values are at the same place.
-struct Places {
-    int64_t num_tokens, of[SPAN];
-
-    Places(const Pages& pages, int64_t first, int64_t last) : num_tokens(last - first) {
-        for (int64_t token = first; token < last;) {
-            const int64_t end = std::min(token - token % pages.block_size + pages.block_size, last);
-            int64_t place = pages.at(token) - pages.pages;
-            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
-        }
-    }
-};
-
 constexpr int64_t AHEAD = std::max<int64_t>(8192 / (STORED_SIZE * sizeof(Stored)), 1);  // tokens
 
 // Fetch the head that is visited AHEAD tokens later, if there is one: in `places` or, behind its end, in `next`.
-void prefetch(const Stored* pages, const Places& places, const Stored* next_pages, const Places& next, int64_t token) {
+void prefetch(const Stored* pages, const Places<SPAN>& places, const Stored* next_pages, const Places<SPAN>& next, int64_t token) {
     const int64_t ahead = token + AHEAD - places.num_tokens;
     if (ahead >= next.num_tokens) return;
     const Stored* head = ahead < 0 ? pages + places.of[token + AHEAD] : next_pages + next.of[ahead];
@@ -126,8 +113,8 @@ void prefetch(const Stored* pages, const Places& places, const Stored* next_page
 }
 
 // next: of the task that follows.
-void attend(Partial& result, const Number* q, const Stored* k_pages, const Stored* v_pages, const Places& places,
-            const Places& next) {
+void attend(Partial& result, const Number* q, const Stored* k_pages, const Stored* v_pages, const Places<SPAN>& places,
+            const Places<SPAN>& next) {
     Query queries[GROUP];
     for (int g = 0; g < GROUP; g++) load_query(queries[g], q + g * HEAD_DIM);
 
@@ -210,9 +197,9 @@ extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
     const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
     const auto places_of = [&](int64_t task) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
-        const Pages pages{k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
+        const BlockTable table{rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
         const int64_t first = first_token(rows, row) + index * SPAN;
-        return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
+        return Places<SPAN>(table, first, std::min(first + SPAN, rows.seq_lens[row]));
     };
     const auto merge_spans = [&](int64_t task, int64_t num_spans) {
         const int64_t head = task % num_kv_heads * GROUP;

@@ -155,26 +155,6 @@ void attend(QueryRows& rows, const Tile& tile, int64_t first_key, int num_keys, 
 
 const Stored ZEROS[STORED_SIZE] = {};
 
-// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros, and so are those
-// before `begin`, whose blocks may have been freed.
-struct Places {
-    const Stored* of[TILE];
-
-    Places(const Pages& pages, int64_t first, int num_tokens, int64_t begin) {
-        int64_t left = 0;  // in the block
-        for (int token = 0; token < TILE; token++) {
-            if (token >= num_tokens || first + token < begin) {
-                of[token] = ZEROS;
-            } else if (left-- > 0) {
-                of[token] = of[token - 1] + STORED_SIZE;
-            } else {
-                of[token] = pages.at(first + token);
-                left = pages.block_size - (first + token) % pages.block_size - 1;
-            }
-        }
-    }
-};
-
 // Call set(i, term) for each term of a head.
 template <class Set>
 void each_term(const Number* head, Set set) {
@@ -195,14 +175,23 @@ const Number* numbers_of(const Stored* head, Number*) {
 }
 #endif
 
-void copy(Tile& tile, const Places& keys, const Places& values) {
+// Copy TILE tokens from first_key on. Those from `end` on are zeros, and so are those before `begin`, whose blocks may have been
+// freed.
+void copy(Tile& tile, const Stored* k_pages, const Stored* v_pages, const BlockTable& table, int64_t first_key, int64_t begin,
+          int64_t end) {
+    const int64_t num_zeros = std::max<int64_t>(begin - first_key, 0);
+    const Places<TILE> places(table, first_key + num_zeros, std::min(first_key + TILE, end));
+    const auto head_of = [&](const Stored* pages, int64_t token) {
+        const bool is_stored = token >= num_zeros && token < num_zeros + places.num_tokens;
+        return is_stored ? pages + places.of[token - num_zeros] : ZEROS;
+    };
     Number numbers[2][HEAD_DIM];
     for (int token = 0; token < TILE; token++) {
-        each_term(numbers_of(keys.of[token], numbers[0]), [&](int i, Term term) { tile.keys[token][i] = term; });
+        each_term(numbers_of(head_of(k_pages, token), numbers[0]), [&](int i, Term term) { tile.keys[token][i] = term; });
     }
     for (int term = 0; term < TILE_TERMS; term++) {
-        const Number* first = numbers_of(values.of[term * PER_TERM], numbers[0]);
-        const Number* second = numbers_of(values.of[term * PER_TERM + PER_TERM - 1], numbers[1]);
+        const Number* first = numbers_of(head_of(v_pages, term * PER_TERM), numbers[0]);
+        const Number* second = numbers_of(head_of(v_pages, term * PER_TERM + PER_TERM - 1), numbers[1]);
         Term* values = tile.values + term * VALUE_TERM_STRIDE;
         for (int d = 0; d < HEAD_DIM; d++) values[d * VALUE_STRIDE] = term_of(first[d], second[d]);
         for (int d = HEAD_DIM; d < COLUMNS; d++) values[d * VALUE_STRIDE] = 0;
@@ -237,8 +226,8 @@ struct Task {
 };
 
 // sinks: of all heads, or null.
-void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, uint32_t window,
-            const float* sinks, Number* out, int64_t out_stride) {
+void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k_pages, const Stored* v_pages,
+            const BlockTable& table, uint32_t window, const float* sinks, Number* out, int64_t out_stride) {
     QueryRows blocks[BLOCKS];
     Tile tile;
     const int64_t num_blocks = (task.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -261,8 +250,7 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& ke
     const auto first_token = [&](int64_t row) { return std::max<int64_t>(task.position_of(row) + 1 - window, 0); };
     const int64_t begin = first_token(0);
     for (int64_t first = begin / TILE * TILE; first <= last; first += TILE) {
-        const int num_tokens = std::min<int64_t>(TILE, last + 1 - first);
-        copy(tile, {keys, first, num_tokens, begin}, {values, first, num_tokens, begin});
+        copy(tile, k_pages, v_pages, table, first, begin, last + 1);
         for (int64_t i = 0; i < num_blocks; i++) {
             const int64_t first_row = i * BLOCK_ROWS, last_row = std::min(first_row + BLOCK_ROWS, task.num_rows) - 1;
             const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
@@ -317,9 +305,8 @@ extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) 
 #endif
     for (int64_t i : me.tasks(tasks.size())) {
         const Task& task = tasks[i];
-        const Pages keys{k_pages, task.chunk->block_table, rows.num_kv_heads, rows.block_size, task.kv_head};
-        const Pages values{v_pages, task.chunk->block_table, rows.num_kv_heads, rows.block_size, task.kv_head};
-        attend(task, call->q.row<Number>(batch, 0), call->q.stride, keys, values, rows.window, call->sinks,
+        const BlockTable table{task.chunk->block_table, rows.num_kv_heads, rows.block_size, task.kv_head};
+        attend(task, call->q.row<Number>(batch, 0), call->q.stride, k_pages, v_pages, table, rows.window, call->sinks,
                call->out.row<Number>(batch, 0), call->out.stride);
     }
 #ifdef TILES

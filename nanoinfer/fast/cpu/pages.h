@@ -123,14 +123,28 @@ extern "C" const int64_t sizeof_AttentionArguments = sizeof(AttentionArguments),
 
 namespace {
 
-// The pages of one KV head of one sequence.
-struct Pages {
-    const Stored* pages;
-    const int64_t* table;
+// The blocks of one KV head of one sequence.
+struct BlockTable {
+    const int64_t* blocks;
     int64_t num_kv_heads, block_size, kv_head;
 
-    const Stored* at(int64_t token) const {
-        return pages + ((table[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
+    // Where a token's head is, counted from the start of the pages. Its key and its value are at the same place.
+    int64_t place_of(int64_t token) const {
+        return ((blocks[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
+    }
+};
+
+// The places of the tokens first .. last - 1, which are at most MOST.
+template <int64_t MOST>
+struct Places {
+    int64_t num_tokens, of[MOST];
+
+    Places(const BlockTable& table, int64_t first, int64_t last) : num_tokens(last - first) {
+        for (int64_t token = first; token < last;) {
+            const int64_t end = std::min(token - token % table.block_size + table.block_size, last);
+            int64_t place = table.place_of(token);
+            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
+        }
     }
 };
 
