@@ -67,9 +67,8 @@ def _paged_cases() -> Iterator[Case]:
             if len(old):
                 cache.write(1, old, _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
             freed = table[: cache.num_blocks_before(seq_len - query_len, window)]
-            slots = (freed.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()
-            nan = torch.full((len(slots), 1, 4), float("nan"))  # another sequence may have the block
-            cache.write(1, slots, nan, nan)
+            for pages in cache.pages:
+                pages[freed] = float("nan")  # another sequence may have the block
         num, sinks = sum(query_lens), _random(seed + 4, 2) if seed % 5 == 4 else None
         new = {"q": _random(seed + 1, num, 2, 4), "k": _random(seed + 2, num, 1, 4), "v": _random(seed + 3, num, 1, 4)}
         batch = ForwardBatch.build(StepPlan(tuple(items)), block_size, torch.device("cpu"))
