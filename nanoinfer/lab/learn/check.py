@@ -91,7 +91,10 @@ class Task:
         paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
         paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
         about = "\n\n".join(paragraphs)
-        return f'"""{about}\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
+        imports = self.function.imports
+        if self.cases_in in ("model", "sampling") and "import torch\n" not in imports:
+            imports = f"import torch\n{imports}"  # the engine's version does without it, the learner's may not
+        return f'"""{about}\n"""\n\n{imports}\n\n\n{self.function.header}'
 
 
 @dataclass(frozen=True)
@@ -157,16 +160,20 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Describe an error in one line, with the line of the learner's file at which it happened."""
+    """Describe an error in one line, with the line of the learner's file and the function that this line called."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
         return f"a SyntaxError in line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" in line {lines[-1]}" if lines else ""
+    where = called = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file:
+            where, called = f" in line {frame.lineno}", ""
+        elif where:
+            called = called or f", inside {frame.name}"
     if isinstance(error, TimeoutError):
         return f"{error}{where and ' (it was' + where + ')'}"
-    return f"{type(error).__name__}{where}: {error}"
+    return f"{type(error).__name__}{where}{called}: {error}"
 
 
 def written(value: object) -> str:

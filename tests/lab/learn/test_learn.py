@@ -259,7 +259,10 @@ MUTANTS = {
             ),
         ],
         "rows": [("penalties[counts.rows]", "penalties[0]")],
-        "tiny": [(".clamp_(max=torch.finfo(logits.dtype).max)", "")],
+        "tiny": [
+            (".clamp_(max=torch.finfo(logits.dtype).max)", ""),
+            (".clamp_(max=torch.finfo(logits.dtype).max)", ".nan_to_num()"),
+        ],
         "none": [("return logits\n", "return None\n"), ("counts is None or penalties is None", "counts is None")],
     },
     "token_mask": {
@@ -382,7 +385,9 @@ def test_a_task_has_a_file_that_shows_no_solution_and_a_section_that_explains_it
         function = ast.parse(task.text).body[-1]
         body = function.body[1:] if ast.get_docstring(function) else function.body
         assert [type(statement) for statement in body] == [ast.Raise], task.name
-        exec(compile(task.text, task.name, "exec"), {})  # its imports exist
+        names = {}
+        exec(compile(task.text, task.name, "exec"), names)  # its imports exist
+        assert ("torch" in names) == (task.name not in WITHOUT_TENSORS)
         lesson, _, section = task.notebook.partition("#")
         [notebook] = Path(__file__).parents[3].glob(f"notebooks/*_{lesson}.ipynb")
         assert f'"## {section}\\n"' in notebook.read_text(encoding="utf-8") or f'"## {section}"' in notebook.read_text(
@@ -403,6 +408,7 @@ def test_an_unwritten_workbook_fails_in_plain_words(run):
     assert result.exit_code == 1
     assert result.output.count("the function is not written yet") == len(TRACK)
     assert "Traceback" not in result.output
+    assert run("list").output == run().output
     lines = run().output.splitlines()
     assert lines[1].startswith("  t01_accept_drafts ")
     assert max(map(len, lines)) < 80
@@ -444,6 +450,13 @@ def test_one_task_from_mistake_to_solution(run):
     assert "largest.isfinite()" in book.file("argmax").read_text()
     book.file("argmax").write_text(book.file("argmax").read_text() + "\n# changed\n")
     assert book.status("argmax") == "written"
+
+
+def test_an_error_names_the_function_of_the_engine_that_raises_it(run):
+    file = Workbook.here(NAMES).file("match_prefix")
+    file.write_text(file.read_text().replace("raise NotImplementedError  # your code", "return list(self.in_blocks(5))"))
+    output = " ".join(run("check", "match_prefix").output.split())
+    assert re.search(r"got TypeError in line \d+, inside in_blocks: 'int' object is not iterable", output)
 
 
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
