@@ -442,7 +442,7 @@ class BeamSearchParams(_CheckedParams):
 
 def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
     if isinstance(given, Mapping):
-        given = RepetitionDetectionParams(**given)
+        given = RepetitionDetectionParams(**{str(name): value for name, value in given.items()})
     if not isinstance(given, RepetitionDetectionParams | None):
         raise InvalidTypeError(f"repetition_detection must be RepetitionDetectionParams or a dict, got {shown(given)}")
     return given if given and given.max_pattern_size else None
