@@ -44,14 +44,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
-        """Find a checkpoint and read its JSON files.
-
-        Args:
-            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2", "tiny-tools"), or a hub
-                name such as "Qwen/Qwen3-0.6B", which is downloaded unless the hub's cache has it (HF_HUB_OFFLINE=1 uses
-                only the cache). None: tiny-qwen3.
-            revision: a branch, tag or commit of the hub's repository. None: its main branch.
-        """
+        """Find a checkpoint and read its JSON files. The arguments are those of EngineArgs (config.py)."""
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
         if path.is_file():
