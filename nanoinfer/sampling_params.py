@@ -231,15 +231,15 @@ class SamplingParams(_CheckedParams):
     min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(),
         Doc("Drop tokens less probable than min_p times the most probable one.")] = 0.0
     seed: Annotated[int | None, Interval(ge=-1, le=2**64 - 1), Option(),
-        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one", names_none=False),
+        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one"),
         Doc("The same seed and the same logits give the same tokens, in any batch.")] = None
-    max_tokens: Annotated[int | None, Ge(1), Allowed(">= 1, or None for the model's length", names_none=False), Option("-n"),
+    max_tokens: Annotated[int | None, Ge(1), Allowed(">= 1, or None for the model's length"), Option("-n"),
         Doc("Maximum length of the output in tokens.")] = 16
     min_tokens: Annotated[int, Ge(0), Option(), Doc(
         "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
         "text after them.")] = 0
     thinking_token_budget: Annotated[int | None, Ge(-1), Option(),
-        Allowed(">= 0, or None or -1 for no limit", names_none=False), Doc(
+        Allowed(">= 0, or None or -1 for no limit"), Doc(
         "The most tokens of the thought at the beginning of an answer, between the tags of reasoning. The end tag follows, "
         "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought. With a budget a "
         "structured output of chat() follows the thought.")] = None
