@@ -61,9 +61,7 @@ class StructuredOutputsParams:
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: no format, several formats, or text that is not JSON.
-        InvalidTypeError: a value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError (also for no format, several formats, or text that is not JSON), InvalidTypeError.
     """
 
     # fmt: off
@@ -134,9 +132,7 @@ class RepetitionDetectionParams:
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range, or two that contradict each other.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
     """
 
     # fmt: off
@@ -210,9 +206,7 @@ class SamplingParams(_CheckedParams):
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range, or two that contradict each other.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
 
     >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
     True
@@ -412,9 +406,7 @@ class BeamSearchParams(_CheckedParams):
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
 
     The results are those of transformers' generate(num_beams=...).
     """

@@ -120,6 +120,7 @@ class Shards:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
+        self.gather, self.minimum = communicator.all_gather, communicator.minimum
         self.whole: Any = None  # the model that was split, on the meta device
 
     def split(self, model: Any, weights: Weights) -> tuple[nn.Module, Weights]:
@@ -139,14 +140,6 @@ class Shards:
     def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
         """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
-
-    def gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """Return the tensors of all ranks."""
-        return self.communicator.all_gather(x)
-
-    def minimum(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return self.communicator.minimum(number)
 
     def shard_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """Return this rank's part of an adapter's update of a layer: A's columns for a row layer, otherwise B's rows."""
