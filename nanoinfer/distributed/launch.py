@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed import worker
-from nanoinfer.distributed.communicator import ProcessGroupCommunicator, create_shared_memory
+from nanoinfer.distributed.communicator import Communicator, create_shared_memory
 from nanoinfer.distributed.runner import LeadingShards, Workers
 from nanoinfer.distributed.sharding import check_shards
 from nanoinfer.errors import InvalidValueError, UnsupportedError
@@ -51,7 +51,7 @@ def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     with workers.watched():
         workers.send((of_workers, torch.get_num_threads(), torch.get_float32_matmul_precision()))
         workers.wait_until_ready()
-        communicator = ProcessGroupCommunicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
+        communicator = Communicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
         if memory is not None:
             communicator.share_memory(memory, workers.check)
             os.close(memory)

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.distributed import split_sampling
-from nanoinfer.distributed.communicator import RankLostError
-from nanoinfer.distributed.sharding import Communicator, Shards, VocabularyHead
+from nanoinfer.distributed.communicator import Communicator, RankLostError
+from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T

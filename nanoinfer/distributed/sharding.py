@@ -14,13 +14,14 @@ Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
 
 import dataclasses
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from nanoinfer.distributed.communicator import Communicator
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate
@@ -98,21 +99,6 @@ def _fits(config: ModelConfig, size: int) -> bool:
         and min(_inner_sizes(config).values()) >= size
         and config.vocab_size >= size * size  # so that every rank has ids
     )
-
-
-@runtime_checkable
-class Communicator(Protocol):
-    """The connection of a rank to the others. All ranks make the same calls in the same order."""
-
-    @property
-    def rank(self) -> int: ...  # in [0, size)
-    @property
-    def size(self) -> int: ...
-    def minimum(self, number: int) -> int: ...  # returns the smallest of the ranks' numbers
-    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]: ...  # of equal shapes and dtypes
-    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return the sum over the ranks. Every rank gets the same bits, which do not depend on an element's place."""
-        ...
 
 
 class Shards:
