@@ -40,7 +40,6 @@ class PromptReader(Protocol):
 
         ends: the rows that the step samples. row: the index of the prompt's last row in `ends`. None: the prompt is unfinished.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
