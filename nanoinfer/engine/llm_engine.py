@@ -108,9 +108,9 @@ class LLMEngine:
 
     # ---- requests
 
-    def add_request(self, prompt: object, params: SamplingParams, *, streaming: bool = False) -> Request:
+    def add_request(self, prompt: object, params: SamplingParams) -> Request:
         """Prepare a prompt and queue it. Raises: the errors of InputProcessor.prepare."""
-        return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
+        return self.submit(self.inputs.prepare(prompt, params))
 
     def submit(
         self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False, stop: Stop | None = None
