@@ -49,7 +49,7 @@ class Checkpoint:
         path = locate(model, revision)
         if path.is_file():
             return cls._open_gguf(path)
-        names = list_folder(path)
+        names = set(list_folder(path))
         gguf_names = sorted(name for name in names if name.endswith(".gguf"))
         if gguf_names and not any(name.endswith(".safetensors") for name in names):
             if len(gguf_names) > 1:
@@ -58,7 +58,7 @@ class Checkpoint:
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = read_json(generation_path) if generation_path.exists() else {}
-        return cls(path, config, generation_config, _weight_files(path, model))
+        return cls(path, config, generation_config, _weight_files(path, names, model))
 
     @classmethod
     def _open_gguf(cls, path: Path) -> "Checkpoint":
@@ -158,10 +158,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path, model: str) -> list[Path]:
+def _weight_files(path: Path, present: set[str], model: str) -> list[Path]:
     """Return the files of the weights: a single file, or the shards of an index. Like transformers, prefer a single file."""
     index_path = path / "model.safetensors.index.json"
-    present = set(list_folder(path))
     if "model.safetensors" in present:
         names = ["model.safetensors"]
     elif index_path.name in present:
