@@ -44,7 +44,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
-        """Find a checkpoint and read its JSON files. The arguments are those of EngineArgs (config.py)."""
+        """Find a checkpoint and read its JSON files. The arguments are those of EngineArgs (config.py).
+
+        A hub name is downloaded unless the hub's cache has it. With HF_HUB_OFFLINE=1 only the cache is used.
+        """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
         if path.is_file():
