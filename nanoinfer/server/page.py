@@ -76,9 +76,7 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
             for name in _NUMBERS
         ],
     }
-    parts = {"/* COLOURS */": viewer.read("colours.css"), "/* ELEMENTS */": viewer.read("elements.js")}
-    parts["/* CONFIG */ {}"] = viewer.as_script(config)
-    template = viewer.fill(_TEMPLATE.read_text(encoding="utf-8"), parts)
+    template = viewer.fill(_TEMPLATE, {"/* CONFIG */ {}": viewer.as_script(config)})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
