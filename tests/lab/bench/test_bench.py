@@ -84,10 +84,12 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
         ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
-        ({"burstiness": 0.0}, "burstiness must be > 0, got 0.0"),
+        ({"burstiness": 0.0}, "burstiness must be finite and > 0, got 0.0"),
+        ({"burstiness": math.inf, "request_rate": 2.0}, "burstiness must be finite and > 0, got inf"),
         ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; leave burstiness out"),
         ({"think_time": 5.0}, "turns must be > 1 with think_time 5.0, got 1; leave think_time out"),
-        ({"think_time": -1.0}, "think_time must be > 0 seconds, got -1.0"),
+        ({"think_time": -1.0}, "think_time must be finite and > 0 seconds, got -1.0"),
+        ({"think_time": math.inf, "turns": 2}, "think_time must be finite and > 0 seconds, got inf"),
     ],
 )
 def test_an_impossible_workload_is_refused(changes, sentence):
