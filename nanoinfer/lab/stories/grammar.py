@@ -21,6 +21,7 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ class Grammar:
                 continue
             else:
                 word = symbols[0]
-            agreed = position + _common_length(word, text, position)
+            agreed = position + len(commonprefix((word, text[position : position + len(word)])))
             if agreed == position + len(word) and symbols:
                 live.append((symbols[1:], agreed, memory, log_prob))
             elif agreed == len(text):
@@ -213,9 +214,3 @@ def _modified(symbols: Symbols, blank: Blank) -> Symbols:
 
 def _word(who: object, blank: Blank) -> str:
     return str(getattr(who, blank.attribute) if blank.attribute else who)
-
-
-def _common_length(word: str, text: str, position: int) -> int:
-    if text.startswith(word, position):
-        return len(word)
-    return next((i for i, letter in enumerate(word) if not text.startswith(letter, position + i)))
