@@ -32,9 +32,7 @@ from nanoinfer.loading.loader import load_configured
 from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
-
-OPERATIONS: dict[type, type] = {FusedLinear: TrainedLinear, FusedRotation: TrainedRotation}
+from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedModule, normalize, rotate
 
 
 class Policy(nn.Module):
@@ -149,10 +147,13 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        operation = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
-        if operation is not None:
-            others = [tuple(node.kwargs)] if node.kwargs else []  # a linear layer's further inputs: factor, residual
-            node.target = traced.name("trained", operation(module, *others))
+        if isinstance(module, FusedLinear):
+            others = tuple(node.kwargs)  # its further inputs: factor, residual
+            node.target = traced.name("trained", TrainedLinear(module, others))
+        elif isinstance(module, FusedRotation):
+            node.target = traced.name("trained", TrainedModule(module, rotate))
+        elif module is not None and has_kernel(module):
+            node.target = traced.name("trained", TrainedModule(module, normalize))
     if traced.untraced:
         names = ", ".join(traced.untraced)
         raise UnsupportedError(f"{names} cannot be traced, so its bits would differ; train a model without experts")
