@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.speculative.speculator import Proposer, Speculator
+from nanoinfer.errors import check_integer, out_of_range
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -91,6 +92,15 @@ class World:
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidValueError: no request can arrive, or there are drafts with async_scheduling."""
+        for name in ("num_requests", "num_blocks", "block_size", "num_token_ids", "max_prompt_len", "max_tokens", "num_ranks"):
+            check_integer(name, getattr(self, name), 1, None, ">= 1")
+        if (num_slots := self.num_blocks * self.block_size) < 2:
+            raise out_of_range("num_blocks * block_size", num_slots, ">= 2, for a prompt and its answer; raise num_blocks")
+        if self.async_scheduling and (num := self.num_speculative_tokens):
+            raise out_of_range("num_speculative_tokens", num, "0 with async_scheduling; leave it out, or async_scheduling")
 
 
 class Arrive(NamedTuple):

@@ -21,7 +21,6 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +140,7 @@ class Grammar:
                 continue
             else:
                 word = symbols[0]
-            agreed = position + len(commonprefix((word, text[position : position + len(word)])))
+            agreed = position + _common_length(word, text, position)
             if agreed == position + len(word) and symbols:
                 live.append((symbols[1:], agreed, memory, log_prob))
             elif agreed == len(text):
@@ -214,3 +213,9 @@ def _modified(symbols: Symbols, blank: Blank) -> Symbols:
 
 def _word(who: object, blank: Blank) -> str:
     return str(getattr(who, blank.attribute) if blank.attribute else who)
+
+
+def _common_length(word: str, text: str, position: int) -> int:
+    if text.startswith(word, position):
+        return len(word)
+    return next((i for i, letter in enumerate(word) if not text.startswith(letter, position + i)))
