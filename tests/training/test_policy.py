@@ -176,6 +176,19 @@ REFUSED = {
     "too long": ([[5] * 5000], {}, InvalidValueError, r"at most \d+ tokens.*got 5000 tokens"),
     "greedy": ([[5, 6]], {"temperature": 0}, InvalidValueError, r"temperature must be finite and > 0, got 0"),
     "masks of others": ([[5, 6]], {"masks": []}, InvalidValueError, r"masks must be one per sequence, got 0 for 1"),
+    "no mask": (
+        [[5, 6]],
+        {"masks": [None]},
+        InvalidTypeError,
+        r"sampling_mask, got None; set return_sampling_mask",
+    ),
+    "a mask of text": (
+        [[5, 6]],
+        {"masks": [["a"]]},
+        InvalidTypeError,
+        r"entry of a mask must be a list of token ids, got 'a'",
+    ),
+    "a mask beyond the vocabulary": ([[5, 6]], {"masks": [[[-1]]]}, InvalidValueError, r"ids are 0 \.\. 95, got \[-1\]"),
     "a mask of a longer answer": (
         [[5, 6], [7, 8]],
         {"masks": [[], [[8], [8]]]},
