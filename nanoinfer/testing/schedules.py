@@ -29,6 +29,7 @@ from collections.abc import Sequence as ListLike
 from copyreg import dispatch_table
 from dataclasses import dataclass, field
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
 from typing import Literal, NamedTuple
@@ -552,20 +553,11 @@ class _Graph:
 
     def check_that_runs_end(self) -> None:
         """Raises: BrokenPromiseError if a state leads back to itself by steps alone."""
-        done: set[int] = set()
-        for first in self._by_steps:
-            path = {first: iter(self._by_steps[first])} if first not in done else {}
-            while path:
-                number = next(reversed(path))
-                following = next(path[number], None)
-                if following is None:
-                    done.add(number)
-                    del path[number]
-                elif following in path:
-                    error = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
-                    raise self.broken(error, self.run_to(following))
-                elif following not in done:
-                    path[following] = iter(self._by_steps.get(following, ()))
+        try:
+            TopologicalSorter(self._by_steps).prepare()
+        except CycleError as error:
+            broken = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
+            raise self.broken(broken, self.run_to(min(error.args[1]))) from None  # the state that was reached first
 
     def broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
         promise = str(error) if isinstance(error, AssertionError) else f"the class raised {type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual p
 
 import os
 import statistics
-import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -237,11 +237,9 @@ def num_steps(num_seqs: int, length: int) -> int:
 
 
 def _best_s(function: Callable[[], Tensor], device: torch.device) -> float:
-    times = []
-    for _ in range(12):
-        start = time.perf_counter()
+    def call() -> None:
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[2:])
+
+    return min(timeit.repeat(call, number=1, repeat=12)[2:])
