@@ -4,7 +4,6 @@ A part of a phase takes at least max(bytes / bandwidth, operations / rate). A ph
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 """
 
-import os
 import statistics
 import timeit
 from collections import defaultdict
@@ -86,13 +85,6 @@ def measure_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a sum over READ_BYTES reads from memory, as the best of ten."""
     data = torch.ones(READ_BYTES[device.type] // 8, dtype=torch.int64, device=device)
     return data.nbytes / _best_s(data.sum, device)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return the size of a device's memory. Windows does not say it of a CPU: 0."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
