@@ -218,13 +218,6 @@ def _edited(text: str) -> str:
                 return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
         if isinstance(node, ast.IfExp) and (value := _truth(node.test)) is not None:
             return _replaced(text, node, _segment(text, node.body if value else node.orelse))
-        if isinstance(node, ast.BoolOp):
-            left = [each for each in node.values if _truth(each) is None]
-            if (value := _truth(node)) is not None:
-                return _replaced(text, node, str(value))
-            if len(left) < len(node.values):
-                operator = " and " if isinstance(node.op, ast.And) else " or "
-                return _replaced(text, node, operator.join(_segment(text, each) for each in left))
         if isinstance(node, ast.expr) and (fact := FACTS.get(ast.unparse(node))):
             return _replaced(text, node, fact)
     return text
