@@ -78,6 +78,11 @@ class Checkpoint:
         return self.path / "config.json" if self.gguf is None else self.path
 
     @property
+    def is_bundled(self) -> bool:
+        """Whether it lies in the package."""
+        return self.path.parent == BUNDLED
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end a text: from generation_config.json, or from config.json if that has none."""
         settings = self.config if self.generation_config.get("eos_token_id") is None else self.generation_config

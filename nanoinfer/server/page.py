@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from nanoinfer.arguments import declarations
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.loading.folders import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.errors import RequestError
@@ -60,7 +59,7 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
     """Add the page, which needs no key, and the replays, which need a key if /v1 does."""
     tokenizer, default = async_llm.engine.tokenizer, async_llm.llm.get_default_sampling_params()
     is_chat = tokenizer is not None and tokenizer.hf.chat_template is not None
-    is_bundled = async_llm.llm.checkpoint.path.parent == BUNDLED
+    is_bundled = async_llm.llm.checkpoint.is_bundled
     config = {
         "model": model,
         "is_chat": is_chat,

@@ -8,7 +8,7 @@ LLM(batch_invariant=True) with the same dtype for equal bits.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, repeat
 from numbers import Integral
@@ -33,6 +33,11 @@ from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedModule, normalize, rotate
+
+_TRAINED: dict[type, Callable[..., nn.Module]] = {
+    FusedLinear: TrainedLinear,
+    FusedRotation: partial(TrainedModule, kernel=rotate),
+}
 
 
 class Policy(nn.Module):
@@ -153,13 +158,10 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        if isinstance(module, FusedLinear):
-            others = tuple(node.kwargs)  # its further inputs: factor, residual
-            node.target = traced.name("trained", TrainedLinear(module, others))
-        elif isinstance(module, FusedRotation):
-            node.target = traced.name("trained", TrainedModule(module, rotate))
-        elif module is not None and has_kernel(module):
-            node.target = traced.name("trained", TrainedModule(module, normalize))
+        make = _TRAINED.get(type(module)) or (partial(TrainedModule, kernel=normalize) if has_kernel(module) else None)
+        if make is not None:
+            others = [tuple(node.kwargs)] if node.kwargs else []  # a linear layer's further inputs: factor, residual
+            node.target = traced.name("trained", make(module, *others))
     if traced.untraced:
         names = ", ".join(traced.untraced)
         raise UnsupportedError(f"{names} cannot be traced, so its bits would differ; train a model without experts")
