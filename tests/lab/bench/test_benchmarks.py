@@ -15,27 +15,25 @@ from nanoinfer.lab.bench import workloads
 pytestmark = pytest.mark.slow
 
 
-def test_a_report_is_a_dated_entry_in_markdown(small_roofline):
+def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_for_a_padded_batch_with_the_roofline_alone(
+    small_roofline, monkeypatch
+):
     result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,C", "--device", "cpu"])
     assert result.exit_code == 1
     assert "workload C needs 1024 tokens at a time" in result.stderr
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
+    monkeypatch.setattr(report, "LARGEST_BATCH", 200)
+    small = workloads.Workload(name="A", input_lens=(9,), output_lens=(20,))
+    large = workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30))
+    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (small, large)})
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("### tiny-gpt2 in float32 on ")
     assert lines[0].endswith(str(datetime.date.today()))
     assert "| workload | nanoinfer | transformers | ratio |" in lines
-    (row,) = [line for line in lines if line.startswith("| A |")]
+    (row,) = [line for line in lines if line.startswith(("| A |", "| F |"))]
     assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
     assert sum(line.startswith("| decode, ") for line in lines) == 4
-
-
-def test_a_workload_too_large_for_a_padded_batch_is_compared_with_the_roofline_alone(small_roofline, monkeypatch):
-    monkeypatch.setattr(report, "LARGEST_BATCH", 200)
-    monkeypatch.setitem(report.workloads.WORKLOADS, "F", workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30)))
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    assert re.findall(r"^\| ([AF])\b.* \|$", result.stdout, re.MULTILINE) == ["A", "F"]
     (row,) = re.findall(r"^\| F, [\d,]+ tok/s \| ([\d.,]+) \| ([\d.,]+) \| (\d+)% \|$", result.stdout, re.MULTILINE)
     least, measured, share = (float(number.replace(",", "")) for number in row)
     assert 0 < least < measured
