@@ -21,6 +21,7 @@ from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import METHODS
 from nanoinfer.sampling_params import BEAM_NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -109,7 +110,8 @@ def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(nam
         assert left_out in source
         source = source.replace(left_out, "")
     script.write_text(source)
-    runpy.run_path(str(script), run_name="__main__")
+    with forked.ranks():
+        runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out
     for words in SAYS[name]:
         assert re.search(words, printed, flags=re.MULTILINE), printed

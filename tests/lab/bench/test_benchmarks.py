@@ -22,17 +22,22 @@ def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_fo
     assert result.exit_code == 1
     assert "workload C needs 1024 tokens at a time" in result.stderr
     monkeypatch.setattr(report, "LARGEST_BATCH", 200)
-    small = workloads.Workload(name="A", input_lens=(9,), output_lens=(20,))
+    # Transformers pads the first, and a wrong number of its tokens would be an error.
+    mixed = workloads.Workload(name="A", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
+    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
+    sampled = workloads.Workload(name="E", input_lens=(2, 2), output_lens=(3, 3), sampling=sampling)
     large = workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30))
-    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (small, large)})
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
+    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (mixed, sampled, large)})
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,E,F", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("### tiny-gpt2 in float32 on ")
     assert lines[0].endswith(str(datetime.date.today()))
     assert "| workload | nanoinfer | transformers | ratio |" in lines
-    (row,) = [line for line in lines if line.startswith(("| A |", "| F |"))]
-    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
+    rows = [line for line in lines if line.startswith(("| A |", "| E |", "| F |"))]
+    assert len(rows) == 2
+    for name, row in zip("AE", rows, strict=True):
+        assert re.fullmatch(rf"\| {name} \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
     assert sum(line.startswith("| decode, ") for line in lines) == 4
     (row,) = re.findall(r"^\| F, [\d,]+ tok/s \| ([\d.,]+) \| ([\d.,]+) \| (\d+)% \|$", result.stdout, re.MULTILINE)
     least, measured, share = (float(number.replace(",", "")) for number in row)

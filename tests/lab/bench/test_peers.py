@@ -165,15 +165,6 @@ def test_a_peer_reports_the_seconds_of_a_workload(stub):
     assert peer.process.returncode is not None
 
 
-def test_transformers_pads_a_batch_and_makes_every_token():
-    peer = start(dtype="float32", engine="transformers")
-    sampled = Workload(name="s", input_lens=(2, 2), output_lens=(3, 3), sampling={"temperature": 1.0, "top_k": 4, "top_p": 0.9})
-    mixed = Workload(name="mixed", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
-    for asked in (sampled, mixed):  # a wrong number of tokens is an error
-        assert peer.run(asked, asked.prompts(50, 1)) > 0
-    peer.close()
-
-
 def test_a_peer_that_generates_too_few_tokens_is_refused(peer):
     with pytest.raises(NanoinferError, match=r"vllm generated \[4, 4\] tokens in workload small, which asks for \[5, 5\]"):
         peer.run(workload(4, 1), [[1, 2, 3, 4], [5]])
