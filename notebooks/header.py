@@ -78,7 +78,7 @@ NOTEBOOKS = {
         ("02",),
     ),
     "04_prefill_and_decode": Header(
-        "why a decode step of 4 sequences costs little more than one of 1, where that ends, and what a smaller dtype gains.",
+        "why a decode step of 4 sequences costs far less than 4 steps of 1, where that ends, and what a smaller dtype gains.",
         50,
         ("lab/bench/roofline.py",),
         ("model", "weights"),

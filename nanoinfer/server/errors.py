@@ -33,7 +33,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ERRORS, MAX_CHARACTERS = 10, 200  # the most errors, and characters of each, in the message for an invalid body
 MAX_MESSAGE = 2000  # the most characters of any other message
-RETRY_AFTER = {429: "1", 503: "10"}  # in seconds, which OpenAI's client follows up to 120
+_HEADERS = {
+    401: {"x-should-retry": "false"},  # otherwise Claude Code repeats a request with a wrong key for three minutes
+    429: {"Retry-After": "1"},  # in seconds, which OpenAI's client follows up to 120
+    503: {"Retry-After": "10"},
+}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MESSAGES = "/v1/messages"
 _MESSAGES_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -198,8 +202,7 @@ def refused_format(message: str, field: str) -> RequestError | None:
 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = "") -> Response:
-    headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
-    return json_response(error_body(status, message, param=param, code=code, path=path), status, headers)
+    return json_response(error_body(status, message, param=param, code=code, path=path), status, _HEADERS.get(status))
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

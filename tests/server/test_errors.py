@@ -158,7 +158,9 @@ def test_a_body_of_another_type_is_refused(server):
 def test_a_key_is_needed_for_every_post_and_v1(guarded):
     body = {"prompt": "x", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first key"}, {"Authorization": "Bearer"}):
-        assert_refused(guarded.post(COMPLETIONS, body, headers=headers), 401, "API key", code="invalid_api_key")
+        refused = guarded.post(COMPLETIONS, body, headers=headers)
+        assert_refused(refused, 401, "API key", code="invalid_api_key")
+        assert refused.headers["x-should-retry"] == "false"
         assert_refused(guarded.get("/v1/nothing", headers=headers), 401, "API key", code="invalid_api_key")
     for key in ("first key", "second"):
         assert guarded.post(COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"}).status_code == 200

@@ -91,7 +91,10 @@ class Task:
         paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
         paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
         about = "\n\n".join(paragraphs)
-        return f'"""{about}\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
+        imports = self.function.imports
+        if self.cases_in in ("model", "sampling") and "import torch\n" not in imports:
+            imports = f"import torch\n{imports}"  # the engine's version does without it, the learner's may not
+        return f'"""{about}\n"""\n\n{imports}\n\n\n{self.function.header}'
 
 
 @dataclass(frozen=True)

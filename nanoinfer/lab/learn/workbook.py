@@ -83,7 +83,7 @@ class Function:
     @property
     def imports(self) -> str:
         """The lines that import every global name that the function uses."""
-        used = {node.id for node in ast.walk(self._node) if isinstance(node, ast.Name)} - {self.name}
+        used = {node.id for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Name)} - {self.name}
         lines: list[str] = []
         origins: dict[str, list[str]] = {}  # module -> names
         for node in read_module(self.module)[1].body:
