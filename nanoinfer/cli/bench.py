@@ -172,6 +172,7 @@ def roofline(
         "phases": [
             {
                 "name": phase.name,
+                "num_decoding": phase.num_decoding,
                 "measured_ms": phase.measured_s * 1e3,
                 "least_ms": phase.least_s(machine, dtype) * 1e3,
                 "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,

@@ -48,9 +48,13 @@ All {number} passed. It is your engine now:
 
 @app.callback()
 def learn(context: typer.Context) -> None:
-    """List the tasks of this folder's workbook, and what is done."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        list_tasks()
+
+
+@app.command("list", cls=Command)
+def list_tasks() -> None:
+    """List the tasks of this folder's workbook, and what is done, as `nanoinfer learn` alone does."""
     workbook = Workbook.here(NAMES)
     for group, tasks in groupby(TRACK, key=lambda task: task.group):
         print(GROUPS[group])

@@ -50,9 +50,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of step. measured_s: the seconds of such a step."""
+    """A kind of step.
+
+    Attributes:
+        num_decoding: how many sequences get their next token. 0: the step computes a prompt.
+        measured_s: the seconds of such a step.
+    """
 
     name: str
+    num_decoding: int
     parts: tuple[StepPart, ...]
     measured_s: float
 
@@ -215,10 +221,10 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
         if i == 0:
             parts = count(model, dtype, num_seqs=1, num_new=length, context=length)
-            phases.append(Phase(f"prefill of {length}", parts, prefill_s))
+            phases.append(Phase(f"prefill of {length}", 0, parts, prefill_s))
         else:
             parts = count(model, dtype, num_seqs=num_seqs, num_new=1, context=length + num_steps(num_seqs, length) // 2)
-            phases.append(Phase(f"decode, {num_seqs} x {length}", parts, decode_s))
+            phases.append(Phase(f"decode, {num_seqs} x {length}", num_seqs, parts, decode_s))
     return machine, dtype, phases
 
 

@@ -160,16 +160,20 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Describe an error in one line, with the line of the learner's file at which it happened."""
+    """Describe an error in one line, with the line of the learner's file and the function that this line called."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
         return f"a SyntaxError in line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" in line {lines[-1]}" if lines else ""
+    where = called = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file:
+            where, called = f" in line {frame.lineno}", ""
+        elif where:
+            called = called or f", inside {frame.name}"
     if isinstance(error, TimeoutError):
         return f"{error}{where and ' (it was' + where + ')'}"
-    return f"{type(error).__name__}{where}: {error}"
+    return f"{type(error).__name__}{where}{called}: {error}"
 
 
 def written(value: object) -> str:

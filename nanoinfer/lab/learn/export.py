@@ -97,6 +97,7 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     imports = [text for text in imports if not _imported(text) <= in_engine]
     for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
         engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
+    engine = re.sub(r"\n{4,}", "\n\n\n", engine)
     if missing := missing_names(engine):
         raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
     if repeated := repeated_names(engine):
@@ -145,7 +146,7 @@ def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_promp
         for path in MODEL_FILES:
             shutil.copyfile(BUNDLED / model / path, folder / "models" / model / path)
     report = _measured(folder)
-    report["lines"] = sum(bool(line.strip()) for line in engine.splitlines())
+    report["lines"] = len(engine.splitlines())
     values = {
         **report,
         "name": name,

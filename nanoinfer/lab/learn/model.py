@@ -67,7 +67,7 @@ def _paged_cases() -> Iterator[Case]:
             if len(old):
                 cache.write(1, old, _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
             freed = table[: cache.num_blocks_before(seq_len - query_len, window)]
-            for pages in cache.layer(1):
+            for pages in cache.pages:
                 pages[freed] = float("nan")  # another sequence may have the block
         num, sinks = sum(query_lens), _random(seed + 4, 2) if seed % 5 == 4 else None
         new = {"q": _random(seed + 1, num, 2, 4), "k": _random(seed + 2, num, 1, 4), "v": _random(seed + 3, num, 1, 4)}

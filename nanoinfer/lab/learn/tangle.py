@@ -26,13 +26,14 @@ from itertools import chain
 
 from nanoinfer.lab.learn.workbook import first_line, read_module
 
-# Expressions of the package, and what they are in one file without tracing, a store, states, windows and other processors.
+# Expressions of the package, and what they are in one file without tracing, a store, states, windows and readers.
 FACTS = {
-    **dict.fromkeys(("self.tracer", "self.stored", "self.state_slots"), "None"),
-    **dict.fromkeys(("self._has_windows", "seq.wants_prompt_rows", "plan.num_top_logprobs"), "False"),
-    "Sequence[Word]": "tuple[Word, ...]",
+    "self.tracer": None,
+    "self.stored": None,
+    "self.state_slots": None,
+    "self._has_windows": False,
+    "seq.wants_prompt_rows": False,
 }
-CONSTANTS = {"None": None, "False": False}
 DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -95,7 +96,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         indent = line[: len(line) - len(line.lstrip())]
         taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
         lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)) + "\n"
+    return "\n".join([*lines, ""])
 
 
 def join(texts: list[str], num_empty: int = 1) -> str:
@@ -232,8 +233,6 @@ def _edited(text: str) -> str:
             if len(left) < len(node.values):
                 operator = " and " if isinstance(node.op, ast.And) else " or "
                 return _replaced(text, node, operator.join(_segment(text, each) for each in left))
-        if isinstance(node, ast.expr) and (fact := FACTS.get(ast.unparse(node))):
-            return _replaced(text, node, fact)
     return text
 
 
@@ -247,8 +246,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 def _value(node: ast.expr) -> object:
     """Return the bool or None that an expression is by the facts, or the expression if they do not decide it."""
-    if (fact := FACTS.get(ast.unparse(node))) in CONSTANTS:
-        return CONSTANTS[str(fact)]
+    if (name := ast.unparse(node)) in FACTS:
+        return FACTS[name]
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (value := _truth(node.operand)) is not None:

@@ -82,8 +82,8 @@ class Hardware:
 
 def _of_roofline(report: dict[str, Any], source: str) -> Hardware:
     """Take the overheads of steps from the decode steps of the report: what they took besides the least time."""
-    decodes = [phase for phase in report["phases"] if phase["name"].startswith("decode")]
-    num_seqs = [int(phase["name"].split()[1]) for phase in decodes]  # "decode, 16 x 128"
+    decodes = [phase for phase in report["phases"] if phase["num_decoding"]]
+    num_seqs = [phase["num_decoding"] for phase in decodes]
     beyond_s = [(phase["measured_ms"] - phase["least_ms"]) / 1e3 for phase in decodes]
     per_sequence_s = max(statistics.linear_regression(num_seqs, beyond_s).slope, 0.0)
     per_step_s = statistics.mean(beyond_s) - per_sequence_s * statistics.mean(num_seqs)

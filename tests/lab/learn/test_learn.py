@@ -408,6 +408,7 @@ def test_an_unwritten_workbook_fails_in_plain_words(run):
     assert result.exit_code == 1
     assert result.output.count("the function is not written yet") == len(TRACK)
     assert "Traceback" not in result.output
+    assert run("list").output == run().output
     lines = run().output.splitlines()
     assert lines[1].startswith("  t01_accept_drafts ")
     assert max(map(len, lines)) < 80
@@ -449,6 +450,13 @@ def test_one_task_from_mistake_to_solution(run):
     assert "largest.isfinite()" in book.file("argmax").read_text()
     book.file("argmax").write_text(book.file("argmax").read_text() + "\n# changed\n")
     assert book.status("argmax") == "written"
+
+
+def test_an_error_names_the_function_of_the_engine_that_raises_it(run):
+    file = Workbook.here(NAMES).file("match_prefix")
+    file.write_text(file.read_text().replace("raise NotImplementedError  # your code", "return list(self.in_blocks(5))"))
+    output = " ".join(run("check", "match_prefix").output.split())
+    assert re.search(r"got TypeError in line \d+, inside in_blocks: 'int' object is not iterable", output)
 
 
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):

@@ -119,8 +119,8 @@ def test_every_machine_names_its_source_and_computes_in_float32_and_bfloat16():
 
 def test_the_report_of_bench_roofline_is_a_machine(tmp_path):
     """The overheads are the line through what decode steps took besides their least time: 1 ms, and 0.5 ms a sequence."""
-    phases = [{"name": "prefill of 100", "measured_ms": 900.0, "least_ms": 1.0}]
-    phases += [{"name": f"decode, {n} x 128", "measured_ms": 3.0 + 0.5 * n, "least_ms": 2.0} for n in (1, 16, 64)]
+    phases = [{"num_decoding": 0, "measured_ms": 900.0, "least_ms": 1.0}]
+    phases += [{"num_decoding": n, "measured_ms": 3.0 + 0.5 * n, "least_ms": 2.0} for n in (1, 16, 64)]
     path = tmp_path / "here.json"
     path.write_text(
         str(
