@@ -48,13 +48,9 @@ FIELDS = "Args: as declared below."  # stands in a dataclass's docstring where `
 
 @dataclass(frozen=True)
 class Allowed:
-    """What messages say is allowed, instead of the range. If `text` has words in quotes, a string must be one of these words.
-
-    names_none: Whether messages about a wrong type name None, too.
-    """
+    """What messages say is allowed, instead of the range. If `text` has words in quotes, a string must be one of them."""
 
     text: str
-    names_none: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,7 @@ class Declaration:
         if self.kind is bool:
             check_flag(self.name, value)
         elif self.kind is int and low is not None:
-            stated = self.marker(Allowed)
-            or_none = self.or_none and (stated is None or stated.names_none)
-            check_integer(self.name, value, low, high, self.allowed, or_none=or_none)
+            check_integer(self.name, value, low, high, self.allowed, or_none=self.or_none)
             return int(value)
         elif self.kind is float:
             low = math.nextafter(above, math.inf) if low is None else low

@@ -21,7 +21,6 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
-    check_flag,
     check_integer,
     check_number,
     is_one_of,
@@ -255,10 +254,9 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
-        check_flag("enable_lora", self.enable_lora)
-        if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
-            raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         read_fields(self, EngineArgs)
+        if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
+            raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise InvalidValueError(f"tokenizer={self.tokenizer!r} and skip_tokenizer_init=True were given; leave one out")
         if self.dtype not in DTYPES:

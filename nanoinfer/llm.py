@@ -331,6 +331,7 @@ class LLM:
                 have a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
                 truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
             use_tqdm: Whether to show a progress bar.
+            pooling_params: None is PoolingParams().
             truncate_prompt_tokens: The field of pooling_params, as an argument of its own, as in vLLM.
 
         Raises:
@@ -339,7 +340,7 @@ class LLM:
         """
         from nanoinfer.embedding import pooling
 
-        params = pooling_params or pooling.PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
         return pooling.embed(self, prompts, params, use_tqdm)
 
     @check_argument_names("score()", NEUTRAL_IN["score()"])
@@ -368,7 +369,7 @@ class LLM:
         """
         from nanoinfer.embedding import pooling
 
-        params = pooling_params or pooling.PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
         return pooling.score(self, queries, documents, params, instruction, use_tqdm)
 
     # ---- for those who train with it: new weights in place, pauses, memory given back, log-probabilities

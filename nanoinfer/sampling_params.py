@@ -61,9 +61,7 @@ class StructuredOutputsParams:
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: no format, several formats, or text that is not JSON.
-        InvalidTypeError: a value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError (also for no format, several formats, or text that is not JSON), InvalidTypeError.
     """
 
     # fmt: off
@@ -134,9 +132,7 @@ class RepetitionDetectionParams:
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range, or two that contradict each other.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
     """
 
     # fmt: off
@@ -210,9 +206,7 @@ class SamplingParams(_CheckedParams):
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range, or two that contradict each other.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
 
     >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
     True
@@ -231,15 +225,15 @@ class SamplingParams(_CheckedParams):
     min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(),
         Doc("Drop tokens less probable than min_p times the most probable one.")] = 0.0
     seed: Annotated[int | None, Interval(ge=-1, le=2**64 - 1), Option(),
-        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one", names_none=False),
+        Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one"),
         Doc("The same seed and the same logits give the same tokens, in any batch.")] = None
-    max_tokens: Annotated[int | None, Ge(1), Allowed(">= 1, or None for the model's length", names_none=False), Option("-n"),
+    max_tokens: Annotated[int | None, Ge(1), Allowed(">= 1, or None for the model's length"), Option("-n"),
         Doc("Maximum length of the output in tokens.")] = 16
     min_tokens: Annotated[int, Ge(0), Option(), Doc(
         "EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete in the "
         "text after them.")] = 0
     thinking_token_budget: Annotated[int | None, Ge(-1), Option(),
-        Allowed(">= 0, or None or -1 for no limit", names_none=False), Doc(
+        Allowed(">= 0, or None or -1 for no limit"), Doc(
         "The most tokens of the thought at the beginning of an answer, between the tags of reasoning. The end tag follows, "
         "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought. With a budget a "
         "structured output of chat() follows the thought.")] = None
@@ -412,9 +406,7 @@ class BeamSearchParams(_CheckedParams):
 
     Args: as declared below.
 
-    Raises:
-        InvalidValueError: A value out of its range.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+    Raises: InvalidValueError, InvalidTypeError.
 
     The results are those of transformers' generate(num_beams=...).
     """
@@ -442,7 +434,7 @@ class BeamSearchParams(_CheckedParams):
 
 def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
     if isinstance(given, Mapping):
-        given = RepetitionDetectionParams(**given)
+        given = RepetitionDetectionParams(**{str(name): value for name, value in given.items()})
     if not isinstance(given, RepetitionDetectionParams | None):
         raise InvalidTypeError(f"repetition_detection must be RepetitionDetectionParams or a dict, got {shown(given)}")
     return given if given and given.max_pattern_size else None

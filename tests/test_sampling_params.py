@@ -339,6 +339,7 @@ def test_the_detection_of_repetitions_may_be_a_dict():
         ({"min_pattern_size": 2}, "min_pattern_size must be at most max_pattern_size, got 2 and 0"),
         ({"max_pattern_size": -1}, "max_pattern_size must be >= 1, or 0 to turn it off, got -1"),
         ({"max_patern_size": 1}, "did you mean max_pattern_size?"),
+        ({1: 2}, "has no argument '1'"),
     ],
 )
 def test_a_detection_that_detects_nothing_is_refused(given, message):

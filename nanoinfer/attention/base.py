@@ -7,7 +7,7 @@ cache a model gets `DenseAttention()`, and with a KV cache a backend's `begin_st
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -201,8 +201,7 @@ def find_backend(
     entry = BACKENDS[name]
     try:
         if isinstance(entry, str):
-            module, _, class_name = entry.partition(":")
-            entry = getattr(import_module(module), class_name)
+            entry = resolve_name(entry)
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except (ImportError, OSError) as error:  # for example, the package was built for another version of torch

@@ -153,6 +153,7 @@ def roofline(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
+    from nanoinfer.lab.bench import environment
     from nanoinfer.lab.bench import roofline as measurement
     from nanoinfer.lab.bench.random_models import checkpoint_of
     from nanoinfer.loading import loader
@@ -168,7 +169,7 @@ def roofline(
         "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
-        "memory_bytes": measurement.memory_bytes(device),
+        "memory_bytes": environment.memory_bytes(device),
         "phases": [
             {
                 "name": phase.name,

@@ -35,10 +35,9 @@ class Command(TyperCommand):
     """A command whose help has a section for each group of options, and whose errors name options."""
 
     def invoke(self, ctx: Any) -> object:
-        options = {param.name: max(param.opts, key=len) for param in self.params if param.param_type_name == "option"}
         options_in_use.clear()
-        options_in_use.update(options)
-        with cli_errors(options):
+        options_in_use.update((param.name, max(param.opts, key=len)) for param in self.params if isinstance(param, TyperOption))
+        with cli_errors():
             return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -135,20 +134,17 @@ def print_error(error: NanoinferError | str) -> None:
 
 
 @contextmanager
-def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
+def cli_errors() -> Iterator[None]:
     """Exit without a traceback: with code 2 if the command line cannot be read, 130 after Ctrl-C, and 1 after any other error.
 
     Other errors are those of nanoinfer and of the system, such as a full disk. After a closed pipe nothing is printed.
-
-    Args:
-        options: the command's options, for in_words_of. None: the command has no options.
     """
     try:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()  # so that an error of the buffered output is an error of the command
     except NanoinferError as error:
-        print_error(in_words_of(str(error), options or {}))
+        print_error(in_words_of(str(error), options_in_use))
         raise typer.Exit(1) from None
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # `nanoinfer` alone, for which click prints the help

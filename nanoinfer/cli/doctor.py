@@ -6,7 +6,6 @@ A backend is right if its output for a small step with random numbers is that of
 import importlib.metadata
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -34,10 +33,10 @@ from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
-from nanoinfer.lab.bench.environment import cpu_name
+from nanoinfer.lab.bench import environment
 from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.system.process import cpu_quota, limit_threads
+from nanoinfer.system.process import available_cpu_memory, cpu_quota, limit_threads
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
 # (cached tokens, new tokens) of each sequence of the step: two decodes, a chunk after a prefix, a whole prompt
@@ -139,20 +138,21 @@ def print_report(report: Report, *, with_kernels: bool = False) -> None:
 
 
 def _machine(device: torch.device) -> dict[str, str]:
-    gpu = "none that torch sees"
+    known = environment.machine()
+    gpu = f"{known['GPU']}"
     if device.type == "cuda":
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
         major, minor = torch.cuda.get_device_capability()
-        gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
+        gpu += f", compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
     limit_threads()
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
         "system": platform.platform(),
         "Python": f"{platform.python_version()}, {platform.python_implementation()}",
-        "CPU": f"{cpu_name()}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
+        "CPU": f"{known['CPU']}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
         "CPU threads torch uses": f"{torch.get_num_threads()} of {os.cpu_count()}{quota}",
-        "memory": _memory(),
+        "memory": f"{known['memory']}, of which {available_cpu_memory() / 2**30:.1f} GiB are available",
         "C++ compiler": _compiler(),
         "kernels are kept in": _folder(cache_folder()),
         "models are kept in": _folder(Path(HF_HUB_CACHE)),
@@ -168,14 +168,6 @@ def _machine(device: torch.device) -> dict[str, str]:
     secret = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     settings = [name if any(word in name for word in secret) else f"{name}={os.environ[name]}" for name in sorted(names)]
     return found | {"environment": " ".join(settings) or "none of NANOINFER_*, OMP_*, MKL_*, KMP_*, HF_*, CXX"}
-
-
-def _memory() -> str:
-    try:
-        sizes = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-        return f"{int(sizes['MemTotal']) / 2**20:.1f} GiB, of which {int(sizes['MemAvailable']) / 2**20:.1f} GiB are available"
-    except (OSError, KeyError):  # not Linux
-        return "unknown"
 
 
 def _folder(path: Path) -> str:

@@ -111,11 +111,13 @@ def hint(task: TaskName) -> None:
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
     found, workbook = find(task), Workbook.here(NAMES)
-    file = workbook.file(found.name).name
+    file = workbook.file(found.name)
     if not yes:
-        typer.confirm(f"Replace the function in {file} by the engine's own?", abort=True)
+        typer.confirm(f"Replace the function in {file.name} by the engine's own?", abort=True)
+    if not file.exists() or "\ndef " not in file.read_text(encoding="utf-8"):
+        file.write_text(found.text, encoding="utf-8")
     workbook.replace_body(found.name, found.function.source)
-    print(f"{file} has the engine's version.")
+    print(f"{file.name} has the engine's version.")
 
 
 @app.command(cls=Command)

@@ -39,8 +39,11 @@ class RankLostError(NanoinferError):
     """A collective failed because another rank has ended."""
 
 
-class ProcessGroupCommunicator:
-    """The Communicator of sharding.py over torch.distributed. The constructor connects to all ranks, and waits for them."""
+class Communicator:
+    """The connection of a rank to the others. All ranks make the same calls in the same order, with equal shapes and dtypes.
+
+    The constructor connects to all ranks, and waits for them. rank: in 0 .. size - 1.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, is_one_machine: bool) -> None:
         """is_one_machine: whether all ranks are on this machine. CPU ranks then use only its loopback address."""
@@ -60,7 +63,7 @@ class ProcessGroupCommunicator:
                 self._group = dist.ProcessGroupGloo(store, rank, size, CONNECT_TIMEOUT)
 
     def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return the sum over the ranks.
+        """Return the sum over the ranks. Every rank gets the same bits, which do not depend on an element's place.
 
         On a CPU the terms are added in the order of the ranks. gloo's own sum starts at a different rank in each part of a
         tensor, so with three ranks or more a row's bits would depend on its place in the batch.

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -21,12 +20,13 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed import worker
-from nanoinfer.distributed.communicator import ProcessGroupCommunicator, create_shared_memory
+from nanoinfer.distributed.communicator import Communicator, create_shared_memory
 from nanoinfer.distributed.runner import LeadingShards, Workers
 from nanoinfer.distributed.sharding import check_shards
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype
+from nanoinfer.system.helper_process import start_python
 from nanoinfer.system.process import log_once
 
 _ADDRESS_KEY = "nanoinfer/address"  # key in torchrun's store -> the address of rank 0
@@ -51,7 +51,7 @@ def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     with workers.watched():
         workers.send((of_workers, torch.get_num_threads(), torch.get_float32_matmul_precision()))
         workers.wait_until_ready()
-        communicator = ProcessGroupCommunicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
+        communicator = Communicator(store, 0, size, device, is_one_machine=not is_under_torchrun)
         if memory is not None:
             communicator.share_memory(memory, workers.check)
             os.close(memory)
@@ -82,19 +82,10 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[Workers, dist.Stor
     memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
     inherited = [] if memory is None else [memory]
     connections, processes = [], []
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # so that the ranks find the same modules
     for rank, device in enumerate(devices[1:], start=1):
         ours, theirs = Pipe()
-        arguments = (rank, device, store.port, theirs.fileno(), *inherited)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__, *map(str, arguments)],
-                stdin=subprocess.PIPE,  # a pipe that closes when this process ends
-                pass_fds=[theirs.fileno(), *inherited],
-                env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
-                start_new_session=True,  # Ctrl-C is for this process only
-            )
-        )
+        descriptors = [theirs.fileno(), *inherited]
+        processes.append(start_python("-m", worker.__name__, rank, device, store.port, *descriptors, pass_fds=descriptors))
         theirs.close()
         connections.append(ours)
     return Workers(connections, processes), store, of_workers, memory

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.distributed import split_sampling
-from nanoinfer.distributed.communicator import RankLostError
-from nanoinfer.distributed.sharding import Communicator, Shards, VocabularyHead
+from nanoinfer.distributed.communicator import Communicator, RankLostError
+from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
@@ -49,7 +49,7 @@ class Workers:
     """
 
     def __init__(self, connections: list[Connection], processes: list["subprocess.Popen[bytes]"]) -> None:
-        self._connections = connections
+        self._connections, self._size = connections, len(connections) + 1
         self._processes = processes
         self._error: str | None = None
         self._lock = threading.Lock()  # while a process ends, a store may read blocks while an engine's thread still runs steps
@@ -108,10 +108,6 @@ class Workers:
             self._error = self._failure(0, first_line(error))
             self._close()
             raise
-
-    @property
-    def _size(self) -> int:
-        return len(self._connections) + 1
 
     def _failure(self, rank: int, text: str) -> str:
         return f"rank {rank} of {self._size} failed: {text}; make a new LLM"

@@ -14,13 +14,14 @@ Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
 
 import dataclasses
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from nanoinfer.distributed.communicator import Communicator
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate
@@ -100,26 +101,12 @@ def _fits(config: ModelConfig, size: int) -> bool:
     )
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """The connection of a rank to the others. All ranks make the same calls in the same order."""
-
-    @property
-    def rank(self) -> int: ...  # in [0, size)
-    @property
-    def size(self) -> int: ...
-    def minimum(self, number: int) -> int: ...  # returns the smallest of the ranks' numbers
-    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]: ...  # of equal shapes and dtypes
-    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return the sum over the ranks. Every rank gets the same bits, which do not depend on an element's place."""
-        ...
-
-
 class Shards:
     """A rank's view of a model that several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
+        self.gather, self.minimum = communicator.all_gather, communicator.minimum
         self.whole: Any = None  # the model that was split, on the meta device
 
     def split(self, model: Any, weights: Weights) -> tuple[nn.Module, Weights]:
@@ -139,14 +126,6 @@ class Shards:
     def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
         """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
-
-    def gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """Return the tensors of all ranks."""
-        return self.communicator.all_gather(x)
-
-    def minimum(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return self.communicator.minimum(number)
 
     def shard_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """Return this rank's part of an adapter's update of a layer: A's columns for a row layer, otherwise B's rows."""

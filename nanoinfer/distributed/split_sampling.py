@@ -28,7 +28,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.distributed.sharding import Communicator, VocabularyHead
+from nanoinfer.distributed.communicator import Communicator
+from nanoinfer.distributed.sharding import VocabularyHead
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch

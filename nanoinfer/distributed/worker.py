@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
+from nanoinfer.distributed.communicator import Communicator, RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, READY, serve, unpack
 from nanoinfer.distributed.sharding import Shards
 from nanoinfer.engine.build import make_adapters, make_executor, make_runtime
@@ -57,7 +57,7 @@ def run(
             store = open_store()
             connection.send((READY, ""))
             size = config.tensor_parallel_size
-            communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
+            communicator = Communicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
             if shared_memory is not None:
                 communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
             shards = Shards(communicator)

@@ -81,6 +81,17 @@ class PoolingParams:
         if self.truncate_prompt_tokens == 0:
             raise out_of_range("truncate_prompt_tokens", 0, "-1, or >= 1")
 
+    @classmethod
+    def of(cls, given: object, truncate_prompt_tokens: int | None) -> "PoolingParams":
+        """Return what embed() and score() were given. Raises: InvalidTypeError, InvalidValueError."""
+        if given is None:
+            return cls(truncate_prompt_tokens=truncate_prompt_tokens)
+        if not isinstance(given, PoolingParams):
+            raise InvalidTypeError(f"pooling_params must be PoolingParams, or None, got {shown(given)}")
+        if truncate_prompt_tokens is not None:
+            raise InvalidValueError("give truncate_prompt_tokens, or pooling_params, which have it too, not both")
+        return given
+
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
@@ -263,8 +274,6 @@ class Pooler:
 
     def prepare(self, prompt: Any, params: PoolingParams, **options: Any) -> PreparedRequest:
         """Prepare a text to be embedded. options: the options of reading.prepare."""
-        if not isinstance(params, PoolingParams):
-            raise InvalidTypeError(f"pooling_params must be PoolingParams, got {shown(params)}")
         if (params.dimensions or 1) > self._hidden_size:
             raise out_of_range("dimensions", params.dimensions, f"at most the model's {self._hidden_size}")
         content = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
@@ -285,7 +294,12 @@ class Pooler:
     def prepare_pair(
         self, query: str, document: str, instruction: str, params: PoolingParams, **options: Any
     ) -> PreparedRequest:
-        """Prepare a pair for a reranker. Raises: UnsupportedError if the model lacks the answers' tokens."""
+        """Prepare a pair for a reranker.
+
+        Raises:
+            UnsupportedError: The model lacks the answers' tokens.
+            InvalidValueError: dimensions were given, or truncate_prompt_tokens exceed the model's length.
+        """
         answer_ids: Any = None
         if self._tokenizer is not None:
             answer_ids = tuple(self._tokenizer.backend.token_to_id(answer) for answer in ("no", "yes"))
@@ -293,6 +307,10 @@ class Pooler:
             raise UnsupportedError(
                 "this model is no reranker that answers by the tokens 'yes' and 'no', as Qwen3-Reranker does, and its "
                 "modules.json has no Pooling; use one of these, or embed()"
+            )
+        if params.dimensions is not None:
+            raise InvalidValueError(
+                f"dimensions are for embeddings, and this is a reranker; leave it out, got {params.dimensions}"
             )
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         before, after = (self._tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _AFTER))

@@ -109,7 +109,8 @@ class BeamSearch:
             copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
         num_top = max(search.num_candidates for search in self._running)
         plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
-        step = self._engine.run_plan(plan)
+        executor = self._engine.executor
+        step = executor.collect(executor.launch(plan, None))
         self._engine.scheduler.commit(plan)
         return {output.sequence: output for output in step.sequences}
 

@@ -142,10 +142,8 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
     if config.bits_of_draft is not None:
         from nanoinfer.engine.speculative.quantized import QuantizedProposer
         from nanoinfer.execution.local_executor import LocalExecutor
-        from nanoinfer.execution.runtime import make_runner, make_sampler
 
-        runner, sampler = make_runner(draft, target.info, target.runner.cache), make_sampler(draft, target.info, config)
-        return QuantizedProposer(LocalExecutor(runner, sampler, target.info, in_step=draft.in_step))
+        return QuantizedProposer(LocalExecutor(draft, target.info, _draft_config(config), cache=target.runner.cache))
     if draft.sizes.num_state_layers:
         raise UnsupportedError(
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
@@ -181,7 +179,6 @@ def make_executor(
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
-    from nanoinfer.execution.runtime import make_runner, make_sampler
     from nanoinfer.system.process import return_freed_memory
 
     return_freed_memory()  # of loading, before the free memory is measured
@@ -192,13 +189,4 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
-    return LocalExecutor(
-        make_runner(runtime, info),
-        make_sampler(runtime, info, config),
-        info,
-        batch_independent=runtime.is_batch_independent,
-        batch_invariant=config.scheduler.batch_invariant,
-        tokenizer=tokenizer,
-        tracer=tracer,
-        in_step=runtime.in_step,
-    )
+    return LocalExecutor(runtime, info, config, tokenizer=tokenizer, tracer=tracer)

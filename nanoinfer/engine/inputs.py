@@ -105,8 +105,7 @@ class InputProcessor:
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and the errors of adapter_of.
         """
         text, token_ids = self._parse(prompt)
-        if not isinstance(params, SamplingParams):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        _check_type(params)
         check_integer("priority", priority, -(2**63), None, ">= -2**63", or_none=True)
         if priority and not self._accepts_priority:
             raise InvalidValueError(
@@ -151,13 +150,9 @@ class InputProcessor:
 
         options: options of prepare_prompt, a value for all or a list with a value per prompt. Errors name the prompt's index.
         """
-        prompts = as_list(prompts)
-        for name, given in options.items():
-            options[name] = given if isinstance(given, list | tuple) else [given] * len(prompts)
-            if len(options[name]) != len(prompts):
-                raise InvalidValueError(f"{name} must be one, or one per prompt: got {shown(given)} for {len(prompts)} prompts")
-        prepared = []
-        each = zip(prompts, one_per_prompt(params, len(prompts)), *options.values(), strict=True)
+        prompts, prepared = as_list(prompts), []
+        of_each = [one_per_prompt(given, len(prompts), name, object) for name, given in options.items()]
+        each = zip(prompts, one_per_prompt(params, len(prompts)), *of_each, strict=True)
         for index, (prompt, its_params, *its_options) in enumerate(each):
             with with_prompt_index(index):
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
@@ -194,6 +189,7 @@ class InputProcessor:
         prompts, constrained = [], []
         for index, (chat, given) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
             with with_prompt_index(index):
+                _check_type(given)
                 prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
                 text = prompt["prompt"] or ""
@@ -349,15 +345,22 @@ def as_list(prompts: object) -> list[Any]:
     return list(prompts)
 
 
-def one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> Sequence[SamplingParams]:
-    """Return the SamplingParams of each prompt, given a single object for all or a list."""
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, list | tuple):
-        raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
-    if len(params) != num_prompts:
-        raise InvalidValueError(f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts} prompts")
-    return params
+def one_per_prompt(
+    given: object, num_prompts: int, name: str = "sampling_params", kind: type = SamplingParams
+) -> Sequence[Any]:
+    """Return the value of each prompt, given one of this kind for all prompts, or a list."""
+    if not isinstance(given, list | tuple):
+        if not isinstance(given, kind):
+            raise InvalidTypeError(f"{name} must be {kind.__name__}, or a list of them, got {shown(given)}")
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidValueError(f"{name} must be one, or one per prompt: got {len(given)} for {num_prompts} prompts")
+    return given
+
+
+def _check_type(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
 
 
 @contextmanager

@@ -19,12 +19,11 @@ from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
-from nanoinfer.execution.executor import Executor, InFlight, StepOutput
+from nanoinfer.execution.executor import Executor, InFlight
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import CacheLayout
 from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -109,9 +108,9 @@ class LLMEngine:
 
     # ---- requests
 
-    def add_request(self, prompt: object, params: SamplingParams, *, streaming: bool = False) -> Request:
+    def add_request(self, prompt: object, params: SamplingParams) -> Request:
         """Prepare a prompt and queue it. Raises: the errors of InputProcessor.prepare."""
-        return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
+        return self.submit(self.inputs.prepare(prompt, params))
 
     def submit(
         self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False, stop: Stop | None = None
@@ -253,10 +252,6 @@ class LLMEngine:
                 self._in_flight = None
                 finished += self._collect(launched)
             return finished
-
-    def run_plan(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan that the scheduler did not make. Call it inside guard.exclusive()."""
-        return self.executor.collect(self.executor.launch(plan, None))
 
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""

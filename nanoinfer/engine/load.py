@@ -1,7 +1,4 @@
-"""Make an LLMEngine from an EngineConfig: load the checkpoint with its draft model and its ranks, then call build.py.
-
-Each function imports torch when it is called, so that the rest of this folder runs without it.
-"""
+"""Make an LLMEngine from an EngineConfig: load the checkpoint with its draft model and its ranks, then call build.py."""
 
 import os
 from contextlib import nullcontext

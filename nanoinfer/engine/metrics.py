@@ -6,7 +6,7 @@ In: the requests, the scheduler, the block manager, the speculator. Out: Metrics
 from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
@@ -142,13 +142,9 @@ class EngineMetrics:
         if manager.stored is not None:
             metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
         if speculator is not None:
-            counts = speculator.metrics
-            metrics += [
-                Counter("vllm:spec_decode_num_drafts", counts.num_drafts),
-                Counter("vllm:spec_decode_num_draft_tokens", counts.num_draft_tokens),
-                Counter("vllm:spec_decode_num_accepted_tokens", counts.num_accepted_tokens),
-                Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(counts.num_accepted_tokens_per_pos)),
-            ]
+            for name, count in asdict(speculator.metrics).items():
+                name = f"vllm:spec_decode_{name}"
+                metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
         return metrics
 
 

@@ -7,7 +7,7 @@ detokenizer -> stop strings -> output.
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import repeat
 
 from nanoinfer import tracing
@@ -138,9 +138,9 @@ class Request:
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:
-            delta = Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs, answer.seq.index)
-            delta = delta if masks is None else replace(delta, sampling_mask=masks)
-            self.deltas.append(replace(delta, **asdict(answer.stop)) if answer.stop else delta)
+            reasons = asdict(answer.stop) if answer.stop else {}
+            new = answer.shown, new_token_ids, self.output, self.request_id, logprobs, answer.seq.index
+            self.deltas.append(Delta(*new, **reasons, sampling_mask=masks))
 
 
 class _Answer:

@@ -93,6 +93,5 @@ class Executor(Protocol[Step]):
 
         previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """
-        ...
 
     def collect(self, step: Step) -> StepOutput: ...  # waits for a step's sampled tokens

@@ -4,8 +4,6 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,15 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer import tracing
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.config import EngineConfig
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
+from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
@@ -40,7 +40,6 @@ class PromptReader(Protocol):
 
         ends: the rows that the step samples. row: the index of the prompt's last row in `ends`. None: the prompt is unfinished.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +59,18 @@ class LocalExecutor:
 
     def __init__(
         self,
-        runner: ModelRunner,
-        sampler: Sampler,
+        runtime: Runtime,
         info: ExecutorInfo,
+        config: EngineConfig,
         *,
-        batch_independent: bool = False,
-        batch_invariant: bool = False,
+        cache: KVCache | None = None,
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
-        in_step: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """batch_independent: see LLM.batch_independent. in_step: see Runtime."""
-        self.runner, self.sampler, self.info = runner, sampler, info
-        self.device = torch.device(info.device)
-        self.batch_independent, self._batch_invariant, self._in_step = batch_independent, batch_invariant, in_step
+        """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
+        self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
+        self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
+        self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
 

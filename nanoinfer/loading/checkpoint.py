@@ -44,19 +44,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
-        """Find a checkpoint and read its JSON files.
+        """Find a checkpoint and read its JSON files. The arguments are those of EngineArgs (config.py).
 
-        Args:
-            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2", "tiny-tools"), or a hub
-                name such as "Qwen/Qwen3-0.6B", which is downloaded unless the hub's cache has it (HF_HUB_OFFLINE=1 uses
-                only the cache). None: tiny-qwen3.
-            revision: a branch, tag or commit of the hub's repository. None: its main branch.
+        A hub name is downloaded unless the hub's cache has it. With HF_HUB_OFFLINE=1 only the cache is used.
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
         if path.is_file():
             return cls._open_gguf(path)
-        names = list_folder(path)
+        names = set(list_folder(path))
         gguf_names = sorted(name for name in names if name.endswith(".gguf"))
         if gguf_names and not any(name.endswith(".safetensors") for name in names):
             if len(gguf_names) > 1:
@@ -65,7 +61,7 @@ class Checkpoint:
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = read_json(generation_path) if generation_path.exists() else {}
-        return cls(path, config, generation_config, _weight_files(path, model))
+        return cls(path, config, generation_config, _weight_files(path, names, model))
 
     @classmethod
     def _open_gguf(cls, path: Path) -> "Checkpoint":
@@ -165,10 +161,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path, model: str) -> list[Path]:
+def _weight_files(path: Path, present: set[str], model: str) -> list[Path]:
     """Return the files of the weights: a single file, or the shards of an index. Like transformers, prefer a single file."""
     index_path = path / "model.safetensors.index.json"
-    present = set(list_folder(path))
     if "model.safetensors" in present:
         names = ["model.safetensors"]
     elif index_path.name in present:

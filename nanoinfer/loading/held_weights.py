@@ -26,11 +26,9 @@ class KernelWeight(Protocol):
 
     def write(self, name: str, values: Tensor, start: int) -> None:
         """Replace the weight or the bias of the outputs from `start` on, in place."""
-        ...
 
     def arrays(self) -> list[Tensor]:
         """Return the tensors that hold the weights."""
-        ...
 
 
 class HookInKernels:

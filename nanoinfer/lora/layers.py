@@ -6,7 +6,6 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. This file does not know requests or files.
 """
 
-import ctypes
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -53,10 +52,6 @@ class AdapterMapping:
 class KernelMapping(Protocol):
     """The adapter indices of a step's rows, as kernels read them (fast/cpu/lora.py)."""
 
-    width: int
-
-    @property
-    def arguments(self) -> ctypes.Structure: ...
     def set(self, indices: list[int]) -> None: ...
 
 

@@ -6,7 +6,7 @@ and a `config` with the fields of ModelConfig. `register_model` adds a model of 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -139,8 +139,7 @@ def find_model(config: ConfigJson) -> type[Any]:
                     f"model_type in config.json must be {model_type!r} for the architecture {architecture}, got "
                     f"{shown(config['model_type'])}; correct the one that is wrong"
                 )
-            module, _, class_name = place.partition(":")
-            model_class: type[nn.Module] = getattr(import_module(module), class_name)
+            model_class: type[nn.Module] = resolve_name(place)
             return model_class
     if isinstance(config.get("text_config"), dict):
         raise UnsupportedError(

@@ -24,11 +24,9 @@ class GrammarMask:
     errors: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask | None":
-        """Ask the grammars which ids may follow. Returns None if no sequence has a grammar."""
+    def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask":
+        """Ask the grammars which ids may follow. At least one sequence has a grammar."""
         grammars = {row: seq.grammar for row, seq in enumerate(sequences) if seq.grammar is not None}
-        if not grammars:
-            return None
         forbidden = np.empty((len(grammars), vocab_size), dtype=np.uint8)
         errors = {}
         for index, (row, grammar) in enumerate(grammars.items()):

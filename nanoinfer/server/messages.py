@@ -6,9 +6,9 @@ In: a body of that API, which becomes a chat request. Out: an answer as a messag
 import math
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
@@ -72,6 +72,12 @@ class ToolChoice(protocol.Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError(f"the type tool needs the name of one of tools, and other types have no name, got {self.name!r}")
+        return self
 
 
 class Thinking(protocol.Body):

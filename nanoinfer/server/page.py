@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from nanoinfer.arguments import declarations
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.loading.folders import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.errors import RequestError
@@ -20,7 +21,6 @@ from nanoinfer.tracing import viewer
 from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # the number of answers whose replays are kept
-_BUNDLED = Path(__file__).parents[1] / "loading" / "bundled"
 _CHATS = [f"Tell me a story about {name}" for name in ("Lily", "Tom", "Felix")]  # what the bundled models can do
 _TEXTS = ["Once upon a time", "Lily was"]
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -60,7 +60,7 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
     """Add the page, which needs no key, and the replays, which need a key if /v1 does."""
     tokenizer, default = async_llm.engine.tokenizer, async_llm.llm.get_default_sampling_params()
     is_chat = tokenizer is not None and tokenizer.hf.chat_template is not None
-    is_bundled = async_llm.llm.checkpoint.path.parent == _BUNDLED
+    is_bundled = async_llm.llm.checkpoint.path.parent == BUNDLED
     config = {
         "model": model,
         "is_chat": is_chat,
@@ -76,9 +76,7 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
             for name in _NUMBERS
         ],
     }
-    parts = {"/* COLOURS */": viewer.read("colours.css"), "/* ELEMENTS */": viewer.read("elements.js")}
-    parts["/* CONFIG */ {}"] = viewer.as_script(config)
-    template = viewer.fill(_TEMPLATE.read_text(encoding="utf-8"), parts)
+    template = viewer.fill(_TEMPLATE, {"/* CONFIG */ {}": viewer.as_script(config)})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

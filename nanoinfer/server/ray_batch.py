@@ -1,8 +1,8 @@
 """A batch job on many machines: Ray starts actors, each of which holds an engine and answers batches of requests.
 
-In: BatchRequests. Out: their results, in the order in which batches end, written only by this process, the driver. An actor
-that dies is replaced, and its batches are answered again. A batch during which MAX_DEATHS actors have died is put aside. At the
-end, its requests are answered one by one. A request during which MAX_DEATHS more actors die gets an error as its result.
+In: BatchRequests. Out: their results, in the order in which batches end, written only by this process, the driver. Ray
+restarts an actor that dies, and gives it its batches again. A batch during which it has died MAX_DEATHS times is put aside. At
+the end, its requests are answered one by one. A request with MAX_DEATHS further deaths gets an error as its result.
 """
 
 import re
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.app import create_app
@@ -71,41 +71,32 @@ def answer_all_on_ray(
     Each actor makes an AsyncLLM by load, takes batch_size requests at a time and reserves the resources, num_cpus and num_gpus.
     An error of load or of the engine in an actor is raised here as a NanoinferError. Requests may then have no result.
     """
-    replica = ray.remote(**resources, scheduling_strategy="SPREAD")(BatchReplica)
+    options = {"scheduling_strategy": "SPREAD", "max_restarts": -1, "max_task_retries": MAX_DEATHS - 1}
+    replica = ray.remote(**resources, **options)(BatchReplica)
     actors = [replica.remote(load, settings, seed) for _ in range(num_replicas)]
 
     def answer(batches: Iterator[Batch], num_at_once: int) -> list[Batch]:
-        """Answer batches, num_at_once in each actor, and return those during which MAX_DEATHS actors have died."""
-        interrupted, deadly = list[tuple[Batch, int]](), list[Batch]()
-        calls: dict[Any, tuple[int, Any, Batch, int]] = {}  # result -> index of the actor, the actor, batch, deaths during it
-
-        def call(index: int, batch: Batch, num_deaths: int = 0) -> None:
-            calls[actors[index].answer.remote(batch)] = index, actors[index], batch, num_deaths
-
-        for index in range(num_replicas):
-            for _ in range(num_at_once):
-                call(index, [])  # an empty call ends when the actor has started, and batches go only to such actors
+        """Answer batches, num_at_once in each actor, and return those during which an actor has died MAX_DEATHS times."""
+        deadly = list[Batch]()
+        # An empty call ends when the actor has started, and batches go only to such actors.
+        calls: dict[Any, tuple[Any, Batch]] = {
+            actor.answer.remote([]): (actor, []) for actor in actors for _ in range(num_at_once)
+        }
         while True:
             [done], _ = ray.wait([*calls])
-            index, actor, batch, num_deaths = calls.pop(done)
+            actor, batch = calls.pop(done)
             try:
-                results = ray.get(done)
-            except RayError as error:
-                _raise_own(error)
-                if actors[index] is actor:  # only the first of the dead actor's calls replaces it
-                    actors[index] = replica.remote(load, settings, seed)
-                if batch and num_deaths + 1 < MAX_DEATHS:
-                    interrupted.append((batch, num_deaths + 1))
-                elif batch:
-                    deadly.append(batch)
-                call(index, [])
-                continue
-            for result in results:
-                write(result)
-            batch, num_deaths = interrupted.pop() if interrupted else (next(batches, []), 0)
-            if batch:
-                call(index, batch, num_deaths)
-            elif not any(other for _, _, other, _ in calls.values()):
+                for result in ray.get(done):
+                    write(result)
+            except ActorUnavailableError:  # it restarts, but does not get this batch again
+                deadly += [batch] if batch else []
+            except RayError as error:  # only its text names the actor's own error class
+                if own := re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE):
+                    raise NanoinferError(f"a replica failed: {own[-1]}") from error
+                raise
+            if batch := next(batches, []):
+                calls[actor.answer.remote(batch)] = actor, batch
+            elif not any(other for _, other in calls.values()):
                 return deadly
 
     deadly = answer(iter(lambda: list(islice(requests, batch_size)), []), BATCHES_PER_ACTOR)
@@ -115,14 +106,6 @@ def answer_all_on_ray(
             f"in the last {MAX_DEATHS} cases with no other request running"
         )
         write(to_result(request, seed, 500, error_body(500, message)))
-
-
-def _raise_own(error: RayError) -> None:
-    """Raise an actor's error unless its process has died. Only the text of the error names the actor's own error class."""
-    if own := re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE):
-        raise NanoinferError(f"a replica failed: {own[-1]}") from error
-    if not isinstance(error, RayActorError):
-        raise error
 
 
 class BatchReplica:

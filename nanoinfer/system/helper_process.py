@@ -88,24 +88,29 @@ class HelperProcess:
         """Start the process with this process's module path. Returns None if it does not become ready."""
         if not self._owner:  # the first start
             atexit.register(self.close)
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._owner = os.getpid()
         try:
-            self._process, self._owner = (
-                subprocess.Popen(
-                    [sys.executable, "-P", "-W", "ignore", "-m", self._module],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": path},
-                    start_new_session=True,  # Ctrl-C is for this process only
-                ),
-                os.getpid(),
-            )
+            self._process = start_python("-W", "ignore", "-m", self._module, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         except OSError:
             return None
         if _read_line(self._process, MAX_START_SECONDS) != b"ready\n":
             self.close()
         return self._process
+
+
+def start_python(*arguments: object, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a second interpreter, which finds the same modules. Its standard input closes when this process ends.
+
+    options: those of subprocess.Popen.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
+        start_new_session=True,  # Ctrl-C is for this process only
+        **options,
+    )
 
 
 def _read_line(process: "subprocess.Popen[bytes]", max_seconds: float, request: bytes = b"") -> bytes:

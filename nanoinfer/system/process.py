@@ -31,6 +31,7 @@ interval, and exempt what was loaded from garbage collection.
 import ctypes
 import logging
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -65,10 +66,8 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Make glibc return the memory that large requests have freed to the system. Later steps fault it in again."""
-    try:
+    with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        return
 
 
 def cpu_quota() -> float | None:

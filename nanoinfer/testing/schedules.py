@@ -29,6 +29,7 @@ from collections.abc import Sequence as ListLike
 from copyreg import dispatch_table
 from dataclasses import dataclass, field
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
 from typing import Literal, NamedTuple
@@ -36,6 +37,7 @@ from typing import Literal, NamedTuple
 from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.speculative.speculator import Proposer, Speculator
+from nanoinfer.errors import check_integer, out_of_range
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -91,6 +93,15 @@ class World:
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidValueError: no request can arrive, or there are drafts with async_scheduling."""
+        for name in ("num_requests", "num_blocks", "block_size", "num_token_ids", "max_prompt_len", "max_tokens", "num_ranks"):
+            check_integer(name, getattr(self, name), 1, None, ">= 1")
+        if (num_slots := self.num_blocks * self.block_size) < 2:
+            raise out_of_range("num_blocks * block_size", num_slots, ">= 2, for a prompt and its answer; raise num_blocks")
+        if self.async_scheduling and (num := self.num_speculative_tokens):
+            raise out_of_range("num_speculative_tokens", num, "0 with async_scheduling; leave it out, or async_scheduling")
 
 
 class Arrive(NamedTuple):
@@ -542,20 +553,11 @@ class _Graph:
 
     def check_that_runs_end(self) -> None:
         """Raises: BrokenPromiseError if a state leads back to itself by steps alone."""
-        done: set[int] = set()
-        for first in self._by_steps:
-            path = {first: iter(self._by_steps[first])} if first not in done else {}
-            while path:
-                number = next(reversed(path))
-                following = next(path[number], None)
-                if following is None:
-                    done.add(number)
-                    del path[number]
-                elif following in path:
-                    error = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
-                    raise self.broken(error, self.run_to(following))
-                elif following not in done:
-                    path[following] = iter(self._by_steps.get(following, ()))
+        try:
+            TopologicalSorter(self._by_steps).prepare()
+        except CycleError as error:
+            broken = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
+            raise self.broken(broken, self.run_to(min(error.args[1]))) from None  # the state that was reached first
 
     def broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
         promise = str(error) if isinstance(error, AssertionError) else f"the class raised {type(error).__name__}: {error}"

@@ -16,7 +16,6 @@ from typing import Any
 Row = dict[str, Any]
 
 _FOLDER = Path(__file__).with_name("page")
-_SCRIPTS = ("elements.js", "recording.js", "timeline.js", "step.js", "token.js", "moving.js")  # in the order in which they run
 
 
 def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None) -> str:
@@ -27,24 +26,24 @@ def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, 
         at: where the page opens, such as "step=17&token=4". The fragment of an address has precedence.
         differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
     """
-    code = {"/* STYLE */": read("colours.css") + read("replay.css"), "/* SCRIPT */": "\n".join(map(read, _SCRIPTS))}
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
         "/* DIFFERENCES */ null": as_script(differences),
         "/* START */": at,
     }
-    return fill(fill(read("replay.html"), code), values)
+    return fill(_FOLDER / "replay.html", values)
 
 
-def fill(template: str, parts: dict[str, str]) -> str:
-    """Fill the template's placeholders. Inserted text is not searched again."""
-    assert all(template.count(place) == 1 for place in parts)
-    return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
+def fill(template: Path, values: dict[str, str]) -> str:
+    """Return a page: `/* name */` and `<!-- name -->` become the text of this file in page/, other placeholders their values.
 
-
-def read(name: str) -> str:
-    """The text of a file in page/."""
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    Inserted values are not searched again.
+    """
+    named = r"(?:/\*|<!--) (\w+\.(?:css|js|html)) (?:\*/|-->)"
+    text = template.read_text(encoding="utf-8")
+    page = re.sub(named, lambda match: (_FOLDER / match[1]).read_text(encoding="utf-8"), text)
+    assert all(page.count(place) == 1 for place in values)
+    return re.sub("|".join(map(re.escape, values)), lambda match: values[match[0]], page)
 
 
 def as_script(value: object) -> str:
@@ -95,8 +94,7 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
         "pages": [page(run, differences=found) for run, found in zip(events, differences, strict=True)],
         "pairs": pairs,
     }
-    code = {"/* COLOURS */": read("colours.css"), "/* ELEMENTS */": read("elements.js")}
-    return fill(fill(read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
+    return fill(_FOLDER / "comparison.html", {"/* COMPARISON */ {}": as_script(data)})
 
 
 Answer = tuple[str, dict[int, tuple[int, str]]]  # a sequence's id, and by position the ids and texts of its tokens

@@ -68,40 +68,33 @@ class TrainedLinear(nn.Module):
         return lambda x, *rest: module(x, **dict(zip(self._others, rest, strict=True)))
 
 
-class TrainedNorm(nn.Module):
-    """An RMSNorm, or a LayerNorm with weight and bias, over the last axis."""
+class TrainedModule(nn.Module):
+    """A module whose forward pass is kernel(module, *inputs)."""
 
-    def __init__(self, norm: nn.LayerNorm | RMSNorm) -> None:
+    def __init__(self, plain: nn.Module, kernel: Operation) -> None:
         super().__init__()
-        self.plain = norm
+        self.plain, self._kernel = plain, partial(kernel, plain)
 
-    def forward(self, x: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
-        return KernelFunction.apply(self._compute, self.plain, 1, x, *self.plain.parameters())
-
-    def _compute(self, x: Tensor) -> Tensor:
-        size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
-        Program([norm_call(self.plain, Slice(0, 0, size), Slice(1, 0, size))])(len(x), (x.contiguous(), out))
-        return out
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return KernelFunction.apply(self._kernel, self.plain, len(inputs), *inputs, *self.plain.parameters())
 
 
-class TrainedRotation(nn.Module):
-    """FusedRotation: the rotation of heads by their position, after a norm over each head if there is one."""
+def normalize(norm: nn.LayerNorm | RMSNorm, x: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
+    """Apply an RMSNorm, or a LayerNorm with weight and bias, over the last axis."""
+    size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    Program([norm_call(norm, Slice(0, 0, size), Slice(1, 0, size))])(len(x), (x.contiguous(), out))
+    return out
 
-    def __init__(self, fused: FusedRotation) -> None:
-        super().__init__()
-        self.plain = fused
 
-    def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
-        return KernelFunction.apply(self._compute, self.plain, 3, x, cos, sin, *self.plain.parameters())
-
-    def _compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        _, num_heads, size = x.shape
-        out = x.clone(memory_format=torch.contiguous_format)  # the kernel works in place
-        num_rotated, heads = self.plain.num_rotated, Slice(0, 0, num_heads * size)
-        slices = heads, Slice(1, 0, num_rotated or size), Slice(2, 0, num_rotated or size), heads
-        call = rotate_call(x.dtype, (num_heads, size), self.plain.norm, *slices, num_rotated=num_rotated or 0)
-        Program([call])(len(x), (out, cos.contiguous(), sin.contiguous()))
-        return out
+def rotate(fused: FusedRotation, x: Heads, cos: Angles, sin: Angles) -> Heads:
+    """Rotate heads by their position, after a norm over each head if there is one."""
+    _, num_heads, size = x.shape
+    out = x.clone(memory_format=torch.contiguous_format)  # the kernel works in place
+    num_rotated, heads = fused.num_rotated, Slice(0, 0, num_heads * size)
+    slices = heads, Slice(1, 0, num_rotated or size), Slice(2, 0, num_rotated or size), heads
+    call = rotate_call(x.dtype, (num_heads, size), fused.norm, *slices, num_rotated=num_rotated or 0)
+    Program([call])(len(x), (out, cos.contiguous(), sin.contiguous()))
+    return out
 
 
 class TrainedAttention:

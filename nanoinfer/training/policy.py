@@ -32,9 +32,7 @@ from nanoinfer.loading.loader import load_configured
 from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
-
-OPERATIONS: dict[type, type] = {FusedLinear: TrainedLinear, FusedRotation: TrainedRotation}
+from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedModule, normalize, rotate
 
 
 class Policy(nn.Module):
@@ -87,7 +85,7 @@ class Policy(nn.Module):
         check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
         if masks is not None and len(masks) != len(sequences):
             raise InvalidValueError(f"masks must be one per sequence, got {len(masks)} for {len(sequences)}")
-        given = [(self._ids(ids, len(mask)), mask) for ids, mask in zip(sequences, masks or repeat(()), strict=False)]
+        given = [self._checked(ids, mask) for ids, mask in zip(sequences, masks or repeat(()), strict=False)]
         several = [item for item in given if len(item[0]) > 1]
         found = iter(self._logprobs(several, [len(ids) for ids, _ in several], temperature) if several else ())
         return [next(found) if len(ids) > 1 else torch.empty(0) for ids, _ in given]
@@ -98,22 +96,28 @@ class Policy(nn.Module):
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
-    def _ids(self, given: object, num_masked: int) -> list[int]:
-        """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: the errors of forward."""
-        ids, config = given.tolist() if isinstance(given, Tensor) else given, self.model.config
-        if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
-            raise InvalidTypeError(f"a sequence must be a list of token ids, got {shown(ids)}; a tokenizer encodes text")
-        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-            raise InvalidValueError(f"this model's token ids are 0 .. {config.vocab_size - 1}, got {shown(ids)}")
-        if not num_masked + 1 <= max(1, len(ids)) <= config.max_position_embeddings:
+    def _checked(self, given: object, mask: object) -> tuple[list[int], list[list[int]]]:
+        """Return the ids of a sequence and the mask of its answer. Raises: the errors of forward."""
+        ids, num_positions = self._ids("a sequence", given), self.model.config.max_position_embeddings
+        if not isinstance(mask, list | tuple):
+            raise InvalidTypeError(f"a mask must be an answer's sampling_mask, got {shown(mask)}; set return_sampling_mask")
+        if not len(mask) + 1 <= max(1, len(ids)) <= num_positions:
             raise InvalidValueError(
-                f"a sequence must have at most {config.max_position_embeddings} tokens, and more than its mask, got {len(ids)} "
-                f"tokens and a mask of {num_masked}"
+                f"a sequence must have at most {num_positions} tokens, and more than its mask, got {len(ids)} tokens and a "
+                f"mask of {len(mask)}"
             )
+        return ids, [self._ids("each entry of a mask", allowed) for allowed in mask]
+
+    def _ids(self, name: str, given: object) -> list[int]:
+        ids, vocab_size = given.tolist() if isinstance(given, Tensor) else given, self.model.config.vocab_size
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
+            raise InvalidTypeError(f"{name} must be a list of token ids, got {shown(ids)}; a tokenizer encodes text")
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidValueError(f"this model's token ids are 0 .. {vocab_size - 1}, got {shown(ids)}")
         return list(ids)
 
     def _logprobs(
-        self, given: list[tuple[list[int], Sequence[Sequence[int]]]], lengths: list[int], temperature: float
+        self, given: list[tuple[list[int], list[list[int]]]], lengths: list[int], temperature: float
     ) -> Sequence[Tensor]:
         size = self._backend.default_block_size
         scratch = scratch_sequences([ids for ids, _ in given], size)
@@ -149,10 +153,13 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        operation = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
-        if operation is not None:
-            others = [tuple(node.kwargs)] if node.kwargs else []  # a linear layer's further inputs: factor, residual
-            node.target = traced.name("trained", operation(module, *others))
+        if isinstance(module, FusedLinear):
+            others = tuple(node.kwargs)  # its further inputs: factor, residual
+            node.target = traced.name("trained", TrainedLinear(module, others))
+        elif isinstance(module, FusedRotation):
+            node.target = traced.name("trained", TrainedModule(module, rotate))
+        elif module is not None and has_kernel(module):
+            node.target = traced.name("trained", TrainedModule(module, normalize))
     if traced.untraced:
         names = ", ".join(traced.untraced)
         raise UnsupportedError(f"{names} cannot be traced, so its bits would differ; train a model without experts")

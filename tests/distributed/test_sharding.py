@@ -10,6 +10,7 @@ import transformers
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed import sharding
+from nanoinfer.distributed.communicator import Communicator
 from nanoinfer.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
@@ -26,8 +27,8 @@ ODD_VOCAB_SIZE = 97
 IDS = torch.arange(20) * 4 % ODD_VOCAB_SIZE
 
 
-class Member:
-    """A rank's Communicator."""
+class Member(Communicator):
+    """A rank's Communicator to other threads."""
 
     def __init__(self, rank, barrier, tensors):
         self.rank, self.size = rank, len(tensors)

@@ -3,7 +3,6 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.distributed import split_sampling
+from nanoinfer.distributed.communicator import Communicator
 from nanoinfer.fast.sampling import few_logits
 from tests.helpers.sampling_rows import BAD, INF, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
@@ -54,23 +54,12 @@ class Ranks:
         return gathered
 
 
-@dataclass
-class Member:
-    ranks: Ranks
-    rank: int
-    size: int = field(init=False)
-
-    def __post_init__(self):
-        self.size = self.ranks.size
+class Member(Communicator):
+    def __init__(self, ranks, rank):
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
 
     def all_gather(self, tensor):
-        return self.ranks.all_gather(self.rank, tensor)
-
-    def all_reduce(self, tensor):
-        raise NotImplementedError
-
-    def minimum(self, number):
-        raise NotImplementedError
+        return self._ranks.all_gather(self.rank, tensor)
 
 
 def plain_ids(logits, batch):

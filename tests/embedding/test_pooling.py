@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -212,6 +213,11 @@ def test_wrong_arguments_are_refused_before_anything_runs(qwen3_path):
             PoolingParams(dimension=3)
         with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
             llm.embed([[1, 2]], pooling_params=SamplingParams())
+        with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
+            llm.score("a", "b", pooling_params={"dimensions": 3})
+        for call in (llm.embed, partial(llm.score, "a")):
+            with pytest.raises(InvalidValueError, match=r"truncate_prompt_tokens, or pooling_params, .* not both"):
+                call("b", pooling_params=PoolingParams(), truncate_prompt_tokens=3)
         with pytest.raises(UnsupportedError, match="no reranker"):
             llm.score("a", "b")
         assert not hasattr(llm, "classify")
@@ -250,6 +256,8 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
         assert llm.score(QUERIES[0], DOCUMENTS, use_tqdm=False)[0].outputs == outputs[0].outputs
         cut = llm.score(QUERIES[1], DOCUMENTS[1], use_tqdm=False, truncate_prompt_tokens=len(before) + len(after) + 7)[0]
         assert cut.prompt_token_ids == before + hf.encode(bodies[1], add_special_tokens=False)[:7] + after
+        with pytest.raises(InvalidValueError, match="this is a reranker; leave it out, got 3"):
+            llm.score(QUERIES, DOCUMENTS, pooling_params=PoolingParams(dimensions=3))
         for queries, documents in (([], DOCUMENTS), (QUERIES, DOCUMENTS[:1]), (QUERIES[:1], [])):
             numbers = f"{len(queries)} queries and {len(documents)} documents"
             with pytest.raises(InvalidValueError, match=f"must be documents, and one query, or one for each .* got {numbers}"):

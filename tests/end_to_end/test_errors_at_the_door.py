@@ -44,7 +44,6 @@ def no_work(llm, monkeypatch):
         watch(llm.engine.scheduler, "add")
         watch(llm.engine.block_manager, "start")
         watch(llm.engine, "step")
-        watch(llm.engine, "run_plan")
         watch(llm.engine.executor, "launch")
         yield
     assert calls == []

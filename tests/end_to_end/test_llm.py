@@ -173,6 +173,9 @@ def test_params_that_are_no_sampling_params_are_refused(llm, params):
         generate(llm, [], params)
     with pytest.raises(InvalidTypeError, match="prompt 1: sampling_params must be SamplingParams"):
         generate(llm, ["a", "b"], [GREEDY, params])
+    chat = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidTypeError, match="prompt 1: sampling_params must be SamplingParams"):
+        llm.chat([chat, chat], [GREEDY, params], use_tqdm=False)
     with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams"):
         llm.stream("a", [GREEDY])
 

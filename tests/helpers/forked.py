@@ -108,20 +108,20 @@ def _cells(sources):
 @contextmanager
 def ranks():
     """LLM(tensor_parallel_size=N) forks its other ranks, in place of starting a new Python for each."""
-    with patch("nanoinfer.distributed.launch.subprocess", SimpleNamespace(Popen=Rank, PIPE=None)):
+    with patch("nanoinfer.distributed.launch.start_python", Rank):
         yield
 
 
 class Rank:
-    """As the subprocess.Popen of distributed/launch.py, whose new Python imports torch for more than a second of CPU."""
+    """As the process that start_python starts, whose new Python imports torch for more than a second of CPU."""
 
-    def __init__(self, command, *, pass_fds, env, **_):
+    def __init__(self, *command, pass_fds):
         self._command = command
         read_end, write_end = os.pipe()
         self.stdin = os.fdopen(write_end, "wb")
-        arguments = command[command.index("-m") + 2 :]
+        arguments = [*map(str, command[command.index("-m") + 2 :])]
         descriptors = {descriptor: _Inherited(descriptor) for descriptor in pass_fds}
-        self._process = _CONTEXT.Process(target=_rank, args=(arguments, _Inherited(read_end), descriptors, env))
+        self._process = _CONTEXT.Process(target=_rank, args=(arguments, _Inherited(read_end), descriptors))
         self._process.start()
         os.close(read_end)
 
@@ -149,11 +149,10 @@ def _received(duplicate):
     return _Inherited(duplicate.detach())
 
 
-def _rank(arguments, stdin, descriptors, environment):
+def _rank(arguments, stdin, descriptors):
     from nanoinfer.distributed import worker
 
     os.dup2(stdin.number, 0)
-    os.environ.update(environment)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}
     rank, device, port, *given = arguments
     sys.argv = ["worker", rank, device, port, *(numbers[number] for number in given)]

@@ -62,10 +62,10 @@ struct Layer {
         scales = floats(random, num_tiles * num_groups * TILE, 0.1);
     }
 
-    QuantizedLinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
-                             const Adapted* adapted) const {
+    LinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
+                    const Adapted* adapted) const {
         return {x, factor, residual, out, 4, weight.data(), scales.data(), zeros.data(), bias, given.num_out, given.num_in,
-                given.group, given.bits, given.activation, adapted};
+                given.group, given.bits, given.activation, adapted, -1};
     }
 
     int64_t scratch_bytes(const Case& given) const { return given.rows * (given.num_in + 8 * (given.num_in / given.group)); }
@@ -87,8 +87,8 @@ struct Layer {
 
     LinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
                     const Adapted* adapted) const {
-        return {x, factor, residual, out, 4, weight.data(), bias, given.num_out, given.num_in, given.activation, adapted,
-                -1};
+        return {x, factor, residual, out, 4, weight.data(), nullptr, nullptr, bias, given.num_out, given.num_in, 0, 0,
+                given.activation, adapted, -1};
     }
 
     int64_t scratch_bytes(const Case& given) const { return given.rows * given.num_in * scratch_bytes_per_input; }

@@ -24,8 +24,9 @@ void drive(Size size, std::vector<int64_t> lengths, int64_t block_size, int64_t 
         Exact<Span> spans(num_spans);
         Exact<Partial> partials(num_spans * num_kv_heads, 64);
         const Exact<Stored*> pages = exact<Stored*>({nullptr, nullptr, cache.pages[0].data(), cache.pages[1].data()});
-        DecodeArguments rows{cache.slots.data(), cache.block_tables.data(), seq_lens.data(), num_rows, cache.max_blocks,
-                             num_spans, num_kv_heads, block_size, spans.data(), partials.data(), pages.data(), window};
+        AttentionArguments rows{cache.slots.data(), nullptr, cache.block_tables.data(), seq_lens.data(), num_rows,
+                                cache.max_blocks, num_kv_heads, block_size, window, pages.data(), spans.data(),
+                                partials.data(), num_spans};
         find_spans(&rows);
         Exact<Number> out(num_rows * q_width);
         const int64_t k_first = first + q_width, v_first = k_first + width;

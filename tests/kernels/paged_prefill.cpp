@@ -29,13 +29,12 @@ void drive(Size size, const std::vector<GivenChunk>& chunks, int64_t group, int6
         const auto qkv = numbers(random, extent(0, num_tokens, stride, q_width + 2 * width), 2, values);
         const auto sinks = floats(random, num_kv_heads * group);
         Exact<Number> out(num_tokens * q_width);
-        const Number* q = qkv.data();
-        const PrefillCall call{q, q + q_width, q + q_width + width, out.data(), stride, stride, stride, cache.pages[0].data(),
-                               cache.pages[1].data(), cache.slots.data(), starts.data(), cache.block_tables.data(),
-                               seq_lens.data(),
-                               num_chunks, cache.max_blocks, num_kv_heads, group, block_size, window,
-                               has_sinks ? sinks.data() : nullptr};
-        run_kernel(prefill, call, num_tokens, threads);
+        const Exact<Stored*> pages = exact<Stored*>({nullptr, nullptr, cache.pages[0].data(), cache.pages[1].data()});
+        const AttentionArguments rows{cache.slots.data(), starts.data(), cache.block_tables.data(), seq_lens.data(), num_chunks,
+                                      cache.max_blocks, num_kv_heads, block_size, window, pages.data()};
+        const Slice of_q{0, 0, stride}, of_k{0, q_width, stride}, of_v{0, q_width + width, stride};
+        const AttendCall call{of_q, of_k, of_v, {1, 0, q_width}, 2, 1, has_sinks ? sinks.data() : nullptr};
+        run_kernel(prefill, call, num_tokens, threads, qkv, out, (const void*)&rows);
         Digest digest;
         add(digest, out);
         print(text("prefill %ld tokens of %ld group %ld blocks %ld window %ld sinks %d values %d", num_tokens, num_chunks,

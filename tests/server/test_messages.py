@@ -206,6 +206,8 @@ def test_an_answer_follows_a_schema(server):
         ({"tools": [{"name": "a", "input_schema": {}, "stict": True}]}, "did you mean strict?", "stict"),
         ({"tools": MESSAGES_TOOLS}, "no known format of calls", "tools"),
         ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice has 'a', but the tools are none", "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "the type tool needs the name of one of tools", "tool_choice"),
+        ({"tool_choice": {"type": "auto", "name": "a"}}, "other types have no name, got 'a'", "tool_choice"),
         ({"tempreture": 1}, "did you mean temperature?", "tempreture"),
         ({"thinking": {"type": "enabled", "budget": 5}}, "did you mean budget_tokens?", "budget"),
         ({"mcp_servers": [{}]}, "call them from the client", "mcp_servers"),

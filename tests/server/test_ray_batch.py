@@ -13,6 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
 pytest.importorskip("ray", reason='ray is not installed; pip install -e ".[ray]"')
+from ray.exceptions import RayError  # noqa: E402
 
 from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
@@ -87,15 +88,22 @@ def failing_loaders():
         async_llm.engine.inputs.prepare_prompt = prepare_prompt
         return async_llm
 
-    return [(load_nothing, "there is no folder './nowhere'"), (load_dead, "3 steps in a row have failed")]
+    def load_broken():
+        raise LookupError("no driver")
+
+    return [
+        (load_nothing, NanoinferError, "there is no folder './nowhere'"),
+        (load_dead, NanoinferError, "3 steps in a row have failed"),
+        (load_broken, RayError, "LookupError: no driver"),
+    ]
 
 
-@pytest.mark.parametrize(("load", "message"), failing_loaders())
-def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, message, cluster, tmp_path):
+@pytest.mark.parametrize(("load", "error", "message"), failing_loaders())
+def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, error, message, cluster, tmp_path):
     path = write_requests(tmp_path / "in.jsonl", some_requests(3))
     settings = ServerSettings(served_model_name=("tiny",))
     options = {"seed": SEED, "num_replicas": 1, "batch_size": 4, "resources": RESOURCES, "write": pytest.fail}
-    with pytest.raises(NanoinferError, match=message):
+    with pytest.raises(error, match=message):
         answer_all_on_ray(read_requests(path), load, settings, **options)
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -22,6 +23,25 @@ def test_the_states_of_a_world_that_is_counted_by_hand():
     world = World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0, num_aborts=0)
     assert check_scheduler(world=world)[:3] == (3, 2, 2)
     assert check_scheduler(world=World(num_requests=1, max_prompt_len=1, max_tokens=1, num_forks=0))[:3] == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"num_token_ids": 0}, "num_token_ids must be >= 1, got 0"),
+        (
+            {"num_blocks": 1, "block_size": 1},
+            r"num_blocks \* block_size must be >= 2, .*, got 1; raise",
+        ),
+        (
+            {"async_scheduling": True, "num_speculative_tokens": 2},
+            "must be 0 with async_scheduling, got 2",
+        ),
+    ],
+)
+def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence):
+    with pytest.raises(InvalidValueError, match=sentence):
+        World(**sizes)
 
 
 @pytest.mark.parametrize(("cls", "world"), WORLDS.values(), ids=WORLDS)

@@ -14,7 +14,7 @@ from nanoinfer.fast.fuse import FusedLinear, FusedRotation
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
-from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
+from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedModule, normalize, rotate
 from nanoinfer.training.policy import Policy
 from tests import ratio_under_load
 from tests.helpers import tiny_models
@@ -41,13 +41,13 @@ def linear(activation, *others, num=1, bias=True):
 
 
 def norm(module):
-    return TrainedNorm(filled(module)), [numbers(5, 16)], {}, [module]
+    return TrainedModule(filled(module), normalize), [numbers(5, 16)], {}, [module]
 
 
 def rotation(has_norm):
     fused = FusedRotation(filled(RMSNorm(16, 1e-5)) if has_norm else None)
     cos, sin = numbers(5, 1, 8).repeat(1, 1, 2), numbers(5, 1, 8).repeat(1, 1, 2)
-    return TrainedRotation(fused), [numbers(5, 3, 16), cos, sin], {}, [fused]
+    return TrainedModule(fused, rotate), [numbers(5, 3, 16), cos, sin], {}, [fused]
 
 
 CASES = {
@@ -176,6 +176,19 @@ REFUSED = {
     "too long": ([[5] * 5000], {}, InvalidValueError, r"at most \d+ tokens.*got 5000 tokens"),
     "greedy": ([[5, 6]], {"temperature": 0}, InvalidValueError, r"temperature must be finite and > 0, got 0"),
     "masks of others": ([[5, 6]], {"masks": []}, InvalidValueError, r"masks must be one per sequence, got 0 for 1"),
+    "no mask": (
+        [[5, 6]],
+        {"masks": [None]},
+        InvalidTypeError,
+        r"sampling_mask, got None; set return_sampling_mask",
+    ),
+    "a mask of text": (
+        [[5, 6]],
+        {"masks": [["a"]]},
+        InvalidTypeError,
+        r"entry of a mask must be a list of token ids, got 'a'",
+    ),
+    "a mask beyond the vocabulary": ([[5, 6]], {"masks": [[[-1]]]}, InvalidValueError, r"ids are 0 \.\. 95, got \[-1\]"),
     "a mask of a longer answer": (
         [[5, 6], [7, 8]],
         {"masks": [[], [[8], [8]]]},

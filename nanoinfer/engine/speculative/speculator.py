@@ -54,11 +54,9 @@ class Proposer(Protocol):
         The sequences are those of this step that may draft, which must not be changed. Wrong guesses cost time, and change no
         token. An error fails the step, like that of a sampling stage.
         """
-        ...
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is kept for a sequence that has ended, if anything is, perhaps again, or for one that never drafted."""
-        ...
 
 
 class StepCost:

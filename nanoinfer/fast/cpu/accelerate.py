@@ -25,7 +25,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
-from nanoinfer.fast.cpu.packs import Packed, Packs
+from nanoinfer.fast.cpu.packs import Packs
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear, num_copy_bytes
@@ -82,7 +82,7 @@ def compile_model(
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
 
-        def packed(fused: FusedLinear) -> Packed:
+        def packed(fused: FusedLinear) -> PackedLinear:
             bar.update(len(fused.linears))
             result = laid_out(fused)
             num_uses.subtract(fused.linears)
@@ -108,7 +108,7 @@ def compile_model(
     return compiled
 
 
-def _lay_out(fused: FusedLinear, pack: Callable[..., Packed], packs: Packs) -> Packed:
+def _lay_out(fused: FusedLinear, pack: Callable[..., PackedLinear], packs: Packs) -> PackedLinear:
     """Lay linear layers out for their kernel, unless packs has them. Without a kernel they are read as torch computes them."""
     key = fused.linears, fused.activation
     if fused.linears == (packs.screened,):

@@ -13,20 +13,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.attention import in_fp32
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
-from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
-from nanoinfer.fast.cpu.packs import Packed
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.held_weights import HeldWeights
 
-Pack = Callable[[FusedLinear], Packed]
+Pack = Callable[[FusedLinear], PackedLinear]
 
 
 def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> list[CPUProgram]:
@@ -251,30 +251,58 @@ _ADD: dict[type, Callable[[_Compiler, fx.Node, Any], bool]] = {
 
 _Views = View | tuple[View, ...]
 
+_ROWS = 1009  # stands for the number of rows. No size of a model is this prime
+_VIEWS = {"view", "reshape", "unflatten", "flatten", "narrow", "split", "chunk", "unbind"}
+_OTHER_SHAPES = {"getitem", "transpose", "permute", "squeeze", "unsqueeze"}
+
 
 def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
     """Return a node as a view if it only selects or reshapes numbers of a view. (): it is a number of rows. None: neither."""
-    source = views.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    if source is None:
-        return None
-    if node.target is operator.getitem:
-        return _item(source, node.args[1])
-    if not isinstance(source, View) or source.step:
-        return None
+    source, name = views.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None, _name(node)
+    is_item = node.target is operator.getitem
+    if isinstance(source, tuple):
+        return (source[node.args[1]] if source and isinstance(node.args[1], int) else ()) if is_item else None
+    if source is None or name == "contiguous":
+        return source
+    if name == "size":
+        return () if node.args[1:] == (0,) else None
     if node.target is getattr:
         return () if node.args[1] == "shape" and all(index == 0 for index in _indices(node)) else None
-    name = _name(node)
-    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and None in _indices(node)):
+    if not (is_item and _keeps_rows(node.args[1])) and name not in _VIEWS:
         return None
+    given: Any = node.args[1:]
+    if name in ("view", "reshape"):  # a symbol is the number of rows
+        given = map_arg(given, lambda _: _ROWS)
+    x = source.tensor(torch.empty(_ROWS * source.buffer.width, device="meta"), _ROWS)
     try:
-        return _VIEWS[name](source, *node.args[1:], **node.kwargs)
-    except (TypeError, ValueError):  # the arguments are symbols, or the signature is another
+        parts = x[given[0]] if is_item else getattr(x, name)(*given, **node.kwargs)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # the arguments are symbols, or do not fit
         return None
+    if isinstance(parts, Tensor):
+        return _view_of(source.buffer, parts)
+    found = [_view_of(source.buffer, part) for part in parts]
+    are_views = len(found) > 1 and None not in _indices(node)  # a single part may be the rows up to some number
+    return cast(tuple[View, ...], tuple(found)) if are_views and None not in found else None
+
+
+def _view_of(buffer: Buffer, x: Tensor) -> View | None:
+    """Return the view that has the places of _ROWS rows. None: there is no such view. A copy has other strides."""
+    if x.shape[0] != _ROWS or x.stride(0) != buffer.width:
+        return None
+    first, shape = int(x.storage_offset()), tuple(x.shape[1:])
+    if x[0].is_contiguous():
+        return View(buffer, first, shape)
+    return View(buffer, first, shape, step=x.stride(1)) if len(shape) == 2 and x.stride(2) == 1 else None
+
+
+def _keeps_rows(index: object) -> bool:
+    """Whether an index is [:, ...], with numbers and slices after it."""
+    return isinstance(index, tuple) and index[0] == slice(None) and all(type(i) in (int, slice) for i in index)
 
 
 def _is_reshaped(node: fx.Node) -> bool:
     """Whether a node may change the number of axes. Other operations keep the rows."""
-    return node.op in ("call_function", "call_method") and _name(node) in {*_VIEWS, *_OTHER_SHAPES}
+    return node.op in ("call_function", "call_method") and _name(node) in _VIEWS | _OTHER_SHAPES
 
 
 def _name(node: fx.Node) -> str:
@@ -286,99 +314,6 @@ def _indices(node: fx.Node) -> list[int | None]:
     """Which item of a node each of its users takes. None: something else."""
     items = [user.args[1] if user.target is operator.getitem else None for user in node.users]
     return [item if isinstance(item, int) else None for item in items]
-
-
-def _item(source: _Views, index: object) -> _Views | None:
-    if isinstance(source, tuple):
-        return source[index] if source and isinstance(index, int) else ()
-    match index:
-        case (slice(start=None, stop=None, step=None), int(i)):
-            return _unbind(source, 1)[i]
-        case (slice(start=None, stop=None, step=None), slice(start=start, stop=stop, step=None)):
-            first, end, _ = slice(start, stop).indices(source.shape[0])
-            return _narrow(source, 1, first, end - first)
-    return None
-
-
-def _axis(view: View, dim: int) -> int:
-    """Return the axis within a row. Raises: ValueError for the axis of the rows."""
-    axis = dim - 1 if dim > 0 else len(view.shape) + dim
-    if dim == 0 or not 0 <= axis < len(view.shape):
-        raise ValueError(dim)
-    return axis
-
-
-def _shaped(view: View, *sizes: int) -> View:
-    """Return the same numbers in another shape. sizes: may contain a single -1."""
-    known = math.prod(size for size in sizes if size != -1)
-    shape = tuple(view.size // known if size == -1 else size for size in sizes)
-    if math.prod(shape) != view.size:
-        raise ValueError(sizes)
-    return View(view.buffer, view.first, shape)
-
-
-def _reshape(view: View, *sizes: Any) -> View:
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    if isinstance(sizes[0], int) and sizes[0] != -1:
-        raise ValueError(sizes)  # the number of rows is no symbol
-    return _shaped(view, *sizes[1:])
-
-
-def _unflatten(view: View, dim: int, sizes: Any) -> View:
-    axis = _axis(view, dim)
-    return _shaped(view, *view.shape[:axis], *sizes, *view.shape[axis + 1 :])
-
-
-def _flatten(view: View, start_dim: int = 0, end_dim: int = -1) -> View:
-    start, end = _axis(view, start_dim), _axis(view, end_dim)
-    return _shaped(view, *view.shape[:start], math.prod(view.shape[start : end + 1]), *view.shape[end + 1 :])
-
-
-def _narrow(view: View, dim: int, start: int, length: int) -> View:
-    axis = _axis(view, dim)
-    if axis > 1 or (axis == 1 and len(view.shape) > 2):
-        raise ValueError(dim)
-    if axis == 1:
-        return View(view.buffer, view.first + start, (view.shape[0], length), step=view.shape[1])
-    size = view.size // view.shape[0]
-    return View(view.buffer, view.first + start * size, (length, *view.shape[1:]))
-
-
-def _split(view: View, sizes: Any, dim: int = 0) -> tuple[View, ...]:
-    total = view.shape[_axis(view, dim)]
-    lengths = [min(sizes, total - start) for start in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
-    return tuple(_narrow(view, dim, sum(lengths[:i]), length) for i, length in enumerate(lengths))
-
-
-def _chunk(view: View, chunks: int, dim: int = 0) -> tuple[View, ...]:
-    return _split(view, -(-view.shape[_axis(view, dim)] // chunks), dim)
-
-
-def _unbind(view: View, dim: int = 0) -> tuple[View, ...]:
-    if _axis(view, dim) != 0:
-        raise ValueError(dim)  # these numbers are not contiguous
-    return tuple(View(part.buffer, part.first, part.shape[1:]) for part in _split(view, 1, dim))
-
-
-def _size(view: View, dim: int) -> tuple[View, ...]:
-    if dim != 0:
-        raise ValueError(dim)
-    return ()
-
-
-_OTHER_SHAPES = ("getitem", "transpose", "permute", "squeeze", "unsqueeze")
-_VIEWS: dict[str, Callable[..., _Views]] = {
-    "view": _reshape,
-    "reshape": _reshape,
-    "unflatten": _unflatten,
-    "flatten": _flatten,
-    "narrow": _narrow,
-    "split": _split,
-    "chunk": _chunk,
-    "unbind": _unbind,
-    "contiguous": lambda view: view,
-    "size": _size,
-}
 
 
 def _users(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:

@@ -1,5 +1,5 @@
 // A linear layer in float32, bfloat16 or float16: out = residual + factor * activation(x @ weight.T + bias). linear.py lays out
-// the weight.
+// the weight: [num_out / TILE, num_in / PER_TERM, TILE, PER_TERM].
 //
 // At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
 // rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.

@@ -9,6 +9,7 @@ cores of an AMD EPYC, AVX512-BF16). A row's bits do not depend on the number of 
 import ctypes
 from collections.abc import Collection, Sequence
 from ctypes import c_int64, c_void_p
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,13 @@ ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 
 
 class LinearCall(ctypes.Structure):
-    """The arguments in linear.h."""
+    """The arguments of the kernels (linear.h)."""
 
     _fields_ = fields(
         (Slice, "x factor residual out"),
         (c_int64, "scratch"),
-        (c_void_p, "weight bias"),
-        (c_int64, "num_out num_in activation"),
+        (c_void_p, "weight scales zeros bias"),
+        (c_int64, "num_out num_in group_size bits activation"),
         (c_void_p, "adapted"),
         (c_int64, "needed"),
     )
@@ -59,12 +60,22 @@ class PackedLinear:
     """
 
     is_exact = True
+    scratch_bytes: int
+    _kernel: Any  # a function of a library
+    _pointers: tuple[int | None, int | None, int | None]  # weight, scales and zeros
+    _group_size, _bits = 0, 0  # of integers
 
     def __init__(
         self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None, kept: Sequence[UInt8[Tensor, " bytes"]] = ()
     ) -> None:
-        first, num_in = fused.linears[0], fused.in_features
-        dtype = first.weight.dtype
+        self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, fused.linears[0].weight.dtype
+        self._bias, self._activation = fused.merged_bias(), ACTIVATION_CODES[fused.activation]
+        self._lay_out(fused, kept)
+        self._adapters = adapters_of(fused, self.dtype, adapters)
+
+    def _lay_out(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]]) -> None:
+        """Load the kernel, and lay out the weights for it."""
+        dtype, num_in = self.dtype, self.num_in
         tiles = tile_definitions(dtype, num_in)
         source = Path(__file__).with_name("tile_linear.cpp" if tiles else "dense_linear.cpp")
         library = native.load(source, native.streamed(), *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
@@ -72,25 +83,19 @@ class PackedLinear:
         tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
         if num_in % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {num_in}")
-        self.num_in, self.num_out, self.dtype = num_in, fused.out_features, dtype
-        self.scratch_bytes = scratch * num_in
-        self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
-        self._adapters = adapters_of(fused, dtype, adapters)
+        self.scratch_bytes, self._kernel = scratch * num_in, library.linear
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last tile is padded with zeros.
         sizes = -(-self.num_out // tile), num_in // per_term, tile, per_term
         if kept:
             self._weight = kept[0].view(dtype).view(sizes)
         else:
-            self._weight = first.weight.new_empty(sizes)
+            self._weight = fused.linears[0].weight.new_empty(sizes)
             self._weight[-1] = 0
-        self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
-        for linear, start in fused.starts():
-            place = start
-            for piece in () if kept else pieces_of(linear.weight):
-                self.write("weight", piece, place)
-                place += len(piece)
-            if self._bias is not None:
-                self.write("bias", linear.bias.detach(), start)
+        self._pointers = self._weight.data_ptr(), None, None
+        start = 0
+        for piece in () if kept else chain.from_iterable(pieces_of(linear.weight) for linear in fused.linears):
+            self.write("weight", piece, start)
+            start += len(piece)
 
     def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
         """Replace the weight or the bias of the outputs from `start` on, in place, since programs hold the addresses."""
@@ -98,7 +103,10 @@ class PackedLinear:
             assert self._bias is not None
             self._bias[start : start + len(values)] = values
         else:
-            write_outputs(self._weight, values, start)
+            self._write_weight(values, start)
+
+    def _write_weight(self, values: Float[Tensor, "outputs in"], start: int) -> None:
+        write_outputs(self._weight, values, start)
 
     def rows(self, outputs: Int[Tensor, " n"]) -> Float[Tensor, "n in"]:
         """Return the weights of some outputs."""
@@ -119,25 +127,21 @@ class PackedLinear:
             needed: the index of the batch's array that says which outputs are needed (linear.h). -1: all.
         """
         arguments = LinearCall(
-            x, factor, residual, out, scratch, self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
-            self.num_out, self.num_in, self._activation, self._adapters and self._adapters.address, needed,
+            x, factor, residual, out, scratch, *self._pointers, None if self._bias is None else self._bias.data_ptr(),
+            self.num_out, self.num_in, self._group_size, self._bits, self._activation,
+            self._adapters and self._adapters.address, needed,
         )  # fmt: skip
         return KernelCall(self._kernel, arguments)
 
 
 class KernelLinear(nn.Module):
-    """A linear layer outside of the programs, such as the LM head.
+    """A linear layer outside of the programs, such as the LM head. others: which of factor and residual a call gets."""
 
-    Args:
-        packed: a PackedLinear, or an object with its attributes and its method `call`.
-        others: which of factor and residual a call gets.
-    """
-
-    def __init__(self, packed: Any, others: Collection[str] = ()) -> None:
+    def __init__(self, packed: PackedLinear, others: Collection[str] = ()) -> None:
         super().__init__()
         self._packed = packed
         out = Slice(0, 0, packed.num_out)
-        places = {name: Slice(3 + i, 0, packed.num_out) for i, name in enumerate(others)}
+        places: dict[str, Any] = {name: Slice(3 + i, 0, packed.num_out) for i, name in enumerate(others)}
         self._program = Program([packed.call(x=Slice(1, 0, packed.num_in), out=out, scratch=2, **places)])
 
     def forward(self, x: Float[Tensor, "*rows in"], **others: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
@@ -153,19 +157,14 @@ class KernelLinear(nn.Module):
 
 
 class KernelEmbedding(Untraced):
-    """An embedding whose table is the weight of the tied LM head, as the head's kernel reads it.
+    """An embedding whose table is the weight of the tied LM head, as the head's kernel reads it."""
 
-    Args:
-        head: a PackedLinear, or an object with its method `rows`.
-    """
-
-    def __init__(self, head: Any) -> None:
+    def __init__(self, head: PackedLinear) -> None:
         super().__init__()
         self._head = head
 
     def forward(self, input_ids: Ids) -> Hidden:
-        rows: Tensor = self._head.rows(input_ids)
-        return rows
+        return self._head.rows(input_ids)
 
 
 def write_outputs(tiles: Shaped[Tensor, "tiles columns tile *rest"], values: Shaped[Tensor, "outputs ..."], start: int) -> None:

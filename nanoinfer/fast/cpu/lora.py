@@ -24,26 +24,21 @@ class LowRank(ctypes.Structure):
     _fields_ = fields((c_void_p, "a b"), (c_double, "scale"), (c_int64, "rank"))
 
 
-class MappingArguments(ctypes.Structure):
-    _fields_ = fields((c_int64, "num_rows"), (c_void_p, "indices products"))
-
-
 class Adapted(ctypes.Structure):
     _fields_ = fields((c_void_p, "mapping changes starts"), (c_int64, "num_layers max_rank"))
 
 
-class CPUMapping:
+class CPUMapping(ctypes.Structure):
     """The adapter indices of a step's rows, and memory for their products with A, which all kernels of a model share."""
 
-    def __init__(self) -> None:
-        self.width = 0  # the number of products of a row
-        self.arguments = MappingArguments()
-        self._arrays: tuple[Tensor, ...] = ()  # kept alive for their addresses
+    _fields_ = fields((c_int64, "num_rows"), (c_void_p, "indices products"))
+    width = 0  # the number of products of a row
+    kept: tuple[Tensor, ...]  # the tensors to which it points
 
     def set(self, indices: list[int]) -> None:
-        self._arrays = torch.tensor(indices, dtype=torch.int64), torch.empty(len(indices) * self.width)
-        self.arguments.num_rows = len(indices)
-        self.arguments.indices, self.arguments.products = (array.data_ptr() for array in self._arrays)
+        self.kept = torch.tensor(indices, dtype=torch.int64), torch.empty(len(indices) * self.width)
+        self.num_rows = len(indices)
+        self.indices, self.products = (array.data_ptr() for array in self.kept)
 
 
 class CPUAdapters:
@@ -57,13 +52,14 @@ class CPUAdapters:
         """layers: the adapters of each fused layer. None: the layer has no adapters."""
         mapping = next(layer.mapping for layer in layers if layer is not None)
         kernel_mapping = mapping.kernels = mapping.kernels or CPUMapping()
+        assert isinstance(kernel_mapping, CPUMapping)
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
         max_rank = -(-mapping.max_rank // RANKS) * RANKS
         kernel_mapping.width = max(kernel_mapping.width, len(layers) * max_rank)
         self._starts = (c_int64 * (len(layers) + 1))(0, *self._ends)
         self._changes = (LowRank * (mapping.max_loras * len(layers)))()
         self._arguments = Adapted(
-            addressof(kernel_mapping.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
+            addressof(kernel_mapping), addressof(self._changes), addressof(self._starts), len(layers), max_rank
         )
         self.address = addressof(self._arguments)
         self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the index in _changes

@@ -35,7 +35,6 @@ from nanoinfer.errors import InvalidValueError, first_line
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
-from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.loading.weights import StoredParameter
 from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
@@ -47,11 +46,10 @@ MAX_BYTES = 2**34  # of all files
 MIN_BYTES = 2**26  # of a model's arrays. Fewer are packed in less than 0.3 s
 ALIGNMENT = 64  # of a weight, as the kernels expect it
 
-Packed = PackedLinear | PackedQuantizedLinear
 Arrays = Mapping[str, Sequence[UInt8[Tensor, " bytes"]]]  # the paths of the layers that are packed together -> their arrays
 
 
-class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], Packed]):
+class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
     """The linear layers that a kernel computes together, and their activation -> the pack.
 
     Args:

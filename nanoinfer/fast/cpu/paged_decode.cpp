@@ -16,47 +16,10 @@
 
 constexpr int LANES = 16;
 #include "pages.h"
-#include "program.h"
 
 // Some tokens of a row: its num_spans spans are attended to by themselves, and merged.
 struct Span {
     int64_t row, index, num_spans;
-};
-
-struct Partial;
-
-// The rows of a step, the same for all layers. find_spans fills in the spans.
-struct DecodeArguments {
-    const int64_t *slots;         // of the new tokens
-    const int64_t *block_tables;  // [num_rows, max_blocks]
-    const int64_t *seq_lens;      // tokens of each row, the new one included
-    int64_t num_rows, max_blocks, num_spans, num_kv_heads, block_size;
-    Span* spans;           // [num_spans]
-    Partial* partials;     // [num_spans, num_kv_heads]
-    Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
-    int64_t window;        // tokens that a row attends to, at most
-
-    int64_t first_token(int64_t row) const {
-        return std::max<int64_t>(seq_lens[row] - window, 0);
-    }
-};
-
-// A layer's heads. q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]. The strides of
-// rows are in numbers.
-struct Heads {
-    const Number *q, *k, *v;
-    Number* out;
-    int64_t q_stride, k_stride, v_stride;
-    Stored *k_pages, *v_pages;
-    const float* sinks;  // the score of each query head's sink, or null
-};
-
-// The attention of a layer in a program.
-struct AttendCall {
-    Slice q, k, v, out;
-    int64_t rows;  // an array of the batch: a DecodeArguments
-    int64_t layer;
-    const float* sinks;
 };
 
 // The sum over a span's tokens of exp(score - largest) * value, and of exp(score - largest), for each query head of a group.
@@ -68,6 +31,10 @@ struct Partial {
 namespace {
 
 constexpr int64_t SPAN = 256;  // tokens of a span, at most
+
+int64_t first_token(const AttentionArguments& rows, int64_t row) {
+    return std::max<int64_t>(rows.seq_lens[row] - rows.window, 0);
+}
 
 // A query as it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(INT8_PAGES)
@@ -135,23 +102,10 @@ Floats sums_of(Floats (&x)[LANES]) {
     return add_neighbours<8>(x[0], x[1]);
 }
 
-// Where the heads of a span's tokens are, counted from the start of the pages. Their keys and values are at the same place.
-struct Places {
-    int64_t num_tokens, of[SPAN];
-
-    Places(const Pages& pages, int64_t first, int64_t last) : num_tokens(last - first) {
-        for (int64_t token = first; token < last;) {
-            const int64_t end = std::min(token - token % pages.block_size + pages.block_size, last);
-            int64_t place = pages.at(token) - pages.pages;
-            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
-        }
-    }
-};
-
 constexpr int64_t AHEAD = std::max<int64_t>(8192 / (STORED_SIZE * sizeof(Stored)), 1);  // tokens
 
 // Fetch the head that is visited AHEAD tokens later, if there is one: in `places` or, behind its end, in `next`.
-void prefetch(const Stored* pages, const Places& places, const Stored* next_pages, const Places& next, int64_t token) {
+void prefetch(const Stored* pages, const Places<SPAN>& places, const Stored* next_pages, const Places<SPAN>& next, int64_t token) {
     const int64_t ahead = token + AHEAD - places.num_tokens;
     if (ahead >= next.num_tokens) return;
     const Stored* head = ahead < 0 ? pages + places.of[token + AHEAD] : next_pages + next.of[ahead];
@@ -159,8 +113,8 @@ void prefetch(const Stored* pages, const Places& places, const Stored* next_page
 }
 
 // next: of the task that follows.
-void attend(Partial& result, const Number* q, const Stored* k_pages, const Stored* v_pages, const Places& places,
-            const Places& next) {
+void attend(Partial& result, const Number* q, const Stored* k_pages, const Stored* v_pages, const Places<SPAN>& places,
+            const Places<SPAN>& next) {
     Query queries[GROUP];
     for (int g = 0; g < GROUP; g++) load_query(queries[g], q + g * HEAD_DIM);
 
@@ -225,61 +179,50 @@ void merge(const Partial* partials, int64_t num_spans, int64_t stride, const flo
     }
 }
 
-// Called by all members of a team, which divide the work.
-void compute(const DecodeArguments& rows, const Heads& heads, Member& me) {
-    const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
-    const auto places_of = [&](int64_t task) {
-        const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
-        const Pages pages{heads.k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size,
-                          task % num_kv_heads};
-        const int64_t first = rows.first_token(row) + index * SPAN;
-        return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
-    };
-    const auto sinks_of = [&](int64_t task) { return heads.sinks ? heads.sinks + task % num_kv_heads * GROUP : nullptr; };
-    const auto out_of = [&](int64_t task) {
-        return heads.out + (rows.spans[task / num_kv_heads].row * num_kv_heads + task % num_kv_heads) * GROUP * HEAD_DIM;
-    };
-    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
-    for (int64_t row : me.share(rows.num_rows)) {
-        const Number *k = heads.k + row * heads.k_stride, *v = heads.v + row * heads.v_stride;
-        store_token(heads.k_pages, heads.v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
-    }
-    me.wait();
-    for (int64_t task : me.tasks(num_tasks)) {
-        const Span& span = rows.spans[task / num_kv_heads];
-        const int64_t head = task % num_kv_heads * GROUP;
-        attend(rows.partials[task], heads.q + span.row * heads.q_stride + head * HEAD_DIM, heads.k_pages, heads.v_pages,
-               places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
-        if (span.num_spans == 1) merge(rows.partials + task, 1, 0, sinks_of(task), out_of(task));
-    }
-    // Merge the spans of a row: each is scaled to the largest score of all, and added.
-    if (rows.num_spans == rows.num_rows) return;
-    me.wait();
-    for (int64_t task : me.share(num_tasks)) {
-        const Span& span = rows.spans[task / num_kv_heads];
-        if (span.index == 0 && span.num_spans > 1) {
-            merge(rows.partials + task, span.num_spans, num_kv_heads, sinks_of(task), out_of(task));
-        }
-    }
-}
-
 }  // namespace
 
-extern "C" const int64_t sizeof_DecodeArguments = sizeof(DecodeArguments), sizeof_AttendCall = sizeof(AttendCall);
 extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_bytes = sizeof(Partial);
 
-extern "C" void find_spans(DecodeArguments* rows) {
+extern "C" void find_spans(AttentionArguments* rows) {
     Span* span = rows->spans;
-    for (int64_t row = 0; row < rows->num_rows; row++) {
-        const int64_t num_spans = (rows->seq_lens[row] - rows->first_token(row) + SPAN - 1) / SPAN;
+    for (int64_t row = 0; row < rows->num_sequences; row++) {
+        const int64_t num_spans = (rows->seq_lens[row] - first_token(*rows, row) + SPAN - 1) / SPAN;
         for (int64_t index = 0; index < num_spans; index++) *span++ = {row, index, num_spans};
     }
 }
 
 extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
-    const DecodeArguments& rows = *static_cast<const DecodeArguments*>(batch.arrays[call->rows]);
-    Stored* const* pages = rows.pages + 2 * call->layer;
-    const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
-    Number* out = call->out.row<Number>(batch, 0);
-    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1], call->sinks}, me);
+    const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
+    Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
+    const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
+    const auto places_of = [&](int64_t task) {
+        const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
+        const BlockTable table{rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
+        const int64_t first = first_token(rows, row) + index * SPAN;
+        return Places<SPAN>(table, first, std::min(first + SPAN, rows.seq_lens[row]));
+    };
+    const auto merge_spans = [&](int64_t task, int64_t num_spans) {
+        const int64_t head = task % num_kv_heads * GROUP;
+        Number* out = call->out.row<Number>(batch, rows.spans[task / num_kv_heads].row) + head * HEAD_DIM;
+        merge(rows.partials + task, num_spans, num_kv_heads, call->sinks ? call->sinks + head : nullptr, out);
+    };
+    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
+    for (int64_t row : me.share(rows.num_sequences)) {
+        const Number *k = call->k.row<Number>(batch, row), *v = call->v.row<Number>(batch, row);
+        store_token(k_pages, v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
+    }
+    me.wait();
+    for (int64_t task : me.tasks(num_tasks)) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        const Number* q = call->q.row<Number>(batch, span.row) + task % num_kv_heads * GROUP * HEAD_DIM;
+        attend(rows.partials[task], q, k_pages, v_pages, places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
+        if (span.num_spans == 1) merge_spans(task, 1);
+    }
+    // Merge the spans of a row: each is scaled to the largest score of all, and added.
+    if (rows.num_spans == rows.num_sequences) return;
+    me.wait();
+    for (int64_t task : me.share(num_tasks)) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        if (span.index == 0 && span.num_spans > 1) merge_spans(task, span.num_spans);
+    }
 }

@@ -23,7 +23,6 @@ constexpr int LANES = 16, BROADCASTS = 8, BLOCK = 1;
 constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 #endif
 #include "pages.h"
-#include "program.h"
 #include "tiles.h"
 
 namespace {
@@ -156,26 +155,6 @@ void attend(QueryRows& rows, const Tile& tile, int64_t first_key, int num_keys, 
 
 const Stored ZEROS[STORED_SIZE] = {};
 
-// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros, and so are those
-// before `begin`, whose blocks may have been freed.
-struct Places {
-    const Stored* of[TILE];
-
-    Places(const Pages& pages, int64_t first, int num_tokens, int64_t begin) {
-        int64_t left = 0;  // in the block
-        for (int token = 0; token < TILE; token++) {
-            if (token >= num_tokens || first + token < begin) {
-                of[token] = ZEROS;
-            } else if (left-- > 0) {
-                of[token] = of[token - 1] + STORED_SIZE;
-            } else {
-                of[token] = pages.at(first + token);
-                left = pages.block_size - (first + token) % pages.block_size - 1;
-            }
-        }
-    }
-};
-
 // Call set(i, term) for each term of a head.
 template <class Set>
 void each_term(const Number* head, Set set) {
@@ -196,14 +175,23 @@ const Number* numbers_of(const Stored* head, Number*) {
 }
 #endif
 
-void copy(Tile& tile, const Places& keys, const Places& values) {
+// Copy TILE tokens from first_key on. Those from `end` on are zeros, and so are those before `begin`, whose blocks may have been
+// freed.
+void copy(Tile& tile, const Stored* k_pages, const Stored* v_pages, const BlockTable& table, int64_t first_key, int64_t begin,
+          int64_t end) {
+    const int64_t num_zeros = std::max<int64_t>(begin - first_key, 0);
+    const Places<TILE> places(table, first_key + num_zeros, std::min(first_key + TILE, end));
+    const auto head_of = [&](const Stored* pages, int64_t token) {
+        const bool is_stored = token >= num_zeros && token < num_zeros + places.num_tokens;
+        return is_stored ? pages + places.of[token - num_zeros] : ZEROS;
+    };
     Number numbers[2][HEAD_DIM];
     for (int token = 0; token < TILE; token++) {
-        each_term(numbers_of(keys.of[token], numbers[0]), [&](int i, Term term) { tile.keys[token][i] = term; });
+        each_term(numbers_of(head_of(k_pages, token), numbers[0]), [&](int i, Term term) { tile.keys[token][i] = term; });
     }
     for (int term = 0; term < TILE_TERMS; term++) {
-        const Number* first = numbers_of(values.of[term * PER_TERM], numbers[0]);
-        const Number* second = numbers_of(values.of[term * PER_TERM + PER_TERM - 1], numbers[1]);
+        const Number* first = numbers_of(head_of(v_pages, term * PER_TERM), numbers[0]);
+        const Number* second = numbers_of(head_of(v_pages, term * PER_TERM + PER_TERM - 1), numbers[1]);
         Term* values = tile.values + term * VALUE_TERM_STRIDE;
         for (int d = 0; d < HEAD_DIM; d++) values[d * VALUE_STRIDE] = term_of(first[d], second[d]);
         for (int d = HEAD_DIM; d < COLUMNS; d++) values[d * VALUE_STRIDE] = 0;
@@ -238,8 +226,8 @@ struct Task {
 };
 
 // sinks: of all heads, or null.
-void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, uint32_t window,
-            const float* sinks, Number* out, int64_t out_stride) {
+void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k_pages, const Stored* v_pages,
+            const BlockTable& table, uint32_t window, const float* sinks, Number* out, int64_t out_stride) {
     QueryRows blocks[BLOCKS];
     Tile tile;
     const int64_t num_blocks = (task.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -262,8 +250,7 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& ke
     const auto first_token = [&](int64_t row) { return std::max<int64_t>(task.position_of(row) + 1 - window, 0); };
     const int64_t begin = first_token(0);
     for (int64_t first = begin / TILE * TILE; first <= last; first += TILE) {
-        const int num_tokens = std::min<int64_t>(TILE, last + 1 - first);
-        copy(tile, {keys, first, num_tokens, begin}, {values, first, num_tokens, begin});
+        copy(tile, k_pages, v_pages, table, first, begin, last + 1);
         for (int64_t i = 0; i < num_blocks; i++) {
             const int64_t first_row = i * BLOCK_ROWS, last_row = std::min(first_row + BLOCK_ROWS, task.num_rows) - 1;
             const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
@@ -288,45 +275,29 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& ke
 
 }  // namespace
 
-// q, out: [num_tokens, num_kv_heads * group, HEAD_DIM]. k, v: [num_tokens, num_kv_heads, HEAD_DIM]. The strides of tokens are
-// in numbers.
-struct PrefillCall {
-    const Number *q, *k, *v;
-    Number* out;
-    int64_t q_stride, k_stride, v_stride;
-    Stored *k_pages, *v_pages;    // [num_blocks, num_kv_heads, block_size, STORED_SIZE]
-    const int64_t* slots;         // of the tokens
-    const int64_t* starts;        // [num_chunks + 1], the first token of each chunk, relative to any origin
-    const int64_t* block_tables;  // [num_chunks, max_blocks]
-    const int64_t* seq_lens;      // tokens of each sequence so far, its chunk included
-    int64_t num_chunks, max_blocks, num_kv_heads, group, block_size;
-    int64_t window;      // tokens that a query attends to, at most
-    const float* sinks;  // the score of each query head's sink, or null
-};
-
-extern "C" const int64_t sizeof_PrefillCall = sizeof(PrefillCall);
-
-extern "C" void prefill(const PrefillCall* arguments, const Batch&, Member& me) {
-    const PrefillCall& call = *arguments;
+extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) {
+    const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
+    Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
+    const int64_t group = call->out.stride / (rows.num_kv_heads * HEAD_DIM);  // the rows of `out` are contiguous
     std::vector<Chunk> chunks;
-    for (int64_t i = 0; i < call.num_chunks; i++) {
-        const int64_t start = call.starts[i], num_queries = call.starts[i + 1] - start;
-        chunks.push_back({start - call.starts[0], num_queries, call.seq_lens[i], call.block_tables + i * call.max_blocks});
+    for (int64_t i = 0; i < rows.num_sequences; i++) {
+        const int64_t start = rows.starts[i], num_queries = rows.starts[i + 1] - start;
+        chunks.push_back({start - rows.starts[0], num_queries, rows.seq_lens[i], rows.block_tables + i * rows.max_blocks});
     }
     std::vector<Task> tasks;
     for (const Chunk& chunk : chunks) {
-        const int64_t num_rows = chunk.num_queries * call.group;
-        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++) {
+        const int64_t num_rows = chunk.num_queries * group;
+        for (int64_t kv_head = 0; kv_head < rows.num_kv_heads; kv_head++) {
             // One head after the other, so that its pages stay in a cache. Its last rows first, because they take the longest.
             for (int64_t first = (num_rows - 1) / ROWS * ROWS; first >= 0; first -= ROWS) {
-                tasks.push_back({&chunk, kv_head, first, std::min<int64_t>(ROWS, num_rows - first), call.group});
+                tasks.push_back({&chunk, kv_head, first, std::min<int64_t>(ROWS, num_rows - first), group});
             }
         }
     }
     // Every token is stored before any is attended to.
-    for (int64_t token : me.share(call.starts[call.num_chunks] - call.starts[0])) {
-        const Number *k = call.k + token * call.k_stride, *v = call.v + token * call.v_stride;
-        store_token(call.k_pages, call.v_pages, k, v, call.slots[token], call.num_kv_heads, call.block_size);
+    for (int64_t token : me.share(batch.num_rows)) {
+        const Number *k = call->k.row<Number>(batch, token), *v = call->v.row<Number>(batch, token);
+        store_token(k_pages, v_pages, k, v, rows.slots[token], rows.num_kv_heads, rows.block_size);
     }
     me.wait();
 #ifdef TILES
@@ -334,10 +305,9 @@ extern "C" void prefill(const PrefillCall* arguments, const Batch&, Member& me) 
 #endif
     for (int64_t i : me.tasks(tasks.size())) {
         const Task& task = tasks[i];
-        const Pages keys{call.k_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
-        const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
-        attend(task, call.q, call.q_stride, keys, values, call.window, call.sinks, call.out,
-               call.num_kv_heads * call.group * HEAD_DIM);
+        const BlockTable table{task.chunk->block_table, rows.num_kv_heads, rows.block_size, task.kv_head};
+        attend(task, call->q.row<Number>(batch, 0), call->q.stride, k_pages, v_pages, table, rows.window, call->sinks,
+               call->out.row<Number>(batch, 0), call->out.stride);
     }
 #ifdef TILES
     release_tiles();

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "program.h"
 #include "vectors.h"
 
 namespace {
@@ -91,14 +92,59 @@ inline void store(Stored* to, const Number* head) {
 }
 #endif
 
-// The pages of one KV head of one sequence.
-struct Pages {
-    const Stored* pages;
-    const int64_t* table;
+}  // namespace
+
+struct Span;
+struct Partial;
+
+// The sequences of a call, the same for all layers.
+struct AttentionArguments {
+    const int64_t* slots;         // of the new tokens
+    const int64_t* starts;        // prefill: [num_sequences + 1], the first token of each chunk, relative to any origin
+    const int64_t* block_tables;  // [num_sequences, max_blocks]
+    const int64_t* seq_lens;      // tokens of each sequence, the new ones included
+    int64_t num_sequences, max_blocks, num_kv_heads, block_size;
+    int64_t window;        // tokens that a query attends to, at most
+    Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
+    Span* spans;           // decode: [num_spans], which find_spans fills in
+    Partial* partials;     // decode: [num_spans, num_kv_heads]
+    int64_t num_spans;
+};
+
+// The attention of a layer. q, out: [num_rows, num_kv_heads * group, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM].
+struct AttendCall {
+    Slice q, k, v, out;
+    int64_t rows;  // an array of the batch: an AttentionArguments
+    int64_t layer;
+    const float* sinks;  // the score of each query head's sink, or null
+};
+
+extern "C" const int64_t sizeof_AttentionArguments = sizeof(AttentionArguments), sizeof_AttendCall = sizeof(AttendCall);
+
+namespace {
+
+// The blocks of one KV head of one sequence.
+struct BlockTable {
+    const int64_t* blocks;
     int64_t num_kv_heads, block_size, kv_head;
 
-    const Stored* at(int64_t token) const {
-        return pages + ((table[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
+    // Where a token's head is, counted from the start of the pages. Its key and its value are at the same place.
+    int64_t place_of(int64_t token) const {
+        return ((blocks[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
+    }
+};
+
+// The places of the tokens first .. last - 1, which are at most MOST.
+template <int64_t MOST>
+struct Places {
+    int64_t num_tokens, of[MOST];
+
+    Places(const BlockTable& table, int64_t first, int64_t last) : num_tokens(last - first) {
+        for (int64_t token = first; token < last;) {
+            const int64_t end = std::min(token - token % table.block_size + table.block_size, last);
+            int64_t place = table.place_of(token);
+            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
+        }
     }
 };
 

@@ -1,24 +1,14 @@
 // A linear layer with weights in 8 or 4 bits: out = residual + factor * activation(x @ weight.T + bias). quantized.py lays
 // out its arrays, and says how x is rounded. The groups are added in fp32, one after the other.
+//
+// The weight is [num_out / TILE, num_in / 4, TILE, 4] in 8 bits, and [num_out / TILE, num_in / 8, TILE, 4] in 4 bits, the first
+// four of eight inputs in the low halves of the bytes. Scales and zeros are [num_out / TILE, num_in / group_size, TILE].
 
 constexpr int LANES = 16;
 
 #include "integers.h"
 #include "linear.h"
 #include "tiles.h"
-
-struct QuantizedLinearCall {
-    Slice x, factor, residual, out;  // out may be factor or residual
-    int64_t scratch;                 // an array of the batch: the rounded rows
-    // In 8 bits: [num_out / TILE, num_in / 4, TILE, 4]. In 4 bits: [num_out / TILE, num_in / 8, TILE, 4], the first four of eight
-    // inputs in the low halves of the bytes.
-    const uint8_t* weight;
-    const float* scales;   // [num_out / TILE, num_in / group_size, TILE]
-    const uint8_t* zeros;  // [num_out / TILE, num_in / group_size, TILE]: the integers that stand for 0
-    const Number* bias;    // [num_out] or null
-    int64_t num_out, num_in, group_size, bits, activation;
-    const Adapted* adapted;  // or null
-};
 
 namespace {
 
@@ -58,7 +48,7 @@ struct Outputs {
     Floats scales;
     Ints zeros;
 
-    Outputs(const QuantizedLinearCall& layer, int64_t place) : scales(vector_at<Floats>(layer.scales + place)) {
+    Outputs(const LinearCall& layer, int64_t place) : scales(vector_at<Floats>(layer.scales + place)) {
         __builtin_prefetch(layer.scales + place + GROUPS_AHEAD * TILE);
         __builtin_prefetch(layer.zeros + place + GROUPS_AHEAD * TILE);
         for (int i = 0; i < LANES; i++) zeros[i] = layer.zeros[place + i];  // GCC converts a vector of bytes one by one
@@ -75,9 +65,9 @@ struct Outputs {
 
 // Outputs of one tile for NUM rows.
 template <int NUM, int BITS>
-void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first) {
+void compute(const LinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first) {
     const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
-    const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
+    const uint8_t* weight = static_cast<const uint8_t*>(layer.weight) + tile * TILE * num_in * BITS / 8;
     const int8_t* x = rows.integers + first * num_in;
     for (int row = 0; row < NUM; row++) fetch_outputs(layer, batch, first + row, tile * TILE, TILE);
     Floats total[NUM][2] = {};
@@ -154,12 +144,12 @@ const uint8_t* in_8_bits(const uint8_t* weight, int64_t num, uint8_t* scratch) {
 
 // Outputs of one tile for up to BLOCK rows.
 template <int BITS>
-void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first,
+void compute_in_tiles(const LinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows, int64_t first,
                       int num_rows) {
     const int64_t num_in = layer.num_in, group_size = layer.group_size, num_groups = num_in / group_size;
     const int64_t step = std::min<int64_t>(group_size, TILE_BYTES);  // inputs that an instruction multiplies
     set_shapes(num_rows, step, step / WORD);
-    const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
+    const uint8_t* weight = static_cast<const uint8_t*>(layer.weight) + tile * TILE * num_in * BITS / 8;
     const int8_t *x = rows.integers + first * num_in, *second = x + TILE_ROWS * num_in;
     Floats total[BLOCK][2] = {};
     Ints products[2][2][TILE_ROWS];
@@ -194,7 +184,7 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
 #endif
 
 template <int BITS>
-void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows) {
+void compute_rows(const LinearCall& layer, const Batch& batch, int64_t tile, const RoundedRows& rows) {
     const int64_t num_rows = batch.num_rows;
     int64_t row = 0;
 #ifdef TILES
@@ -210,10 +200,8 @@ void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t 
 
 }  // namespace
 
-extern "C" const int64_t sizeof_QuantizedLinearCall = sizeof(QuantizedLinearCall);
-
-extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch, Member& me) {
-    const QuantizedLinearCall& layer = *call;
+extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
+    const LinearCall& layer = *call;
     const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group_size;
     const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
     int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
@@ -226,6 +214,7 @@ extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch, Memb
     }
     me.wait();
     for (int64_t tile : me.tasks(num_tiles)) {
+        if (!layer.needs(batch, tile * TILE, TILE)) continue;
         if (layer.bits == 8) {
             compute_rows<8>(layer, batch, tile, rows);
         } else {

@@ -121,4 +121,13 @@ def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:
     """Whether the product may overwrite the residual, which another operation of the graph made and nothing reads later."""
     is_new = isinstance(trace.module(residual), AddedLinear | nn.Embedding)
     order = list(trace.graph.nodes)
-    return is_new and residual not in node.args and max(map(order.index, residual.users)) == order.index(node)
+    has_views = any(user is not node and _may_view(trace, user) for user in residual.users)
+    return is_new and not has_views and residual not in node.args and max(map(order.index, residual.users)) == order.index(node)
+
+
+def _may_view(trace: Trace, node: fx.Node) -> bool:
+    """Whether an operation's result may share the memory of its input, which may then be read later."""
+    if node.target is getattr:
+        return node.args[1] not in ("dtype", "device", "shape")
+    computing = FusedLinear, FewRowsLinear, GatedLinear, AddedLinear, KernelRMSNorm, RMSNorm, nn.LayerNorm
+    return not isinstance(trace.module(node), computing)

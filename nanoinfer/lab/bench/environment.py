@@ -17,14 +17,20 @@ def cpu_name() -> str:
     return named[1] if named else platform.processor() or platform.machine()
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Return the size of a device's memory. Windows does not say it of a CPU: 0."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+
+
 def machine() -> dict[str, str | int]:
     """Return the processor, the number of its logical cores, the memory, the system and the GPU."""
-    is_known = hasattr(os, "sysconf")  # it is not on Windows
-    memory = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB" if is_known else "unknown"
+    num_bytes = memory_bytes(torch.device("cpu"))
     return {
         "CPU": cpu_name(),
         "cores": os.cpu_count() or 1,
-        "memory": memory,
+        "memory": f"{num_bytes / 2**30:.1f} GiB" if num_bytes else "unknown",
         "system": platform.platform(),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees",
     }

@@ -4,14 +4,14 @@ A part of a phase takes at least max(bytes / bandwidth, operations / rate). A ph
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 """
 
-import os
 import statistics
-import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,13 +93,6 @@ def measure_bandwidth(device: torch.device) -> float:
     return data.nbytes / _best_s(data.sum, device)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the size of a device's memory. Windows does not say it of a CPU: 0."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-
-
 def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
     layers: list[nn.Module] = [nn.Linear(size, size, bias=False, dtype=dtype, device=device)]
     if device.type == "cpu":
@@ -173,27 +166,16 @@ def least_s_of_run(
 ) -> float:
     """Return the least seconds of a run's steps: each reads the weights once, and computes the tokens that it returned.
 
-    A prompt counts in the step of its first token. The prompts and contexts of a step count with their mean length.
+    A prompt counts in the step of its first token.
     """
-    prompts: dict[float, list[int]] = defaultdict(list)
-    contexts: dict[float, list[int]] = defaultdict(list)
+    steps: dict[float, list[tuple[int, int]]] = defaultdict(list)  # each sequence's new tokens and its context
     for timing in timings:
-        prompts[timing.token_times[0]].append(timing.num_prompt_tokens)
-        for i, time_of_token in enumerate(timing.token_times[1:], start=1):
-            contexts[time_of_token].append(timing.num_prompt_tokens + i)
-    seconds = 0.0
-    for step in {*prompts, *contexts}:
-        kinds = []
-        for lengths, is_prefill in ((prompts[step], True), (contexts[step], False)):
-            if lengths:
-                length = round(sum(lengths) / len(lengths))
-                sizes = {"num_seqs": len(lengths), "num_new": length if is_prefill else 1, "context": length}
-                kinds.append(count(model, dtype, **sizes, weight_bits=weight_bits))
-        for parts in zip(*kinds, strict=True):
-            num_bytes = (sum if parts[0].name in ("attention", "cache write") else max)(part.num_bytes for part in parts)
-            part = StepPart(parts[0].name, num_bytes, sum(part.num_operations for part in parts))
-            seconds += part.seconds(machine.bandwidth, machine.gemm_rates[dtype])
-    return seconds
+        for i, time_of_token in enumerate(timing.token_times):
+            num_prompt = timing.num_prompt_tokens
+            steps[time_of_token].append((1 if i else num_prompt, num_prompt + i))
+    sizes, rate = sizes_of(model), machine.gemm_rates[dtype]
+    parts = (sizes.parts(work_of(sizes, step), dtype, weight_bits=weight_bits) for step in steps.values())
+    return sum(part.seconds(machine.bandwidth, rate) for part in chain.from_iterable(parts))
 
 
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
@@ -253,11 +235,9 @@ def num_steps(num_seqs: int, length: int) -> int:
 
 
 def _best_s(function: Callable[[], Tensor], device: torch.device) -> float:
-    times = []
-    for _ in range(12):
-        start = time.perf_counter()
+    def call() -> None:
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[2:])
+
+    return min(timeit.repeat(call, number=1, repeat=12)[2:])

@@ -10,8 +10,8 @@ import io
 import random
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -127,12 +127,19 @@ async def _record_all(
     return await asyncio.gather(*map(record, bodies, arrivals))
 
 
-class TimedResponse:
-    """The bytes that arrived at a connection."""
+class TimedResponse(io.RawIOBase):
+    """The bytes that arrived at a connection, which are read again like a socket's, one original read per call.
+
+    Attributes:
+        reads: the time of each read, in seconds of perf_counter, and its bytes.
+        error: why nothing more arrived, if it was not the end of the answer.
+        time: the time of the read that was read again last.
+    """
 
     def __init__(self) -> None:
-        self.reads: list[tuple[float, bytes]] = []  # the time of each read, in seconds of perf_counter, and its bytes
-        self.error: Exception | None = None  # why nothing more arrived, if it was not the end of the answer
+        self.reads: deque[tuple[float, bytes]] = deque()
+        self.error: Exception | None = None
+        self.time = 0.0
 
     @classmethod
     async def of(cls, client: Client, path: str, body: dict[str, object]) -> "TimedResponse":
@@ -156,20 +163,6 @@ class TimedResponse:
             writer.transport.abort()
         return response
 
-    def chunks(self, client: Client, path: str) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Parse the answer: (time, chunk). Raises: NanoinferError like Client.stream."""
-        file = _RecordedFile(self.reads, self.error)
-        for chunk in client.parse_stream(path, file):
-            yield file.time, chunk
-
-
-class _RecordedFile(io.RawIOBase):
-    """Reads a recorded response again, one original read per call. time: the time of the newest read."""
-
-    def __init__(self, reads: list[tuple[float, bytes]], error: Exception | None) -> None:
-        self._reads, self._error = iter(reads), error
-        self.time = 0.0
-
     def makefile(self, mode: str) -> io.BufferedReader:
         """Return a file, as a socket does."""
         return io.BufferedReader(self, MAX_READ_BYTES)
@@ -178,9 +171,9 @@ class _RecordedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self.time, data = next(self._reads, (self.time, b""))
-        if not data and self._error is not None:
-            raise self._error
+        if not self.reads and self.error is not None:
+            raise self.error
+        self.time, data = self.reads.popleft() if self.reads else (self.time, b"")
         buffer[: len(data)] = data
         return len(data)
 
@@ -189,10 +182,10 @@ def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> R
     timing = RequestTiming(sent)
     usage: dict[str, Any] = {}
     try:
-        for arrival, chunk in response.chunks(target.client, path):
+        for chunk in target.client.parse_stream(path, response):
             choices = chunk.get("choices") or ()
             if any(_has_text(choice) for choice in choices):
-                timing.token_times.append(arrival)
+                timing.token_times.append(response.time)
             for choice in choices:
                 timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
             usage = chunk.get("usage") or usage

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import InvalidValueError, shown
+from nanoinfer.errors import InvalidValueError, check_number, out_of_range, shown
 from nanoinfer.sampling_params import SamplingParams
 
 HASHED_TOKENS = 512  # the size of the block that a hash id of a recording names
@@ -113,17 +113,13 @@ def described(
         seed: the seed of the lengths and the arrival times.
 
     Raises:
-        InvalidValueError: a length has another format, a number is not above 0, or burstiness or think_time has no effect.
+        InvalidValueError: a length has another format, a number is out of its range, or burstiness or think_time has no effect.
     """
     rng = random.Random(seed)
-    for name, value, unit in (
-        ("request_rate", request_rate, " requests per second"),
-        ("burstiness", burstiness, ""),
-        ("think_time", think_time, " seconds"),
-    ):
-        if not value > 0:
-            way_out = "; inf is all at once" if name == "request_rate" else ""
-            raise InvalidValueError(f"{name} must be > 0{unit}, got {value}{way_out}")
+    if not request_rate > 0:
+        raise out_of_range("request_rate", request_rate, "> 0 requests per second; inf is all at once")
+    check_number("burstiness", burstiness, math.ulp(0.0), math.inf, "finite and > 0")
+    check_number("think_time", think_time, math.ulp(0.0), math.inf, "finite and > 0 seconds")
     if math.isinf(request_rate) and burstiness != 1.0:
         raise InvalidValueError(
             f"burstiness must be 1 with request_rate inf, got {burstiness}; leave burstiness out, or give a request_rate"

@@ -31,9 +31,9 @@ def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, c
     return manager
 
 
-def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> list[tuple[int, int]]:
-    """Allocate, "compute" and cache a sequence's next tokens, like a step."""
-    num_tokens = seq.num_new_tokens if num_tokens is None else num_tokens
+def _compute(manager: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
+    """Allocate, "compute" and cache a sequence's new tokens, like a step."""
+    num_tokens = seq.num_new_tokens
     copies = manager.allocate(seq, num_tokens)
     seq.num_computed_tokens += num_tokens
     manager.cache_finished_blocks(seq, seq.num_computed_tokens)

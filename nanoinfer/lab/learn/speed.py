@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.engine.speculative.speculator import Proposer
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.fast.cpu.attention import KernelBackend
@@ -191,19 +192,13 @@ def _int8_weights() -> SpeedWork:
     return SpeedWork(lambda version: version(x, rounded.integers, rounded.scales), engine, rounded.integers.nbytes)
 
 
-class _Drafts:
-    """A Proposer that asks the version which is measured."""
+class _Drafts(Proposer):
+    """Asks the version which is measured."""
 
     version: Version
 
-    def __init__(self, config: object) -> None:
-        """Read nothing of the config."""
-
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         return [_Drafts.version(list(seq.token_ids), limit) for seq, limit in zip(sequences, limits, strict=True)]
-
-    def forget(self, seq: Sequence) -> None:
-        """Keep nothing of a sequence."""
 
 
 def _drafts() -> SpeedWork:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from nanoinfer.lab.learn.workbook import first_line, read_module
+from nanoinfer.lab.learn.workbook import first_line, names_of, read_module
 
 # Expressions of the package, and what they are in one file without tracing, a store, states, windows and readers.
 FACTS = {
@@ -76,7 +76,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         bodies: (module, qualified name) -> the source of a function that takes the place of the package's.
         used: names that others read of the module.
     """
-    own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in _names(node)}
+    own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in names_of(node)}
     used = used | names_in(template)
     excerpts: dict[int, list[Excerpt]] = {}
     for number, line in enumerate(template.splitlines()):
@@ -87,7 +87,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         excerpts[number] = [
             _excerpt(module, node, owner, bodies)
             for its_owner, node in _definitions(read_module(module)[1])
-            if its_owner == owner and not _names(node) & left_out and (found[3] != "import" or _names(node) & named)
+            if its_owner == owner and not names_of(node) & left_out and (found[3] != "import" or names_of(node) & named)
         ]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
@@ -143,7 +143,7 @@ def missing_names(text: str) -> set[str]:
 
 def repeated_names(text: str) -> set[str]:
     """Return the names that a module defines more than once."""
-    names = Counter(chain.from_iterable(_names(node) for owner, node in _definitions(ast.parse(text)) if not owner))
+    names = Counter(chain.from_iterable(names_of(node) for owner, node in _definitions(ast.parse(text)) if not owner))
     return {name for name, number in names.items() if number > 1}
 
 
@@ -157,13 +157,6 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
                 yield node.name, member
 
 
-def _names(node: Definition) -> set[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-
-
 def _text(module: str, node: Definition) -> str:
     """Return the lines of a definition, with its decorators and the comments directly above it."""
     lines, _ = read_module(module)
@@ -174,7 +167,7 @@ def _text(module: str, node: Definition) -> str:
 
 
 def _excerpt(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Excerpt:
-    names, text = _names(node), _text(module, node)
+    names, text = names_of(node), _text(module, node)
     if not isinstance(node, ast.ClassDef) or "NamedTuple" in map(ast.unparse, node.bases):  # whose fields have their place
         place = module, ".".join(filter(None, (owner, *names)))
         return Excerpt(names, simplified(bodies.get(place, text)))

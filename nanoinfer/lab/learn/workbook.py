@@ -94,7 +94,7 @@ class Function:
                     elif (name.asname or name.name) in used:
                         lines.append(f"import {ast.unparse(name)}")
             else:
-                origins.setdefault(self.module, []).extend(name for name in sorted(used) if _defines(node, name))
+                origins.setdefault(self.module, []).extend(sorted(names_of(node) & used))
         return "\n".join([*lines, *(f"from {origin} import {', '.join(names)}" for origin, names in origins.items() if names)])
 
     def made(self) -> Version:
@@ -133,16 +133,16 @@ def _definition(module: str, qualname: str) -> Any:
     """Return the syntax tree of a class, a function or a method, and of the module for ""."""
     found: Any = read_module(module)[1]
     for part in filter(None, qualname.split(".")):
-        found = next(node for node in found.body if _defines(node, part))
+        found = next(node for node in found.body if part in names_of(node))
     return found
 
 
-def _defines(node: ast.AST, name: str) -> bool:
-    """Whether a statement defines this name, or this attribute of self."""
+def names_of(node: ast.AST) -> set[str]:
+    """Return the names that a statement defines. Attributes of self count as names."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name == name
+        return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return any(ast.unparse(part) in (name, f"self.{name}") for target in targets for part in getattr(target, "elts", [target]))
+    return {ast.unparse(part).removeprefix("self.") for target in targets for part in getattr(target, "elts", [target])}
 
 
 def declared(entry: str) -> tuple[str, list[str]]:
@@ -164,7 +164,7 @@ def declared(entry: str) -> tuple[str, list[str]]:
     documented = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(scope) or "", re.MULTILINE))
     found = []
     for name in names:
-        node: Any = next((node for node in ast.walk(scope) if _defines(node, name)), None)
+        node: Any = next((node for node in ast.walk(scope) if name in names_of(node)), None)
         assert node is not None, f"{place} defines {name}"
         _, _, comment = lines[node.lineno - 1].partition("  # ")
         if isinstance(node, ast.FunctionDef):

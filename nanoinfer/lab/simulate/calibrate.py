@@ -38,7 +38,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
         return [_run_of(_workload_of(found["workload"]), run["requests"]) for found in results for run in found["runs"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValueError(
             f"{path} must be what `nanoinfer bench serve --json` printed, with no failed request and --ignore-eos ({error})"
         ) from error

@@ -13,6 +13,7 @@ Source: Zhong et al. 2024, "DistServe", https://arxiv.org/abs/2401.09670.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
+from functools import partial
 
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
@@ -46,10 +47,7 @@ def simulate_engines(
     Raises:
         InvalidValueError: as simulate does, or all engines are prefill engines, or the hardware has no link.
     """
-
-    def new_engine() -> Simulation:
-        return Simulation(sizes, hardware, settings, enable_expert_parallel=enable_expert_parallel)
-
+    new_engine = partial(Simulation, sizes, hardware, settings, enable_expert_parallel=enable_expert_parallel)
     if num_engines == 1 and not num_prefill_engines:
         return new_engine().run(requests)
     given = list(requests)

@@ -138,9 +138,7 @@ def page(about: str, runs: Sequence[SimulatedRun], limits: Mapping[str, float]) 
     columns, rows = table(runs)
     plots = _plots_of_a_sweep(runs, limits) if len(runs) > 1 else _plots_of_a_run(runs[0].result, limits)
     data = {"about": about, "columns": columns, "rows": rows, "plots": plots}
-    parts = {"/* COLOURS */": viewer.read("colours.css"), "/* ELEMENTS */": viewer.read("elements.js")}
-    parts["/* REPORT */ {}"] = viewer.as_script(data)
-    return viewer.fill(Path(__file__).with_name("report.html").read_text(encoding="utf-8"), parts)
+    return viewer.fill(Path(__file__).with_name("report.html"), {"/* REPORT */ {}": viewer.as_script(data)})
 
 
 def _plots_of_a_run(result: Result, limits: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -26,22 +26,16 @@ class Character:
     """Somebody with a name, and the pronouns that go with it."""
 
     name: str
-    he: str  # "she" or "he"
-
-    @property
-    def him(self) -> str:
-        return {"she": "her", "he": "him"}[self.he]
-
-    @property
-    def his(self) -> str:
-        return {"she": "her", "he": "his"}[self.he]
+    he: str
+    him: str
+    his: str
 
     def __str__(self) -> str:
         return self.name
 
 
-SHE = [Character(name, "she") for name in "Lily Anna Mia Ruby Daisy Bella Rosie Zoe Emma Nora Ivy Clara".split()]
-HE = [Character(name, "he") for name in "Tom Sam Max Oscar Finn Pip Leo Ben Jack Milo Hugo Felix".split()]
+SHE = [Character(name, "she", "her", "her") for name in "Lily Anna Mia Ruby Daisy Bella Rosie Zoe Emma Nora Ivy Clara".split()]
+HE = [Character(name, "he", "him", "his") for name in "Tom Sam Max Oscar Finn Pip Leo Ben Jack Milo Hugo Felix".split()]
 HEROES = {character.name: character for character in SHE + HE}
 
 FOLDER = Path(__file__).parent

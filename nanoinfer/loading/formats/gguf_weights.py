@@ -19,10 +19,9 @@ from nanoinfer.errors import WeightsError, shown
 from nanoinfer.loading.formats.experts import unpack_fp4
 from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.loading.formats.gguf_families import WITH_STATES, parameter_name
-from nanoinfer.loading.weights import QuantizedWeight, TensorInfo, Weights
+from nanoinfer.loading.weights import FLOAT_DTYPES, QuantizedWeight, TensorInfo, Weights
 from nanoinfer.system.pages import release_pages
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF
 _TILED = ("qwen35", "qwen35moe")  # architectures with value heads in another order
 _REORDERED = {"llama": (".q_proj.", ".k_proj.")} | dict.fromkeys(WITH_STATES, (".linear_attn.",))
@@ -63,7 +62,7 @@ class GGUFWeights(Weights):
     def _info(self, name: str) -> TensorInfo:
         tensor = self._tensors[name]
         shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
-        if tensor.block_type.name not in _FLOATS:
+        if tensor.block_type.name not in FLOAT_DTYPES:
             return TensorInfo(shape, "F32")
         is_in_order = not any(part in name for part in _REORDERED.get(self._file.architecture, ()))
         return TensorInfo(shape, tensor.block_type.name, is_mapped=is_in_order)
@@ -128,14 +127,12 @@ class GGUFWeights(Weights):
     def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of a parameter: in the file's dtype if it is a float, otherwise in fp32."""
         tensor, stored = self._tensors[name], self._rows(name, rows)
-        if dtype := _FLOATS.get(tensor.block_type.name):
+        if dtype := FLOAT_DTYPES.get(tensor.block_type.name):
             return stored.view(dtype).view(len(stored), *tensor.shape[1:])
         blocks = stored.reshape(-1, tensor.block_type.num_bytes)
         if tensor.block_type.name in _WITHOUT_MINIMUM:
             _, zero, integers = _WITHOUT_MINIMUM[tensor.block_type.name]
             weights = _half(blocks, 0) * (integers(blocks).float() - zero)
-        elif tensor.block_type.name in _WITH_MINIMUM:
-            weights = _half(blocks, 0) * _WITH_MINIMUM[tensor.block_type.name](blocks) + _half(blocks, 2)
         else:
             weights = _OTHERS[tensor.block_type.name](blocks)
         return weights.view(len(stored), *tensor.shape[1:])
@@ -211,8 +208,9 @@ _WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q5_0": (5, 16, _five_bits),
     "Q8_0": (8, 128, lambda blocks: blocks[:, 2:] ^ 128),  # signed + 128
 }
-_WITH_MINIMUM = {"Q4_1": _four_bits, "Q5_1": _five_bits}  # type -> blocks -> integers: d * integer + minimum
 _OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_1": lambda blocks: _half(blocks, 0) * _four_bits(blocks) + _half(blocks, 2),
+    "Q5_1": lambda blocks: _half(blocks, 0) * _five_bits(blocks) + _half(blocks, 2),
     "Q4_K": lambda blocks: _k_groups(blocks, _fields(blocks[:, 16:], 4, 32)),
     "Q5_K": lambda blocks: _k_groups(blocks, _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4),
     "Q6_K": _q6_k,

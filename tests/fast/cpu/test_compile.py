@@ -259,9 +259,21 @@ class GatesTwice(Gated):
         return super().forward(h, c, s, attention) + gate.tanh().sum((1, 2)).unsqueeze(1)
 
 
+class ReadsOneHead(Gated):
+    """A single head is read from heads that are not contiguous."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.alone = nn.Linear(HEAD_DIM, WIDTH)
+
+    def forward(self, h, c, s, attention):
+        gate = self.attention.query(h).unflatten(-1, (HEADS, -1)).chunk(2, dim=-1)[1]
+        return super().forward(h, c, s, attention) + self.alone(gate[:, 1])
+
+
 LAYER_CLASSES = [
     Layer, NormedHeads, OneQuery, Parallel, Scaled, Relu, Branching, WithBranchingMLP, Sandwich, Merged, ReadsTwice, Biased,
-    Unnormed, Unused, Hooked, Gated, SwappedParts, GatesTwice,
+    Unnormed, Unused, Hooked, Gated, SwappedParts, GatesTwice, ReadsOneHead,
 ]  # fmt: skip
 ROPE = RopeConfig.from_hf({"rope_theta": 10000.0, "max_position_embeddings": 64})
 

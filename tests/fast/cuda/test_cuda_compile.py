@@ -87,12 +87,21 @@ class TwiceResidual(QwenDecoderLayer):
         return super().forward(x, cos, sin, attend) * 0.5 + x
 
 
+class ViewOfResidual(QwenDecoderLayer):
+    """A view of the input is read again after the sum."""
+
+    def forward(self, x, cos, sin, attend):
+        halves = x.unflatten(-1, (2, -1))
+        return super().forward(x, cos, sin, attend) * 0.5 + halves.flatten(1)
+
+
 @pytest.mark.slow
-def test_a_residual_that_is_read_later_is_not_overwritten(tmp_path):
+@pytest.mark.parametrize("layer_class", [TwiceResidual, ViewOfResidual])
+def test_a_residual_that_is_read_later_is_not_overwritten(layer_class, tmp_path):
     path = tiny_models.save("qwen3", tmp_path)
     model, expected = load(path), load(path)
     for one in (model, expected):
-        one.layers[1].__class__ = TwiceResidual
+        one.layers[1].__class__ = layer_class
     model = compile_model(model).model
     torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
 

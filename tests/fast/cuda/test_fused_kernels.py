@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from nanoinfer.fast.cuda.compile import AddedLinear, KernelRMSNorm
 from nanoinfer.fast.cuda.fused_kernels import rotate, silu_and_mul
 from nanoinfer.models.layers import RMSNorm, apply_rotary
+from tests.helpers import triton_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.slow
 

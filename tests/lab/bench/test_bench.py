@@ -84,10 +84,12 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
         ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
-        ({"burstiness": 0.0}, "burstiness must be > 0, got 0.0"),
+        ({"burstiness": 0.0}, "burstiness must be finite and > 0, got 0.0"),
+        ({"burstiness": math.inf, "request_rate": 2.0}, "burstiness must be finite and > 0, got inf"),
         ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; leave burstiness out"),
         ({"think_time": 5.0}, "turns must be > 1 with think_time 5.0, got 1; leave think_time out"),
-        ({"think_time": -1.0}, "think_time must be > 0 seconds, got -1.0"),
+        ({"think_time": -1.0}, "think_time must be finite and > 0 seconds, got -1.0"),
+        ({"think_time": math.inf, "turns": 2}, "think_time must be finite and > 0 seconds, got inf"),
     ],
 )
 def test_an_impossible_workload_is_refused(changes, sentence):
@@ -181,12 +183,13 @@ def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
 
 
 def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
-    """Two requests: both prompts in one step, then a step of both, and one of the second. Nothing but reading takes time."""
+    """Two prompts in one step, then a step of both and a third prompt, and one of the second. Only reading takes time."""
     model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
     machine = roofline.Machine(bandwidth=1.0, gemm_rates={torch.float32: float("inf")})
     timings = [
         RequestTiming(0.0, token_times=[1.0, 2.0], num_prompt_tokens=3),
         RequestTiming(0.0, token_times=[1.0, 2.0, 3.0], num_prompt_tokens=5),
+        RequestTiming(0.0, token_times=[2.0], num_prompt_tokens=4),
     ]
 
     def num_bytes(bits=None, **step):
@@ -195,6 +198,8 @@ def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
     for bits in (None, 8):
         steps = ((2, 4, 4), (2, 1, 5), (1, 1, 7))  # sequences, new tokens, the mean context
         expected = sum(num_bytes(bits, num_seqs=n, num_new=new, context=context) for n, new, context in steps)
+        weights = num_bytes(bits, num_seqs=0, num_new=0, context=0)
+        expected += num_bytes(bits, num_seqs=1, num_new=4, context=4) - weights  # of the third, in the step of two others
         assert roofline.least_s_of_run(timings, machine, model, torch.float32, bits) == expected
     assert num_bytes(8, num_seqs=1, num_new=1, context=1) < num_bytes(num_seqs=1, num_new=1, context=1)
 

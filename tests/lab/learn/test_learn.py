@@ -441,13 +441,14 @@ def test_one_task_from_mistake_to_solution(run):
     assert "a SyntaxError in line 1" in run("check", "argmax").output
     book.file("argmax").unlink()
     assert "no file t02_argmax.py" in run("check", "argmax").output
-    book.file("argmax").write_text(find("argmax").text)
     hints = find("argmax").hints
     assert [hints[0] in run("hint", "argmax").output, hints[1] in run("hint", "argmax").output] == [True, True]
     assert run("solve", "argmax", input="n\n").exit_code == 1
     assert run("solve", "argmax", input="y\n").exit_code == 0
     assert run("check", "t02_argmax.py").output == run("check", "argmax").output == "argmax: passed\n"
     assert "largest.isfinite()" in book.file("argmax").read_text()
+    book.file("argmax").write_text("def argmax(:\n")  # no function of which the beginning could be kept
+    assert (run("solve", "argmax", "--yes").exit_code, run("check", "argmax").exit_code) == (0, 0)
     book.file("argmax").write_text(book.file("argmax").read_text() + "\n# changed\n")
     assert book.status("argmax") == "written"
 

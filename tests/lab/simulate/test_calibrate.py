@@ -52,9 +52,10 @@ def test_a_machine_is_found_from_a_run_of_few_and_a_run_of_many_requests(tmp_pat
 
 def test_a_file_of_another_form_is_refused(tmp_path):
     path = tmp_path / "other.json"
-    path.write_text("{}", encoding="utf-8")
-    with pytest.raises(InvalidValueError, match=r"other.json must be what `nanoinfer bench serve --json` printed"):
-        read_runs(path)
+    for text in ("{}", '{"results": [{"workload": "B16", "runs": [{}]}]}'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InvalidValueError, match=r"other.json must be what `nanoinfer bench serve --json` printed"):
+            read_runs(path)
     report(path, FEW)
     path.write_text(
         path.read_text(encoding="utf-8").replace('"num_output_tokens": 9', '"num_output_tokens": 8'), encoding="utf-8"
