@@ -52,8 +52,9 @@ class Terminal:
     def send(self, keys):
         before, interrupt, after = keys.partition(CTRL_C)
         if interrupt:  # alone, and when the process waits: a signal before Python's wait for input is lost until the next key
-            self.send(before)
-            time.sleep(0.3)
+            if before:
+                self.send(before)
+                self.wait_for(before)  # readline has read the keys
             self._wait_until_it_sleeps()
             self.interrupt()
             keys = after
@@ -180,9 +181,25 @@ def test_without_readline_lines_are_read_as_the_terminal_gives_them(start):
     assert terminal.wait()[0] == 0
 
 
+CHAT = """
+import os, time
+from nanoinfer.cli.main import app
+from nanoinfer.engine.llm_engine import LLMEngine
+
+def step(engine, step=LLMEngine.step):  # an answer lasts long enough to be interrupted while the file is there
+    if os.path.exists(SLOW):
+        time.sleep(0.1)
+    return step(engine)
+
+LLMEngine.step = step
+app(ARGUMENTS)
+"""
+
+
 def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     arguments = ["chat", "--max-model-len", "256", "--max-tokens", "20", "--stats", "--kv-cache-memory", str(2**24)]
-    terminal = start(f"from nanoinfer.cli.main import app; app({arguments})", NO_COLOR="1")
+    slow = tmp_path / "slow"
+    terminal = start(f"SLOW, ARGUMENTS = {str(slow)!r}, {arguments}; exec({CHAT!r})", NO_COLOR="1")
     loading = terminal.wait_for("nanoinfer 0.")
     assert "Loading tiny-qwen3" in loading
     assert "cpu, float32, context of 256 tokens\r\n/help lists the commands." in terminal.wait_for(PROMPT)
@@ -202,11 +219,13 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     assert "(a new conversation)" in terminal.type("/clear")
     terminal.type("/set ignore_eos True")
     terminal.type("/set max_tokens None")
+    slow.touch()
     terminal.send("Tell me a story about Tom\r")
     terminal.wait_for("\x1b[?2004l\r")  # the end of the echo
     terminal.wait_for(" ")
     terminal.interrupt()
     rest = terminal.wait_for(PROMPT)
+    slow.unlink()
     assert "(stopped)" in rest
 
     # Four turns of 50 tokens and more fill the context.

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import random
@@ -214,19 +215,15 @@ def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ran
     assert any(isinstance(event, StageApplied) for event in recorder.events)
 
 
-def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
+def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path, forked_ranks):
     path = tiny_models.save("qwen3_one_kv_head", tmp_path, vocab_size=97)
     params = [asked(**given) for given in PARAMS[:4]]
     expected = answers(LLM(path, kv_cache_memory=2**22, **SETTINGS), PROMPTS, params)
-    before = set(workers_of())
+    before = set(multiprocessing.active_children())
     split = LLM(path, kv_cache_memory=2**22, tensor_parallel_size=4, **SETTINGS)
+    assert len(set(multiprocessing.active_children()) - before) == 3
     assert answers(split, PROMPTS, params) == expected
     assert_batches_change_no_bit(split)
-    workers = set(workers_of()) - before
-    assert len(workers) == 3
-    del split
-    gc.collect()
-    assert not workers & set(workers_of())
 
 
 @pytest.mark.parametrize("family", ["gpt_oss_window", "gemma3_window"])
@@ -346,6 +343,15 @@ def test_the_workers_of_a_closed_llm_have_ended_although_it_is_still_referenced(
     assert worker not in workers_of()
     assert [delta.finish_reason for delta in stream][-1] == "abort"
     split.close()
+
+
+def test_the_workers_of_a_collected_llm_have_ended(qwen3_path):
+    before = set(workers_of())
+    split = LLM(qwen3_path, kv_cache_memory=2**22, tensor_parallel_size=2, **SETTINGS)
+    [worker] = set(workers_of()) - before
+    del split
+    gc.collect()
+    assert worker not in workers_of()
 
 
 PEAK = """

@@ -196,10 +196,12 @@ def test_importing_the_package_imports_nothing_else_that_takes_time():
 
 
 @pytest.mark.slow
-def test_running_a_model_imports_no_modelling_code_of_transformers_and_no_cuda_library():
+def test_running_a_model_imports_no_modelling_code_of_transformers_no_cuda_library_nothing_of_vllms_and_nothing_of_learn():
     run = "LLM(kv_cache_memory=2**22).generate('Once', use_tqdm=False)"
-    imported = run_python(f"import sys; from nanoinfer import LLM; {run}; print(*sys.modules)").split()
+    names = "LLM, AsyncLLM, EngineArgs, SamplingParams"
+    imported = run_python(f"import sys; from nanoinfer import {names}; {run}; print(*sys.modules)").split()
     assert "nanoinfer.models.qwen" in imported
+    assert not [name for name in imported if "compat" in name.split(".") or name.startswith("nanoinfer.lab.learn")]
     assert "transformers.modeling_utils" not in imported
     assert not [name for name in imported if re.match(r"transformers\.models\.(gpt2|qwen\d)\.modeling", name)]
     assert not [name for name in imported if name.split(".")[0] in ("triton", "flash_attn", "nvidia")]

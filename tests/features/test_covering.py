@@ -54,9 +54,9 @@ def tokens_of(answers):
     return [[answer.token_ids for answer in several] for several in answers]
 
 
-# By default every third run, because all of them take minutes.
+# By default every fourth run, because all of them take minutes.
 @pytest.mark.parametrize(
-    "run", [pytest.param(run, id=names_of(run), marks=[pytest.mark.long] * (i % 3 > 0)) for i, run in enumerate(RUNS)]
+    "run", [pytest.param(run, id=names_of(run), marks=[pytest.mark.long] * (i % 4 > 0)) for i, run in enumerate(RUNS)]
 )
 def test_features_together_give_the_answers_of_each_alone(checkpoints, oracle, run):
     questions, expected = oracle.questions(run)

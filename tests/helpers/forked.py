@@ -20,6 +20,7 @@ _CONTEXT.set_forkserver_preload(
     [
         *("torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"),
         *("triton.runtime.interpreter", "nanoinfer.fast.cuda.compile", "tests.helpers.tiny_models", "pytest"),
+        "IPython.core.interactiveshell",
     ]
 )
 _FRESH = multiprocessing.get_context("spawn")

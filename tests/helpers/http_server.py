@@ -30,6 +30,11 @@ class HttpServer:
     def num_unfinished(self):
         return self.async_llm.engine.num_unfinished
 
+    def wait_until_busy(self):
+        """Wait until a request has arrived."""
+        while not self.async_llm.engine.num_unfinished:
+            time.sleep(0.005)
+
     def wait_until_idle(self):
         """Wait until nothing runs."""
         start = time.perf_counter()

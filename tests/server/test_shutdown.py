@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import httpx2
 import pytest
@@ -70,8 +69,7 @@ def test_running_requests_may_finish():
         reader = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", LONG).text))
         with limited_steps(server.async_llm.engine, 5):
             reader.start()
-            while not server.num_unfinished():
-                time.sleep(0.005)
+            server.wait_until_busy()
     reader.join()
     assert "error" not in texts[0]
     assert '"finish_reason":"length"' in texts[0]

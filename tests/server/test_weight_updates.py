@@ -16,6 +16,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.server import updates
 from nanoinfer.training import rollouts
 from tests.helpers import http_server
+from tests.helpers.limited_steps import limited_steps
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 LONG = BODY | {"max_tokens": 200, "ignore_eos": True}
@@ -50,9 +51,9 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
     assert server.get("/get_world_size").json() == {"world_size": 1}
     before, long_answer = token_ids(server), []
     thread = threading.Thread(target=lambda: long_answer.extend(token_ids(server, LONG)))
-    thread.start()
-    while not server.num_unfinished():
-        pass
+    with limited_steps(server.async_llm.engine, 5):
+        thread.start()
+        server.wait_until_busy()
     assert server.post("/pause", {}).json() == {"weights_version": 0, "is_paused": True}
     thread.join(60)
     assert len(long_answer) == 200, "what runs is answered to the end"
@@ -163,10 +164,10 @@ def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_i
         assert [plain.post(path, {}).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
     answers = []
     thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", LONG).json()))
-    thread.start()
-    while not server.num_unfinished():
-        pass
-    assert server.post("/pause?mode=abort", {}).json()["is_paused"]
+    with limited_steps(server.async_llm.engine, 5):  # so that the answer cannot end by itself
+        thread.start()
+        server.wait_until_busy()
+        assert server.post("/pause?mode=abort", {}).json()["is_paused"]
     thread.join(60)
     assert not server.post("/resume", {}).json()["is_paused"]
     assert "error" in answers[0] or answers[0]["choices"][0]["finish_reason"] == "abort"

@@ -2,7 +2,7 @@
 
 import os
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,19 +22,22 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_is_not_given_back_is_waited_for_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_files, "LOCK_SECONDS", 0.2)
+    clock = SimpleNamespace(
+        now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds)
+    )
+    monkeypatch.setattr(kept_files, "time", clock)
     stuck, waiting = (KeptFiles(tmp_path, 100, "*") for _ in range(2))
 
     def seconds_until_refused():
-        start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"has locked the folder for 0\.2 s"), waiting.locked():
+        start = clock.now
+        with pytest.raises(TimeoutError, match=r"has locked the folder for 5 s"), waiting.locked():
             pass
-        return time.monotonic() - start
+        return clock.now - start
 
     for _ in range(2):
         with stuck.locked():
-            assert seconds_until_refused() >= 0.2
-            assert seconds_until_refused() < 0.2
+            assert seconds_until_refused() >= kept_files.LOCK_SECONDS
+            assert seconds_until_refused() < 0.1
         with waiting.locked():
             pass
     stuck.close()

@@ -744,6 +744,7 @@ def check_intervals(page, draw):
     assert drawn["x"] - 2 <= mark["x"] + 1 <= drawn["x"] + drawn["width"] + 2
 
 
+@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
 def test_greedy_rows_and_recordings_without_stages_say_so(recorded, crowded, show):
     page = show(recorded.path)
     page.locator("#requests details >> nth=2").locator(".drawn-token >> nth=5").click()

@@ -35,7 +35,7 @@ class ByTriton(Route):
 
 BY_TRITON = sampling_by(ByTriton())
 SAMPLERS = {"fast": sampling_by(few_logits.FewLogits()), "plain": sampling_by(), "as on a GPU": as_on_a_gpu}
-NUM_AS_ON_A_GPU = 8  # rows, because Triton's interpreter takes long
+NUM_AS_ON_A_GPU = 4  # rows, because Triton's interpreter takes long
 
 
 def disagreeing(logits, batch):

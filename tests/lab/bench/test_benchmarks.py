@@ -15,27 +15,30 @@ from nanoinfer.lab.bench import workloads
 pytestmark = pytest.mark.slow
 
 
-def test_a_report_is_a_dated_entry_in_markdown(small_roofline):
+def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_for_a_padded_batch_with_the_roofline_alone(
+    small_roofline, monkeypatch
+):
     result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,C", "--device", "cpu"])
     assert result.exit_code == 1
     assert "workload C needs 1024 tokens at a time" in result.stderr
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
+    monkeypatch.setattr(report, "LARGEST_BATCH", 200)
+    # Transformers pads the first, and a wrong number of its tokens would be an error.
+    mixed = workloads.Workload(name="A", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
+    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
+    sampled = workloads.Workload(name="E", input_lens=(2, 2), output_lens=(3, 3), sampling=sampling)
+    large = workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30))
+    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (mixed, sampled, large)})
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,E,F", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("### tiny-gpt2 in float32 on ")
     assert lines[0].endswith(str(datetime.date.today()))
     assert "| workload | nanoinfer | transformers | ratio |" in lines
-    (row,) = [line for line in lines if line.startswith("| A |")]
-    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
+    rows = [line for line in lines if line.startswith(("| A |", "| E |", "| F |"))]
+    assert len(rows) == 2
+    for name, row in zip("AE", rows, strict=True):
+        assert re.fullmatch(rf"\| {name} \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
     assert sum(line.startswith("| decode, ") for line in lines) == 4
-
-
-def test_a_workload_too_large_for_a_padded_batch_is_compared_with_the_roofline_alone(small_roofline, monkeypatch):
-    monkeypatch.setattr(report, "LARGEST_BATCH", 200)
-    monkeypatch.setitem(report.workloads.WORKLOADS, "F", workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30)))
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    assert re.findall(r"^\| ([AF])\b.* \|$", result.stdout, re.MULTILINE) == ["A", "F"]
     (row,) = re.findall(r"^\| F, [\d,]+ tok/s \| ([\d.,]+) \| ([\d.,]+) \| (\d+)% \|$", result.stdout, re.MULTILINE)
     least, measured, share = (float(number.replace(",", "")) for number in row)
     assert 0 < least < measured

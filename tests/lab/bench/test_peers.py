@@ -40,7 +40,7 @@ class LLM:
             pass
 
     def generate(self, prompts, params, use_tqdm):
-        missing = max(len(prompt["prompt_token_ids"]) > 3 for prompt in prompts)
+        missing = max(len(prompt["prompt_token_ids"]) == 4 for prompt in prompts)
         time.sleep(0.01)
         return [Record(outputs=[Record(token_ids=[0] * (one.max_tokens - missing))]) for one in params]
 """
@@ -103,13 +103,31 @@ class LLM:
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Packages of the names vllm and nanovllm, for this Python's subprocesses, and an empty cache."""
-    (tmp_path / "vllm.py").write_text(STUB)
+    write_stubs(tmp_path, monkeypatch)
+
+
+def write_stubs(folder, monkeypatch):
+    (folder / "vllm.py").write_text(STUB)
     for name, text in NANO_VLLM_STUB.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], modules=("nanovllm",)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("NANOINFER_CACHE", str(folder))
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The result of a comparison with both stubs, and its folder."""
+    folder = tmp_path_factory.mktemp("compared")
+    arguments = ["--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "300", "--output-len", "2-4", "--repeats", "2"]
+    arguments += ["--top-k", "3", "--dtype", "bfloat16", "--kv-cache-memory", "16MiB"]
+    with pytest.MonkeyPatch.context() as patch:
+        write_stubs(folder, patch)
+        patch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], device="cpu"))  # as if this were a GPU
+        result = CliRunner().invoke(app, [*arguments, "--engines", f"nano-vllm,vllm={sys.executable}", "--json"])
+    assert result.exit_code == 0, result.output
+    return result, folder
 
 
 @pytest.fixture
@@ -145,15 +163,6 @@ def test_a_peer_reports_the_seconds_of_a_workload(stub):
         assert 0.01 <= seconds <= time.perf_counter() - start_time
     peer.close()
     assert peer.process.returncode is not None
-
-
-def test_transformers_pads_a_batch_and_makes_every_token():
-    peer = start(dtype="float32", engine="transformers")
-    sampled = Workload(name="s", input_lens=(2, 2), output_lens=(3, 3), sampling={"temperature": 1.0, "top_k": 4, "top_p": 0.9})
-    mixed = Workload(name="mixed", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
-    for asked in (sampled, mixed):  # a wrong number of tokens is an error
-        assert peer.run(asked, asked.prompts(50, 1)) > 0
-    peer.close()
 
 
 def test_a_peer_that_generates_too_few_tokens_is_refused(peer):
@@ -192,14 +201,11 @@ def test_a_peer_that_fails_is_an_error_with_its_last_line(stub):
     assert "a line on standard output is not an answer" in log.read_text()
 
 
-def test_the_ratios_to_several_engines(stub):
-    own = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "3", "--output-len", "2-4", "--repeats", "2")
-    arguments = (*own, "--dtype", "bfloat16", "--engines", f"transformers,vllm={sys.executable}")
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == 0, result.output
+def test_the_ratios_to_several_engines(compared):
+    result, _ = compared
     assert "comparing with vLLM 1.2 with 1 thread" in result.stderr
     (found,) = json.loads(result.stdout)
-    assert list(found["speeds"]) == ["nanoinfer", "transformers", "vllm"]
+    assert list(found["speeds"]) == ["nanoinfer", "nano-vllm", "vllm"]
     for name, ratio in found["ratios"].items():
         assert ratio == pytest.approx(found["speeds"]["nanoinfer"] / found["speeds"][name])
 
@@ -256,20 +262,17 @@ def test_an_engine_refuses_other_devices_and_dtypes(stub, engine, dtype, sentenc
     assert sentence in result.stderr
 
 
-def test_all_engines_sample_as_nano_vllm_does(stub, monkeypatch):
-    monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], device="cpu"))  # as if this were a GPU
-    own = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "300", "--output-len", "2-4", "--top-k", "3")
-    result = CliRunner().invoke(app, [*own, "--dtype", "bfloat16", "--engines", "nano-vllm", "--json"])
-    assert result.exit_code == 0, result.output
+def test_all_engines_sample_as_nano_vllm_does(compared):
+    result, _ = compared
     assert "comparing with nano-vllm 0.2" in result.stderr
     (found,) = json.loads(result.stdout)
     assert found["workload"] == "yours, temperature 0.6"
 
 
-def test_nano_vllm_has_a_cache_of_the_given_size(stub, tmp_path):
-    start(dtype="bfloat16", engine="nano-vllm").close()
-    (log,) = tmp_path.rglob("nano-vllm.log")
-    assert log.read_text() == "1 blocks\n"  # of 256 tokens
+def test_nano_vllm_has_a_cache_of_the_given_size(compared):
+    _, folder = compared
+    (log,) = folder.rglob("nano-vllm.log")
+    assert log.read_text() == "32 blocks\n"  # of 256 tokens of 2 KiB: 16 MiB
 
 
 def test_nano_vllm_refuses_another_dtype_than_the_checkpoint_has(stub):

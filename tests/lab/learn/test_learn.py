@@ -572,9 +572,3 @@ def test_the_ladder_measures_the_learners_engine_beside_ours(run, monkeypatch):
     assert run("solve", "causal_attention", "--yes").exit_code == run("check", "causal_attention").exit_code == 0
     output = run("ladder").output
     assert [line.split("  ")[0] for line in output.splitlines()] == ["version", "your engine", "the same, ours", "compiled"]
-
-
-@pytest.mark.slow
-def test_generating_imports_nothing_of_it():
-    code = "import nanoinfer.llm, sys; print([name for name in sys.modules if name.startswith('nanoinfer.lab.learn')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
