@@ -92,8 +92,10 @@ def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_th
     check(DRIVERS[name], "short", *SANITIZED)
 
 
-# By default: calls in a row, which wait for one another. The others take as long.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "program")) for name in DRIVERS])
+# By default: calls in a row, and a kernel that waits twice. The others take as long.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "paged_decode"))) for name in DRIVERS]
+)
 def test_no_team_has_a_data_race(name):
     check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)
 
