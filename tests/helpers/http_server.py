@@ -32,7 +32,9 @@ class HttpServer:
 
     def wait_until_busy(self):
         """Wait until a request has arrived."""
+        start = time.perf_counter()
         while not self.async_llm.engine.num_unfinished:
+            assert time.perf_counter() - start < 120, "no request has arrived"
             time.sleep(0.005)
 
     def wait_until_idle(self):
