@@ -65,7 +65,7 @@ RACES = [
     Fault("fast/cpu/team.h", "fetch_add(1, std::memory_order_acq_rel)", "fetch_add(1, std::memory_order_relaxed)", "program"),
 ]
 for file, driver in {fault.file: fault.driver for fault in FAULTS}.items():
-    waits = re.findall(r".*\n.*me\.wait\(\);", (PACKAGE / file).read_text(encoding="utf-8"))
+    waits = re.findall(r"(?m)^(?=(.*\n.*me\.wait\(\);\n.*))", (PACKAGE / file).read_text(encoding="utf-8"))
     RACES += [Fault(file, lines, lines.replace("me.wait();", ";"), driver) for lines in waits]
 
 
