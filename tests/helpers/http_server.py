@@ -32,17 +32,11 @@ class HttpServer:
 
     def wait_until_busy(self):
         """Wait until a request has arrived."""
-        start = time.perf_counter()
-        while not self.async_llm.engine.num_unfinished:
-            assert time.perf_counter() - start < 120, "no request has arrived"
-            time.sleep(0.005)
+        _wait_until(self.num_unfinished, "no request has arrived")
 
     def wait_until_idle(self):
         """Wait until nothing runs."""
-        start = time.perf_counter()
-        while self.async_llm.engine.num_unfinished or self.async_llm.num_unfinished_answers:
-            assert time.perf_counter() - start < 120, "requests are left"
-            time.sleep(0.005)
+        _wait_until(lambda: not (self.num_unfinished() or self.async_llm.num_unfinished_answers), "requests are left")
 
     def open_stream(self, body, path="/v1/completions"):
         """A raw socket on which the request was sent and nothing was read."""
@@ -53,6 +47,13 @@ class HttpServer:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         return connection
+
+
+def _wait_until(is_true, words):
+    start = time.perf_counter()
+    while not is_true():
+        assert time.perf_counter() - start < 120, words
+        time.sleep(0.005)
 
 
 @contextmanager
