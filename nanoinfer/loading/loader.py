@@ -25,7 +25,7 @@ from nanoinfer.errors import (
     WeightsError,
     shown,
 )
-from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
+from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
@@ -67,6 +67,9 @@ class Loaded:
 def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
+    if not config.lora and not config.enable_lora and (checkpoint.path / ADAPTER_CONFIG).exists():
+        text = "the LoRA adapter in %s is not used, while transformers with peft loads it; lora=%r merges it into the weights"
+        logger.warning(text, checkpoint.path, str(checkpoint.path))
     # Checked before the weights are read, which takes long.
     eos_token_ids = checkpoint.eos_token_ids
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
@@ -234,7 +237,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
-    files: Weights = WeightFiles(checkpoint.weight_files)
+    files: Weights = WeightFiles(checkpoint.weight_files, checkpoint.weight_map)
     if settings:
         from nanoinfer.loading.formats.packed import open_packed
 
