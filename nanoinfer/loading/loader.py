@@ -27,6 +27,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
+from nanoinfer.loading.identity import sampled_digest
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
@@ -156,15 +157,15 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
-    if not config.lora:
-        version = repr((states, checkpoint.config, type(model), model.weight_rules))
+    for_kernels = device.type == "cpu" and not config.enforce_eager
+    if for_kernels and not config.lora:
+        version = repr((states, sampled_digest(checkpoint), checkpoint.config, type(model), model.weight_rules))
         part = (0, 1) if shards is None else (shards.rank, shards.size)
         weights.identity = Identity([*map(str, paths)], part, version)
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
-    for_kernels = device.type == "cpu" and not config.enforce_eager
     if device.type == "cpu":
         num_stored_bits = 8 * sum(size for _, size, *_ in states) / num_parameters
         _compare_memory(model, config, num_stored_bits, num_ranks=1 if shards is None else shards.size)
