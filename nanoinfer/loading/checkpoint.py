@@ -7,7 +7,7 @@ weights.py and formats/ read the tensors.
 import hashlib
 import json
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ DEFAULT_MODEL = "tiny-qwen3"
 # All files that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # a LoRA adapter, as peft saves it
 MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B parameters has 80 kB
 
 _CONVERT = (
@@ -41,6 +42,7 @@ class Checkpoint:
     generation_config: dict[str, Any]  # generation_config.json, {} without the file
     weight_files: list[Path]  # the safetensors files, in the index's order, or the GGUF file
     gguf: "GGUFFile | None" = None  # the header of a GGUF file
+    weight_map: dict[str, str] = field(default_factory=dict)  # the index: tensor -> name of its file. {} without an index
 
     @classmethod
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
@@ -53,6 +55,8 @@ class Checkpoint:
         if path.is_file():
             return cls._open_gguf(path)
         names = set(list_folder(path))
+        if ADAPTER_CONFIG in names:
+            names.discard(ADAPTER_WEIGHTS)
         gguf_names = sorted(name for name in names if name.endswith(".gguf"))
         if gguf_names and not any(name.endswith(".safetensors") for name in names):
             if len(gguf_names) > 1:
@@ -61,7 +65,8 @@ class Checkpoint:
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = read_json(generation_path) if generation_path.exists() else {}
-        return cls(path, config, generation_config, _weight_files(path, names, model))
+        files, weight_map = _weight_files(path, names, model)
+        return cls(path, config, generation_config, files, weight_map=weight_map)
 
     @classmethod
     def _open_gguf(cls, path: Path) -> "Checkpoint":
@@ -141,6 +146,8 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
         if is_regular:  # opening a pipe waits for its other end
             path.open("rb").close()
     except FileNotFoundError as error:
+        if path.name == "config.json":
+            _refuse_adapter(path.parent)
         raise CheckpointNotFoundError(
             f"{path} does not exist; a checkpoint is a folder with config.json and weights"
         ) from error
@@ -166,33 +173,43 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path, present: set[str], model: str) -> list[Path]:
-    """Return the files of the weights: a single file, or the shards of an index. Like transformers, prefer a single file."""
-    index_path = path / "model.safetensors.index.json"
+def _refuse_adapter(path: Path) -> None:
+    """Refuse a folder without a model of its own if it is a LoRA adapter, with the name of its base model."""
+    if not (path / ADAPTER_CONFIG).exists():
+        return
+    base = shown(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE_MODEL")
+    way_out = f"load its base model together with it: model={base}, lora={shown(str(path))}"
+    raise CheckpointNotFoundError(f"{path} is a LoRA adapter, not a model; {way_out}")
+
+
+def _weight_files(path: Path, present: set[str], model: str) -> tuple[list[Path], dict[str, str]]:
+    """Return the weights' files and weight_map: a single file, which transformers prefers too, or the shards of an index."""
+    index_path, weight_map = path / "model.safetensors.index.json", {}
     if "model.safetensors" in present:
         names = ["model.safetensors"]
     elif index_path.name in present:
-        names = _shard_names(index_path)
+        weight_map = _read_index(index_path)
+        names = list(dict.fromkeys(weight_map.values()))
     else:
         names = sorted(name for name in present if name.endswith(".safetensors"))
     if missing := [name for name in names if name not in present]:
         raise CheckpointNotFoundError(f"{index_path} names {first_ten(missing)}, not in the folder; download them too")
     if not names:
+        _refuse_adapter(path)
         raise CheckpointNotFoundError(f"{path} holds no *.safetensors file. " + _CONVERT.format(model=model))
     for name in names:
         check_file(path / name)
-    return [path / name for name in names]
+    return [path / name for name in names], weight_map
 
 
-def _shard_names(index_path: Path) -> list[str]:
-    """Return the files that an index names, all in its own folder, because ../x would read files of the user's."""
+def _read_index(index_path: Path) -> dict[str, str]:
+    """Return an index's weight_map. Its files are all in its own folder, because ../x would read files of the user's."""
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
-    names = list(dict.fromkeys(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
+    if outside := [name for name in dict.fromkeys(weight_map.values()) if Path(name).name != name]:
         raise CheckpointError(f"{index_path} names {first_ten(outside)}, outside its folder; download it again")
-    return names
+    return weight_map
 
 
 def first_ten(items: list[str], separator: str = ", ") -> str:

@@ -25,8 +25,9 @@ from nanoinfer.errors import (
     WeightsError,
     shown,
 )
-from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
+from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
+from nanoinfer.loading.identity import sampled_digest
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
@@ -67,6 +68,9 @@ class Loaded:
 def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
+    if not config.lora and not config.enable_lora and (checkpoint.path / ADAPTER_CONFIG).exists():
+        text = "the LoRA adapter in %s is not used, while transformers with peft loads it; lora=%r merges it into the weights"
+        logger.warning(text, checkpoint.path, str(checkpoint.path))
     # Checked before the weights are read, which takes long.
     eos_token_ids = checkpoint.eos_token_ids
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
@@ -153,15 +157,15 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
-    if not config.lora:
-        version = repr((states, checkpoint.config, type(model), model.weight_rules))
+    for_kernels = device.type == "cpu" and not config.enforce_eager
+    if for_kernels and not config.lora:
+        version = repr((states, sampled_digest(checkpoint), checkpoint.config, type(model), model.weight_rules))
         part = (0, 1) if shards is None else (shards.rank, shards.size)
         weights.identity = Identity([*map(str, paths)], part, version)
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
-    for_kernels = device.type == "cpu" and not config.enforce_eager
     if device.type == "cpu":
         num_stored_bits = 8 * sum(size for _, size, *_ in states) / num_parameters
         _compare_memory(model, config, num_stored_bits, num_ranks=1 if shards is None else shards.size)
@@ -234,7 +238,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
-    files: Weights = WeightFiles(checkpoint.weight_files)
+    files: Weights = WeightFiles(checkpoint.weight_files, checkpoint.weight_map)
     if settings:
         from nanoinfer.loading.formats.packed import open_packed
 

@@ -70,7 +70,7 @@ class QuantizedWeight:
 
 
 class Identity(NamedTuple):
-    """What tells the tensors of a checkpoint from all others, without reading them."""
+    """What tells the tensors of a checkpoint from all others, without reading them whole."""
 
     paths: list[str]  # of the files
     part: tuple[int, int]  # the rank that has this part of each tensor, and the number of ranks
@@ -114,9 +114,15 @@ class DerivedWeights(Weights):
 
 
 class WeightFiles(Weights):
-    """The tensors of safetensors files. `read` returns views of the mapped files, not yet read from the disk."""
+    """The tensors of safetensors files. `read` returns views of the mapped files, not yet read from the disk.
 
-    def __init__(self, paths: list[Path]) -> None:
+    Args:
+        paths: the files.
+        weight_map: the name of the file from which a tensor is read, although other files have a copy. None: no index.
+    """
+
+    def __init__(self, paths: list[Path], weight_map: dict[str, str] | None = None) -> None:
+        index, found_in = weight_map or {}, dict[str, str]()
         self._read: dict[str, Callable[[str], Tensor]] = {}  # from the file that has the tensor
         self._views: list[Tensor] = []  # what was read since the last release
         for path in paths:
@@ -131,8 +137,14 @@ class WeightFiles(Weights):
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path} is cut short or damaged ({first_line(error)}); download it again") from error
             for name in file.keys():  # noqa: SIM118 (it is not a dict)
-                if name in self:
-                    raise WeightsError(f"{name} is in {path.name} and in another file of {path.parent}")
+                if name in self and index.get(name) == found_in[name]:
+                    continue
+                if name in self and index.get(name) != path.name:
+                    raise WeightsError(
+                        f"{name} is in {path.name} and in {found_in[name]} of {path.parent}, and no index gives it to either; "
+                        "remove the file that is out of date, or download the checkpoint again"
+                    )
+                found_in[name] = path.name
                 header = file.get_slice(name)
                 self._read[name] = file.get_tensor
                 self[name] = TensorInfo(tuple(header.get_shape()), header.get_dtype(), is_mapped=True)

@@ -264,6 +264,30 @@ def test_an_index_that_names_files_that_are_not_there_is_refused_with_their_name
         Checkpoint.open(str(folder))
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("base", ["owner/the-base", None])
+def test_a_lora_adapter_as_model_is_refused_with_its_base_and_the_way_to_load_it(folder, has_config, weights, base):
+    (folder / "model.safetensors").rename(folder / weights)
+    if not has_config:
+        (folder / "config.json").unlink()
+    write_json(
+        folder / "adapter_config.json", {"peft_type": "LORA"} | ({} if base is None else {"base_model_name_or_path": base})
+    )
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        Checkpoint.open(str(folder))
+    name = "BASE_MODEL" if base is None else base
+    assert f"{folder} is a LoRA adapter, not a model" in str(caught.value)
+    assert f"model={name!r}, lora={str(folder)!r}" in str(caught.value)
+
+
+def test_an_adapters_file_is_none_of_the_models_weights(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    shutil.copyfile(folder / "weights.safetensors", folder / "adapter_model.safetensors")
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
+    assert Checkpoint.open(str(folder)).weight_files == [folder / "weights.safetensors"]
+
+
 def test_an_index_without_a_weight_map_is_refused(folder):
     (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
     write_json(folder / "model.safetensors.index.json", {"metadata": {}})

@@ -12,6 +12,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load, load_model, on_meta, read_config, resolve_device, resolve_dtype
 from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import write_adapter
 from tests.models.test_config_json import BASES
 
 CPU = torch.device("cpu")
@@ -44,6 +45,20 @@ def test_a_loaded_engine_config_brings_tokenizer_and_end_ids():
     assert loaded.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
     assert loaded.tokenizer is not None
     assert loaded.eos_token_ids == loaded.checkpoint.eos_token_ids != frozenset()
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": "itself"}, {"enable_lora": True}])
+def test_an_adapter_beside_the_weights_is_one_line_in_the_log_unless_adapters_are_asked_for(tmp_path, caplog, settings):
+    path = tiny_models.save("qwen3", tmp_path / "model")
+    plain = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True)).model.state_dict()
+    assert not caplog.records
+    write_adapter(path, {"model.layers.0.self_attn.q_proj": (64, 48)})
+    settings = settings | ({"lora": ((str(path), 1.0),)} if "lora" in settings else {})
+    model = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True, **settings)).model.state_dict()
+    assert all(torch.equal(model[name], plain[name]) for name in plain) == ("lora" not in settings)
+    lines = [record.getMessage() for record in caplog.records if "the LoRA adapter in" in record.getMessage()]
+    assert len(lines) == (0 if settings else 1)
+    assert settings or f"lora={str(path)!r}" in lines[0]
 
 
 def test_a_tokenizer_of_another_folder_must_be_there(qwen3_path):

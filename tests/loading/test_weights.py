@@ -123,7 +123,37 @@ def test_a_tensor_in_two_shards_is_refused(qwen3):
     (qwen3 / "model.safetensors").unlink()
     save_file(tensors, qwen3 / "a.safetensors")
     save_file({HEAD: tensors[HEAD]}, qwen3 / "b.safetensors")
-    with pytest.raises(WeightsError, match=r"lm_head\.weight is in b\.safetensors and in another file"):
+    with pytest.raises(
+        WeightsError, match=r"lm_head\.weight is in b\.safetensors and in a\.safetensors of .*; remove the file"
+    ):
+        load(qwen3)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_of_two_copies_of_a_tensor_that_of_the_shard_in_the_index_counts(qwen3, first):
+    """The other copy may even have another shape, as after a resize of the vocabulary."""
+    tensors = load_file(qwen3 / "model.safetensors")
+    (qwen3 / "model.safetensors").unlink()
+    stale = {HEAD: torch.zeros(3, 5), "model.norm.weight": torch.zeros_like(tensors["model.norm.weight"])}
+    second = "ab".replace(first, "")
+    save_file({name: tensor for name, tensor in tensors.items() if name != EMBEDDING} | stale, qwen3 / f"{first}.safetensors")
+    save_file({name: tensors[name] for name in (EMBEDDING, *stale)}, qwen3 / f"{second}.safetensors")
+    index = dict.fromkeys(tensors, f"{first}.safetensors") | dict.fromkeys((EMBEDDING, *stale), f"{second}.safetensors")
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    model = load(qwen3, "float32")
+    assert torch.equal(model.lm_head.weight, tensors[HEAD])
+    assert torch.equal(dict(model.named_parameters())["norm.weight"], tensors["model.norm.weight"])
+
+
+def test_a_tensor_in_two_shards_that_the_index_does_not_know_is_refused(qwen3):
+    tensors = load_file(qwen3 / "model.safetensors")
+    (qwen3 / "model.safetensors").unlink()
+    save_file(tensors, qwen3 / "a.safetensors")
+    save_file({HEAD: tensors[HEAD]}, qwen3 / "b.safetensors")
+    index = dict.fromkeys(tensors, "a.safetensors") | {HEAD: "c.safetensors", "other": "b.safetensors"}
+    save_file({"other": tensors[HEAD]}, qwen3 / "c.safetensors")
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is in .* and no index gives it to either"):
         load(qwen3)
 
 

@@ -46,6 +46,8 @@ MAX_BYTES = 2**34  # of all files
 MIN_BYTES = 2**26  # of a model's arrays. Fewer are packed in less than 0.3 s
 ALIGNMENT = 64  # of a weight, as the kernels expect it
 
+_INDEX = {"checkpoint": list, "made_from": str, "checksum": str, "arrays": dict}  # the index's keys
+
 Arrays = Mapping[str, Sequence[UInt8[Tensor, " bytes"]]]  # the paths of the layers that are packed together -> their arrays
 
 
@@ -124,7 +126,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
                     start += size + -size % ALIGNMENT
             if start != len(content) or _checksum(arrays) != index["checksum"]:
                 raise ValueError("its length or its checksum is wrong")
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             logger.warning("the packed weights in %s are damaged, and are packed again: %s", path, first_line(error))
             path.unlink()
             return {}
@@ -143,7 +145,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
             parts += [array.numpy().data, bytes(-array.nbytes % ALIGNMENT)]
         with closing(KeptFiles(path.parent, MAX_BYTES, PATTERN)) as files, files.locked():
             for other in path.parent.glob(PATTERN):
-                with suppress(OSError, ValueError):
+                with suppress(OSError, ValueError, TypeError):
                     if not all(map(os.path.exists, _read_index(other)[0]["checkpoint"])):
                         other.unlink()  # the model was removed
             with suppress(OSError), opened(path) as file:
@@ -158,7 +160,10 @@ def _read_index(path: Path) -> tuple[dict[str, Any], int]:
         digest, text = file.readline(65), file.readline()
         if digest != _digest(text) + b"\n":
             raise ValueError("its index is damaged")
-        return json.loads(text), file.tell()
+        index = json.loads(text)
+        if not isinstance(index, dict) or not all(isinstance(index.get(key), kind) for key, kind in _INDEX.items()):
+            raise ValueError(f"its index must have {', '.join(_INDEX)}")
+        return index, file.tell()
 
 
 def _digest(*contents: bytes) -> bytes:

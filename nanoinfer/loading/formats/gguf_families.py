@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, WeightsError, shown
+from nanoinfer.loading.checkpoint import first_ten
 from nanoinfer.loading.formats.gguf import GGUFFile
 from nanoinfer.models.registry import MODELS
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
@@ -99,6 +100,9 @@ _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.wei
 
 _LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's frequencies
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+# Keys of rope that are honoured, or change nothing: all axes of dimension_sections have the same position in a text.
+_ROPE = {"dimension_count", "dimension_count_swa", "dimension_sections", "freq_base", "scale_linear"}
+_ROPE |= {f"scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned", *_YARN)}
 # Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, the largest of which is `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -127,6 +131,9 @@ def to_config(file: GGUFFile) -> dict[str, object]:
     for key in sorted(_REFUSED - _HONOURED.get(file.architecture, set())):
         if file.get(key):
             raise UnsupportedError(f"{file.architecture}.{key}={shown(file.get(key))} in {file.path} is not supported")
+    if file.metadata.get("general.type") == "adapter":
+        way_out = "load its base model, and give the adapter to lora= as a folder that peft has saved"
+        raise UnsupportedError(f"{file.path} is a LoRA adapter, which is not supported in GGUF; {way_out}")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path} has no token_embd.weight, which every model has; download it again")
     architecture = _ARCHITECTURES[file.architecture]
@@ -171,13 +178,14 @@ def _gpt2_sizes(file: GGUFFile) -> dict[str, object]:
 
 def _llama_sizes(file: GGUFFile) -> dict[str, object]:
     hidden_size, num_heads = file.get("embedding_length"), file.get("attention.head_count")
-    head_dim, num_rotated = file.get("attention.key_length"), file.get("rope.dimension_count")
+    head_dim = file.get("attention.key_length")
     if head_dim is None and type(hidden_size) is int and type(num_heads) is int and num_heads:
         head_dim = hidden_size // num_heads
-    if num_rotated not in (None, head_dim) and file.architecture not in WITH_STATES:
-        raise UnsupportedError(
-            f"{file.path} rotates {shown(num_rotated)} of the {shown(head_dim)} numbers of a head, which is not supported"
-        )
+    for num_rotated in (file.get("rope.dimension_count"), file.get("rope.dimension_count_swa")):
+        if num_rotated not in (None, head_dim) and file.architecture not in WITH_STATES:
+            raise UnsupportedError(
+                f"{file.path} rotates {shown(num_rotated)} of the {shown(head_dim)} numbers of a head, which is not supported"
+            )
     return _without_none(
         hidden_size=hidden_size,
         intermediate_size=file.get("feed_forward_length"),
@@ -247,19 +255,24 @@ def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, objec
 
 
 def _rope(file: GGUFFile, head_dim: object) -> dict[str, object]:
+    """Return rope_parameters. As in llama.cpp, a factor without a type is that of a linear scaling, and 0 scales nothing."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
-    prefix = f"{file.architecture}.rope.scaling."
-    scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    if scaling.get("type", "none") != "none":
-        if unknown := scaling.keys() - {"type", "factor", "original_context_length", "finetuned", *_YARN}:
-            raise UnsupportedError(f"{prefix}{min(unknown)} in {file.path} is not supported")
+    prefix, known = f"{file.architecture}.rope.", _ROPE | ({"freq_base_swa"} if file.architecture == "gemma3" else set())
+    if unknown := {key for key in file.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in known}:
+        raise UnsupportedError(f"{first_ten(sorted(unknown))} in {file.path} is not supported")
+    kind, factor = file.get("rope.scaling.type", "linear"), file.get("rope.scaling.factor", file.get("rope.scale_linear"))
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(f"{prefix}scaling.type={shown(kind)} in {file.path} is not supported; none, linear and yarn are")
+    if kind != "none" and factor not in (None, 0, 1):
         rope |= _without_none(
-            rope_type=scaling["type"],
-            factor=scaling.get("factor"),
-            original_max_position_embeddings=scaling.get("original_context_length"),
-            **{name: scaling.get(key) for key, name in _YARN.items()},
+            rope_type=kind,
+            factor=_as_decimal(factor),
+            original_max_position_embeddings=file.get("rope.scaling.original_context_length"),
+            **{name: file.get(f"rope.scaling.{key}") for key, name in _YARN.items()},
         )
     if _LLAMA3_FACTORS in file.tensors:
+        if rope["rope_type"] != "default":
+            raise UnsupportedError(f"{_LLAMA3_FACTORS} and {prefix}scaling in {file.path} are not supported together")
         rope |= _llama3_rope(file, rope["rope_theta"], head_dim)
     return rope
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
-from nanoinfer.loading.checkpoint import check_file, first_ten, locate, read_json
+from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_file, first_ten, locate, read_json
 from nanoinfer.loading.weights import DerivedWeights, TensorInfo, WeightFiles, Weights
 from nanoinfer.models.registry import WeightRules
 
@@ -102,7 +102,7 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
     except CheckpointError as error:
         reason = str(error).partition(";")[0]
         raise CheckpointNotFoundError(f"{reason}; give an adapter's folder, as peft saves it, or its hub name") from error
-    config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config_path, weights_path = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     if not config_path.exists():
         raise CheckpointNotFoundError(f"{folder} has no adapter_config.json; a LoRA adapter is a folder as peft saves it")
     if not weights_path.exists():

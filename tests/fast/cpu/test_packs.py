@@ -1,6 +1,9 @@
 """The next start maps the weights that an earlier start has packed, and packs again whatever it cannot believe."""
 
 import gc
+import hashlib
+import json
+import mmap
 import os
 import shutil
 import signal
@@ -144,6 +147,58 @@ def test_a_checkpoint_that_was_changed_in_place_is_packed_again(folder, checkpoi
     assert changed != first
     assert answers_of(checkpoint) == changed
     assert len(files(folder)) == 1  # it took the place of the other
+
+
+def rewrite_through_a_mapping(path, content, monkeypatch):
+    """Give a file other content, with the status that it had: a file system need not see what is written through a mapping."""
+    path, stat = path.resolve(), Path.stat
+    status = path.stat()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[:] = content
+    monkeypatch.setattr(Path, "stat", lambda self, **given: status if self == path else stat(self, **given))
+
+
+def test_a_checkpoint_that_was_rewritten_with_the_same_status_is_packed_again(folder, checkpoint, tmp_path, monkeypatch):
+    first = answers_of(checkpoint)
+    path, tensors = checkpoint / "model.safetensors", load_file(checkpoint / "model.safetensors")
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    save_file({name: tensor.roll(1, -1) for name, tensor in tensors.items()}, other / path.name, {"format": "pt"})
+    expected = answers_of(other)
+    gc.collect()  # the first engine has mapped the checkpoint
+    rewrite_through_a_mapping(path, (other / path.name).read_bytes(), monkeypatch)
+    assert answers_of(checkpoint) == expected != first
+
+
+def reindexed(path, change):
+    """Replace a file's index, with the digest that it should have."""
+    text, arrays = path.read_bytes()[65:].split(b"\n", 1)
+    text = json.dumps(change(json.loads(text))).encode().ljust(len(text)) + b"\n"
+    path.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text + arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: {key: one for key, one in index.items() if key != "checkpoint"},
+        lambda index: {key: one for key, one in index.items() if key != "made_from"},
+        lambda index: {key: one for key, one in index.items() if key != "checksum"},
+        lambda index: {key: one for key, one in index.items() if key != "arrays"},
+        lambda index: {},
+        lambda index: [],
+        lambda index: index | {"arrays": dict.fromkeys(index["arrays"], 5)},
+        lambda index: index | {"arrays": {name: ["5"] for name in index["arrays"]}},
+    ],
+)
+def test_an_index_that_lacks_something_is_a_damaged_index(folder, checkpoint, caplog, change):
+    expected = answers_of(checkpoint)
+    [path] = files(folder)
+    content = path.read_bytes()
+    shutil.copyfile(path, folder / f"{0:032x}.weights")  # that of another model, which is read to see whether that is gone
+    for one in files(folder):
+        reindexed(one, change)
+    assert answers_of(checkpoint) == expected
+    assert [record.levelname for record in caplog.records if f"{path} are damaged" in record.message] == ["WARNING"]
+    assert path.read_bytes() == content
 
 
 def test_a_file_of_other_code_is_replaced(folder, checkpoint, monkeypatch):

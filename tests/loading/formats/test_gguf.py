@@ -312,6 +312,62 @@ def test_yarn_is_read_and_other_scalings_are_refused(tmp_path):
         to_config(llama_file(tmp_path, **yarn, **{"rope.scaling.yarn_ext_factor": 0.5}))
 
 
+def llama_rope(path, tensors=(), **metadata):
+    return to_config(llama_file(path, tensors, **{f"rope.{key}": one for key, one in metadata.items()}))["rope_parameters"]
+
+
+FACTORS = [  # as llama.cpp's load_hparams reads them
+    ({"scaling.factor": 4.0}, ("linear", 4.0)),
+    ({"scale_linear": 4.0}, ("linear", 4.0)),
+    ({"scaling.type": "linear", "scale_linear": 4.0}, ("linear", 4.0)),
+    ({"scaling.type": "linear", "scaling.factor": 2.0, "scale_linear": 4.0}, ("linear", 2.0)),
+    ({"scaling.factor": 2.2}, ("linear", 2.2)),
+    ({"scaling.factor": 0.0, "scale_linear": 4.0}, ("default", None)),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, ("default", None)),
+    ({"scaling.type": "linear"}, ("default", None)),
+    ({"scaling.type": "yarn"}, ("default", None)),
+    ({"scale_linear": 1.0, "dimension_count": 16, "scaling.finetuned": True}, ("default", None)),
+]
+
+
+@pytest.mark.parametrize(("metadata", "expected"), FACTORS)
+def test_a_factor_of_rope_is_taken_from_the_keys_that_llama_cpp_reads(metadata, expected, tmp_path):
+    rope = llama_rope(tmp_path, **metadata)
+    assert (rope["rope_type"], rope.get("factor")) == expected
+
+
+def test_a_file_with_the_old_key_of_a_linear_scaling_has_transformers_logits(tmp_path):
+    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    model = tiny_models.build("llama", rope_parameters=linear)
+    metadata = {key: one for key, one in gguf_files.metadata_of(model.config).items() if ".rope.scaling." not in key}
+    metadata["llama.rope.scale_linear"] = 4.0
+    path = gguf_files.write(tmp_path / "model.gguf", metadata, gguf_files.tensors_of(model))
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_here(path), model(PROMPT[None]).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"scaling.type": "longrope"}, r"llama\.rope\.scaling\.type='longrope' in .*; none, linear and yarn are"),
+        ({"scaling.attn_factor": 1.2}, r"llama\.rope\.scaling\.attn_factor in .* is not supported"),
+        ({"scaling.type": "none", "scaling.yarn_log_multiplier": 0.1}, r"yarn_log_multiplier in .* is not supported"),
+        ({"freq_base_swa": 1e6}, r"llama\.rope\.freq_base_swa in .* is not supported"),
+        ({"dimension_count_swa": 8}, r"rotates 8 of the 16 numbers of a head"),
+    ],
+)
+def test_a_key_of_rope_that_is_not_honoured_is_refused_whatever_the_type_of_scaling(metadata, sentence, tmp_path):
+    with pytest.raises(UnsupportedError, match=sentence):
+        llama_rope(tmp_path, **metadata)
+
+
+def test_a_scaling_and_a_table_of_frequencies_are_refused_together(tmp_path):
+    table = {"rope_freqs.weight": floats(llama3_factors(8.0))}
+    assert llama_rope(tmp_path, table, **{"scaling.factor": 1.0})["rope_type"] == "llama3"
+    with pytest.raises(UnsupportedError, match=r"rope_freqs.weight and llama\.rope\.scaling in .* not supported together"):
+        llama_rope(tmp_path, table, **{"scaling.factor": 4.0})
+
+
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
@@ -341,6 +397,7 @@ def test_a_variant_that_is_not_supported_is_refused_by_name(metadata, sentence, 
         ({}, {"x": (26, (1, 8), bytes(32))}, UnsupportedError, "has the type I32, which is not supported"),
         ({}, {"x": (99, (1, 256), b"")}, UnsupportedError, "'x' in .* has the type 99"),
         ({"general.architecture": "llama"}, {}, WeightsError, "has no token_embd.weight"),
+        ({"general.architecture": "llama", "general.type": "adapter"}, {}, UnsupportedError, "a LoRA adapter, .* lora="),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(metadata, tensors, error, sentence, tmp_path):
