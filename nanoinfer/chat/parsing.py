@@ -12,6 +12,8 @@ through the same parser, so every split of a text gives the same message. The fo
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
+A block may hold several calls, one after the other or in lists. Some models write "parameters" for "arguments".
+
 transformers' ResponseParser (from 5.16) reads this format too. It returns a call when the call is complete, raises on malformed
 JSON, and ends a call at a </tool_call> inside a JSON string. This parser streams arguments as they are written, and text that
 is not a call stays content.
@@ -28,8 +30,12 @@ THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>
 
 LONG_HEADER = 1024  # in characters. The beginning of a longer call is not parsed at every token
 
-# The beginning of a call whose arguments can be streamed. If the keys have another order, the call is read when it is complete.
-CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+# The beginning of a call whose arguments can be streamed. Other calls are read when the block is complete: those with another
+# order of keys, and those with "parameters", which are the arguments only if no "arguments" follow.
+CALL_HEADER = re.compile(r'[\s,\[\]]*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+_NEXT_HEADER = re.compile(r"\s*\}" + CALL_HEADER.pattern)  # of a later call in a block
+_BETWEEN_CALLS = re.compile(r"[\s,\[\]}]*")
+_JSON = json.JSONDecoder(strict=False)
 
 
 class ToolCall(TypedDict, total=False):
@@ -70,7 +76,11 @@ class ChatParser:
     """Parses one answer.
 
     Whitespace next to a tag belongs to the tag, unless it separates two pieces of content. Without tags, all text is
-    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API.
+    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API. Other
+    text in a block that is not a call is content.
+
+    A </think> that no tag began ends a thought, too, if the whole answer is parsed at once. In a stream the text before the tag
+    has been passed on as content by then, and stays content.
 
     Attributes:
         has_tool_calls: whether a call is complete.
@@ -102,6 +112,7 @@ class ChatParser:
         self._deltas: list[ChatDelta] = []
         self._whitespace = ""  # the whitespace after the latest content or reasoning, which may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
+        self._may_have_begun_to_think = reasoning and not closes_thinking(prompt)
         self._written: set[str] = set()  # subset of {"content", "reasoning"}
         self._parse_next: Callable[[], bool] = self._parse_reasoning if self._is_after_tag else self._parse_start
         # the state of the JSON in a call's arguments
@@ -135,7 +146,7 @@ class ChatParser:
 
     def _waits_for_more(self) -> bool:
         """Whether to put off the next search of a call's long beginning, until it has grown by an eighth."""
-        is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
+        is_long = self._parse_next in (self._parse_call, self._parse_call_end) and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 
     # ---- the parser's states. Each returns whether another of them can continue with the buffer.
@@ -143,7 +154,9 @@ class ChatParser:
     def _parse_start(self) -> bool:
         """Parse a think block, which can only be at the very beginning."""
         text = self._buffer.lstrip()
-        if self._parses_reasoning and text.startswith(THINK):
+        before, end, _ = text.partition(END_THINK)
+        has_bare_end = self._is_last and end and self._may_have_begun_to_think and not (THINK in before or TOOL_CALL in before)
+        if (self._parses_reasoning and text.startswith(THINK)) or has_bare_end:
             self._buffer = text.removeprefix(THINK)
             self._is_after_tag = True
             self._parse_next = self._parse_reasoning
@@ -174,20 +187,16 @@ class ChatParser:
 
     def _parse_call(self) -> bool:
         """Parse the text after <tool_call>, up to the arguments."""
-        if header := CALL_HEADER.match(self._buffer):
-            self._buffer = self._buffer[header.end() :]
-            self._begin_call(header[1])
-            self._parse_next = self._parse_arguments
+        if self._begin_streamed_call(CALL_HEADER):
             return True
         body, end, rest = self._buffer.partition(END_TOOL_CALL)
-        may_be_call = body.lstrip()[:1] in ("", "{")
+        may_be_call = body.lstrip()[:1] in ("", "{", "[")
         if may_be_call and not end and not self._is_last:
             return False
-        if call := _parse_whole_call(body) if may_be_call else None:
-            self._begin_call(call[0])
-            self._add_arguments(call[1])
-            self.has_tool_calls = True
+        calls, unread = _read_calls(body) if may_be_call else ([], body)
+        if calls:
             self._buffer = rest
+            self._add_calls(calls, unread)
         else:  # not a call: the tag and the text up to the next tag are content
             self._write("content", TOOL_CALL)
         self._parse_next = self._parse_content
@@ -224,11 +233,24 @@ class ChatParser:
         return False
 
     def _parse_call_end(self) -> bool:
-        """Drop the text between the arguments and </tool_call>."""
-        _, is_complete = self._take_until(END_TOOL_CALL)
-        if is_complete:
-            self._parse_next = self._parse_content
-        return is_complete
+        """Parse the text between a call's arguments and </tool_call>, which may have further calls."""
+        if self._begin_streamed_call(_NEXT_HEADER):
+            return True
+        body, end, rest = self._buffer.partition(END_TOOL_CALL)
+        if not end and not self._is_last:
+            return False
+        self._buffer = rest
+        self._add_calls(*_read_calls(_without_end_of_object(body)))
+        self._parse_next = self._parse_content
+        return True
+
+    def _begin_streamed_call(self, beginning: re.Pattern[str]) -> bool:
+        """Begin a call whose arguments are passed on as they come, if the buffer has this beginning."""
+        if header := beginning.match(self._buffer):
+            self._take(header.end())
+            self._begin_call(header[1])
+            self._parse_next = self._parse_arguments
+        return header is not None
 
     # ---- the buffer
 
@@ -291,6 +313,14 @@ class ChatParser:
                 {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
             )
 
+    def _add_calls(self, calls: list[tuple[str, str]], unread: str) -> None:
+        """Add whole calls, and the text of their block that is not a call."""
+        for name, arguments in calls:
+            self._begin_call(name)
+            self._add_arguments(arguments)
+            self.has_tool_calls = True
+        self._write("content", unread)
+
     def _add_arguments(self, text: str) -> None:
         if self._is_dropped or not text:
             return
@@ -335,14 +365,39 @@ def closes_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(END_THINK)
 
 
-def _parse_whole_call(body: str) -> tuple[str, str] | None:
-    """Return a call's name and arguments, from a JSON object in any key order. The arguments may be JSON in a string."""
+def _read_calls(body: str) -> tuple[list[tuple[str, str]], str]:
+    """Return the name and the arguments of each call in a block, and what is not a call."""
+    calls: list[tuple[str, str]] = []
+    unread: list[str] = []
+    end = 0
+    while True:
+        start = _BETWEEN_CALLS.match(body, end).end()  # type: ignore[union-attr]  # it matches ""
+        try:
+            value, end = _JSON.raw_decode(body, start)
+        except (ValueError, RecursionError):  # no JSON, or the end
+            return calls, "\n".join([*unread, body[start:]]).strip()
+        if call := _read_call(value):
+            calls.append(call)
+        else:
+            unread.append(body[start:end])
+
+
+def _read_call(call: Any) -> tuple[str, str] | None:
+    """Return a call's name and arguments, from an object in any key order. The arguments may be JSON in a string."""
     try:
-        call = json.loads(body, strict=False)
-        arguments = call.get("arguments")
+        arguments = call.get("parameters") if call.get("arguments") is None else call["arguments"]
         arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments or {}
     except (ValueError, AttributeError, RecursionError):
         return None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     return call["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _without_end_of_object(body: str) -> str:
+    """Return the text after the object whose last key, or last but some, had the arguments before this text."""
+    beginning = '{"": 0'
+    try:
+        return body[_JSON.raw_decode(beginning + body)[1] - len(beginning) :]
+    except (ValueError, RecursionError):  # the model has forgotten the last brace
+        return body

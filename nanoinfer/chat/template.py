@@ -9,6 +9,7 @@ renderer is started at the first chat (0.7 s, most of it transformers' import) a
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
@@ -22,6 +23,7 @@ MAX_CHARACTERS = 2**23
 # Requests with more characters, the template included, use a second renderer, so that small chats need not wait. The limit is
 # four times work_threads.LARGE, since a small chat may have a long template.
 LARGE_REQUEST = 2**16
+MAX_REMEMBERED = 256  # the number of templates and roles of which a renderer remembers how contents are read
 
 
 def apply_chat_template(
@@ -30,7 +32,7 @@ def apply_chat_template(
     """Return chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
     chat_template: a Jinja template. None: the tokenizer's. variables: passed to the template. add_generation_prompt is True
-    unless it is given.
+    unless it is given. Contents that are strings become lists of one text part if the template reads only lists.
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise InvalidPromptError(
@@ -65,10 +67,36 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    known: dict[tuple[str, str], bool] = {}
+
+    def reads_parts(role: str, arguments: dict[str, Any]) -> bool:
+        """Whether the template writes the content of a role only if it is a list of parts: found with a text of ours."""
+        key = tokenizer.get_chat_template(arguments["chat_template"], tools=arguments.get("tools")), role
+        if key not in known:
+            probe, question = "Does the template write this?", {"role": "user", "content": "?"}
+
+            def writes(content: object) -> bool:
+                message = {"role": role, "content": content}
+                messages = [message, question] if role in ("system", "developer") else [question, message]
+                messages = [message] if role == "user" else messages
+                try:
+                    probing = arguments | {"conversation": messages, "continue_final_message": False}
+                    return probe in tokenizer.apply_chat_template(**probing, tokenize=False)
+                except Exception:  # a template may raise anything
+                    return False
+
+            if len(known) == MAX_REMEMBERED:
+                known.clear()
+            known[key] = not writes(probe) and writes([{"type": "text", "text": probe}])
+        return known[key]
 
     def reply(request: bytes) -> dict[str, str]:
         try:
             tokenizer.chat_template, arguments = json.loads(request)
+            for message in arguments["conversation"]:
+                content, role = message.get("content"), str(message.get("role"))
+                if isinstance(content, str) and reads_parts(role, arguments):
+                    message["content"] = [{"type": "text", "text": content}]
             text = tokenizer.apply_chat_template(**arguments, tokenize=False)
         except MemoryError:
             return {"error": f"it takes more than {MAX_BYTES >> 20} MiB"}

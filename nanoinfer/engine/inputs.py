@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.arguments import check_neutral
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import NEUTRAL_IN, TokensPrompt
+from nanoinfer.engine.prompts import NEUTRAL_IN, ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -54,6 +54,7 @@ class PreparedRequest:
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
     reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
+    eos_token_ids: EOS ids of this request besides the engine's.
     """
 
     prompt: str | None
@@ -67,6 +68,7 @@ class PreparedRequest:
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
+    eos_token_ids: frozenset[int] = frozenset()
 
     def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
         """Return the request with an adapter, whose digest separates its cached prefixes from others."""
@@ -116,9 +118,13 @@ class InputProcessor:
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
         thought = self._thought(token_ids, params)
-        salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # the user's salt
+        given = prompt if isinstance(prompt, dict) else {}
+        salt = f"/{given['cache_salt']}" if given.get("cache_salt") else None  # the user's salt
+        ends = frozenset(i for i in _token_ids(given.get("eos_token_ids", [])) if 0 <= i < self._info.vocab_size)
         priority = int(priority or 0)
-        prepared = PreparedRequest(text, token_ids, params, bad_words, error, priority, thought=thought, cache_salt=salt)
+        prepared = PreparedRequest(
+            text, token_ids, params, bad_words, error, priority, thought=thought, cache_salt=salt, eos_token_ids=ends
+        )
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
@@ -158,7 +164,7 @@ class InputProcessor:
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
 
-    def render_chat(self, messages: object, **rendering: Any) -> TokensPrompt:
+    def render_chat(self, messages: object, **rendering: Any) -> ChatPrompt:
         """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
@@ -208,7 +214,7 @@ class InputProcessor:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_IN["a prompt"]}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids", *NEUTRAL_IN["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
