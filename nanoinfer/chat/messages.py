@@ -38,7 +38,6 @@ def render_chat(
     """Render one conversation as a prompt. It ends with answer_begin, the beginning of the answer.
 
     The tokenizer's EOS ends the answer, besides the model's EOS ids, if the template writes it.
-
     The other arguments are those of LLM.chat, and max_tokens as in Tokenizer.encode.
     """
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]

@@ -30,10 +30,9 @@ THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>
 
 LONG_HEADER = 1024  # in characters. The beginning of a longer call is not parsed at every token
 
-# The beginning of a call whose arguments can be streamed. Other calls are read when the block is complete: those with another
-# order of keys, and those with "parameters", which are the arguments only if no "arguments" follow.
-CALL_HEADER = re.compile(r'[\s,\[\]]*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-_NEXT_HEADER = re.compile(r"\s*\}" + CALL_HEADER.pattern)  # of a later call in a block
+# The beginning of a call whose arguments can be streamed, after the end of another call. Other calls are read when the block is
+# complete: those with another order of keys, and those with "parameters", which "arguments" may follow.
+CALL_HEADER = re.compile(r'[\s,\[\]}]*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _BETWEEN_CALLS = re.compile(r"[\s,\[\]}]*")
 _JSON = json.JSONDecoder(strict=False)
 
@@ -76,11 +75,8 @@ class ChatParser:
     """Parses one answer.
 
     Whitespace next to a tag belongs to the tag, unless it separates two pieces of content. Without tags, all text is
-    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API. Other
-    text in a block that is not a call is content.
-
-    A </think> that no tag began ends a thought, too, if the whole answer is parsed at once. In a stream the text before the tag
-    has been passed on as content by then, and stays content.
+    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API. A
+    </think> that no tag began ends a thought if the answer comes as one piece. In a stream the text before it stays content.
 
     Attributes:
         has_tool_calls: whether a call is complete.
@@ -112,7 +108,7 @@ class ChatParser:
         self._deltas: list[ChatDelta] = []
         self._whitespace = ""  # the whitespace after the latest content or reasoning, which may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
-        self._may_have_begun_to_think = reasoning and not closes_thinking(prompt)
+        self._may_think = reasoning and not closes_thinking(prompt)
         self._written: set[str] = set()  # subset of {"content", "reasoning"}
         self._parse_next: Callable[[], bool] = self._parse_reasoning if self._is_after_tag else self._parse_start
         # the state of the JSON in a call's arguments
@@ -155,8 +151,8 @@ class ChatParser:
         """Parse a think block, which can only be at the very beginning."""
         text = self._buffer.lstrip()
         before, end, _ = text.partition(END_THINK)
-        has_bare_end = self._is_last and end and self._may_have_begun_to_think and not (THINK in before or TOOL_CALL in before)
-        if (self._parses_reasoning and text.startswith(THINK)) or has_bare_end:
+        ends_thought = self._is_last and end and self._may_think and THINK not in before and TOOL_CALL not in before
+        if ends_thought or (self._parses_reasoning and text.startswith(THINK)):
             self._buffer = text.removeprefix(THINK)
             self._is_after_tag = True
             self._parse_next = self._parse_reasoning
@@ -185,20 +181,27 @@ class ChatParser:
             self._parse_next = self._parse_call
         return is_complete
 
-    def _parse_call(self) -> bool:
-        """Parse the text after <tool_call>, up to the arguments."""
-        if self._begin_streamed_call(CALL_HEADER):
+    def _parse_call(self, *, is_first: bool = True) -> bool:
+        """Parse the text after <tool_call>, or after a call, up to the next arguments that can be streamed or </tool_call>."""
+        if header := CALL_HEADER.match(self._buffer):
+            self._buffer = self._buffer[header.end() :]
+            self._begin_call(header[1])
+            self._parse_next = self._parse_arguments
             return True
         body, end, rest = self._buffer.partition(END_TOOL_CALL)
-        may_be_call = body.lstrip()[:1] in ("", "{", "[")
-        if may_be_call and not end and not self._is_last:
+        may_have_calls = not is_first or body.lstrip()[:1] in ("", "{", "[")
+        if may_have_calls and not end and not self._is_last:
             return False
-        calls, unread = _read_calls(body) if may_be_call else ([], body)
-        if calls:
-            self._buffer = rest
-            self._add_calls(calls, unread)
-        else:  # not a call: the tag and the text up to the next tag are content
+        calls, unread = _read_calls(body if is_first else _without_rest_of_object(body)) if may_have_calls else ([], "")
+        for name, arguments in calls:
+            self._begin_call(name)
+            self._add_arguments(arguments)
+            self.has_tool_calls = True
+        if is_first and not calls:  # the tag and the text up to the next tag are content
             self._write("content", TOOL_CALL)
+        else:
+            self._buffer = rest
+            self._write("content", unread)
         self._parse_next = self._parse_content
         return True
 
@@ -234,23 +237,7 @@ class ChatParser:
 
     def _parse_call_end(self) -> bool:
         """Parse the text between a call's arguments and </tool_call>, which may have further calls."""
-        if self._begin_streamed_call(_NEXT_HEADER):
-            return True
-        body, end, rest = self._buffer.partition(END_TOOL_CALL)
-        if not end and not self._is_last:
-            return False
-        self._buffer = rest
-        self._add_calls(*_read_calls(_without_end_of_object(body)))
-        self._parse_next = self._parse_content
-        return True
-
-    def _begin_streamed_call(self, beginning: re.Pattern[str]) -> bool:
-        """Begin a call whose arguments are passed on as they come, if the buffer has this beginning."""
-        if header := beginning.match(self._buffer):
-            self._take(header.end())
-            self._begin_call(header[1])
-            self._parse_next = self._parse_arguments
-        return header is not None
+        return self._parse_call(is_first=False)
 
     # ---- the buffer
 
@@ -313,14 +300,6 @@ class ChatParser:
                 {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
             )
 
-    def _add_calls(self, calls: list[tuple[str, str]], unread: str) -> None:
-        """Add whole calls, and the text of their block that is not a call."""
-        for name, arguments in calls:
-            self._begin_call(name)
-            self._add_arguments(arguments)
-            self.has_tool_calls = True
-        self._write("content", unread)
-
     def _add_arguments(self, text: str) -> None:
         if self._is_dropped or not text:
             return
@@ -344,8 +323,10 @@ def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
         A dict like OpenAI's message: role, content, and if the answer has them, reasoning and tool_calls. Each tool call is
         {"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}.
     """
-    from nanoinfer.chat.harmony import CHANNEL, HarmonyParser, begun_message
+    from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser, begun_message
 
+    if prompt.endswith(FINAL):  # a structured output follows, where marks are plain text
+        return ChatParser(reasoning=False, tool_calls=False).push(text, is_last=True).message()
     is_harmony = text.startswith(CHANNEL) or begun_message(prompt) is not None
     return (HarmonyParser if is_harmony else ChatParser)(prompt).push(text, is_last=True).message()
 
@@ -366,20 +347,18 @@ def closes_thinking(prompt: str) -> bool:
 
 
 def _read_calls(body: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the name and the arguments of each call in a block, and what is not a call."""
-    calls: list[tuple[str, str]] = []
-    unread: list[str] = []
-    end = 0
+    """Return the name and the arguments of each call in a block, and the text that is not a call."""
+    calls, unread, end = list[tuple[str, str]](), "", 0
     while True:
         start = _BETWEEN_CALLS.match(body, end).end()  # type: ignore[union-attr]  # it matches ""
         try:
             value, end = _JSON.raw_decode(body, start)
         except (ValueError, RecursionError):  # no JSON, or the end
-            return calls, "\n".join([*unread, body[start:]]).strip()
+            return calls, (unread + body[start:]).strip()
         if call := _read_call(value):
             calls.append(call)
         else:
-            unread.append(body[start:end])
+            unread += body[start:end] + "\n"
 
 
 def _read_call(call: Any) -> tuple[str, str] | None:
@@ -394,10 +373,10 @@ def _read_call(call: Any) -> tuple[str, str] | None:
     return call["name"], json.dumps(arguments, ensure_ascii=False)
 
 
-def _without_end_of_object(body: str) -> str:
-    """Return the text after the object whose last key, or last but some, had the arguments before this text."""
-    beginning = '{"": 0'
+def _without_rest_of_object(body: str) -> str:
+    """Drop the keys of an object after the value before this text, and its closing brace."""
+    opening = '{"": 0'
     try:
-        return body[_JSON.raw_decode(beginning + body)[1] - len(beginning) :]
-    except (ValueError, RecursionError):  # the model has forgotten the last brace
+        return body[_JSON.raw_decode(opening + body)[1] - len(opening) :]
+    except (ValueError, RecursionError):  # no brace follows
         return body

@@ -9,6 +9,7 @@ renderer is started at the first chat (0.7 s, most of it transformers' import) a
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, first_line
@@ -23,7 +24,6 @@ MAX_CHARACTERS = 2**23
 # Requests with more characters, the template included, use a second renderer, so that small chats need not wait. The limit is
 # four times work_threads.LARGE, since a small chat may have a long template.
 LARGE_REQUEST = 2**16
-MAX_REMEMBERED = 256  # the number of templates and roles of which a renderer remembers how contents are read
 
 
 def apply_chat_template(
@@ -70,24 +70,23 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
     known: dict[tuple[str, str], bool] = {}
 
     def reads_parts(role: str, arguments: dict[str, Any]) -> bool:
-        """Whether the template writes the content of a role only if it is a list of parts: found with a text of ours."""
+        """Whether the template writes a content of the role only if it is a list of parts, found with a text of ours."""
         key = tokenizer.get_chat_template(arguments["chat_template"], tools=arguments.get("tools")), role
-        if key not in known:
-            probe, question = "Does the template write this?", {"role": "user", "content": "?"}
+        if key in known:
+            return known[key]
+        probe, question = "Does the template write this?", {"role": "user", "content": "?"}
 
-            def writes(content: object) -> bool:
-                message = {"role": role, "content": content}
-                messages = [message, question] if role in ("system", "developer") else [question, message]
-                messages = [message] if role == "user" else messages
-                try:
-                    probing = arguments | {"conversation": messages, "continue_final_message": False}
-                    return probe in tokenizer.apply_chat_template(**probing, tokenize=False)
-                except Exception:  # a template may raise anything
-                    return False
+        def writes(content: object) -> bool:
+            message = {"role": role, "content": content}
+            around = {"user": [message], "system": [message, question], "developer": [message, question]}
+            probing = arguments | {"conversation": around.get(role, [question, message]), "continue_final_message": False}
+            with suppress(Exception):  # a template may raise anything
+                return probe in tokenizer.apply_chat_template(**probing, tokenize=False)
+            return False
 
-            if len(known) == MAX_REMEMBERED:
-                known.clear()
-            known[key] = not writes(probe) and writes([{"type": "text", "text": probe}])
+        if len(known) > 100:  # a request may bring its own template
+            known.clear()
+        known[key] = not writes(probe) and writes([{"type": "text", "text": probe}])
         return known[key]
 
     def reply(request: bytes) -> dict[str, str]:

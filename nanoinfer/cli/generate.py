@@ -58,7 +58,10 @@ def generate(
         logprobs=logprobs,
         structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
-    request: PromptType = llm.render_chat([{"role": "user", "content": text}]) if chat else text
+    request: PromptType = text
+    if chat:
+        messages = [{"role": "user", "content": text}]
+        [request], [params] = llm.engine.inputs.render_chats(messages, params, tools=None, tool_choice="auto")
     if echo and not as_json:
         print(text, end="", flush=True)
     if n == 1 and not as_json:
