@@ -302,10 +302,10 @@ class LLM:
         has_tokenizer = self.engine.tokenizer is not None
         if self._default_params is not None:
             return self._default_params.clone()
-        given = self.checkpoint.sampling_defaults
-        if not has_tokenizer:
-            given.pop("stop", None)
         try:
+            given = self.checkpoint.sampling_defaults
+            if not has_tokenizer:
+                given.pop("stop", None)
             params = SamplingParams(**{"max_tokens": None} | given, detokenize=has_tokenizer)
             params.max_tokens = params.max_tokens or max(params.min_tokens, 16)  # 16 is the default of SamplingParams
             if params.bad_words:

@@ -69,15 +69,18 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
     known: dict[tuple[str, str], bool] = {}
 
+    def as_parts(text: str) -> object:
+        return [{"type": "text", "text": text}]
+
     def reads_parts(role: str, arguments: dict[str, Any]) -> bool:
         """Whether the template writes a content of the role only if it is a list of parts, found with a text of ours."""
         key = tokenizer.get_chat_template(arguments["chat_template"], tools=arguments.get("tools")), role
         if key in known:
             return known[key]
-        probe, question = "Does the template write this?", {"role": "user", "content": "?"}
+        probe = "Does the template write this?"
 
-        def writes(content: object) -> bool:
-            message = {"role": role, "content": content}
+        def writes(content: Callable[[str], object]) -> bool:
+            message, question = {"role": role, "content": content(probe)}, {"role": "user", "content": content("?")}
             around = {"user": [message], "system": [message, question], "developer": [message, question]}
             probing = arguments | {"conversation": around.get(role, [question, message]), "continue_final_message": False}
             with suppress(Exception):  # a template may raise anything
@@ -86,7 +89,7 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
 
         if len(known) > 100:  # a request may bring its own template
             known.clear()
-        known[key] = not writes(probe) and writes([{"type": "text", "text": probe}])
+        known[key] = not writes(str) and writes(as_parts)
         return known[key]
 
     def reply(request: bytes) -> dict[str, str]:
@@ -95,7 +98,7 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
             for message in arguments["conversation"]:
                 content, role = message.get("content"), str(message.get("role"))
                 if isinstance(content, str) and reads_parts(role, arguments):
-                    message["content"] = [{"type": "text", "text": content}]
+                    message["content"] = as_parts(content)
             text = tokenizer.apply_chat_template(**arguments, tokenize=False)
         except MemoryError:
             return {"error": f"it takes more than {MAX_BYTES >> 20} MiB"}

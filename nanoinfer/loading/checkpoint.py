@@ -100,7 +100,7 @@ class Checkpoint:
         given = self.generation_config
         samples = given.get("do_sample")
         if not isinstance(samples, bool | None):
-            raise CheckpointError(f"do_sample in {self.path} must be true or false, got {shown(samples)}")
+            raise CheckpointError(f"do_sample must be true or false, got {shown(samples)}")
         defaults = {ours: given[theirs] for theirs, ours in _DEFAULTS.items() if given.get(theirs) is not None}
         return defaults | ({"temperature": 0.0} if samples is False else {})
 
