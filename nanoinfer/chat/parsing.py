@@ -201,7 +201,7 @@ class ChatParser:
             self._write("content", TOOL_CALL)
         else:
             self._buffer = rest
-            self._write("content", unread)
+            self._write("content", "" if END_TOOL_CALL.startswith(unread) else unread)  # it may be cut in the tag
         self._parse_next = self._parse_content
         return True
 

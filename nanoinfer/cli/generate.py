@@ -50,18 +50,12 @@ def generate(
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
     llm = options.load_llm(engine, needs_chat_template=chat)
-    params = options.resolve_sampling_params(
-        llm,
-        sampling,
-        max_tokens=max_tokens,
-        n=n,
-        logprobs=logprobs,
-        structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
-    )
+    form = None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema))
+    given = {"max_tokens": max_tokens, "n": n, "logprobs": logprobs, "structured_outputs": form}
+    params = options.resolve_sampling_params(llm, sampling, **given)
     request: PromptType = text
     if chat:
-        messages = [{"role": "user", "content": text}]
-        [request], [params] = llm.engine.inputs.render_chats(messages, params, tools=None, tool_choice="auto")
+        [request], [params] = llm.engine.inputs.render_chats([{"role": "user", "content": text}], params)
     if echo and not as_json:
         print(text, end="", flush=True)
     if n == 1 and not as_json:

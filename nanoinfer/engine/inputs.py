@@ -174,8 +174,8 @@ class InputProcessor:
         messages: Any,
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        tools: "Sequence[Tool] | None",
-        tool_choice: "ToolChoice",
+        tools: "Sequence[Tool] | None" = None,
+        tool_choice: "ToolChoice" = "auto",
         **rendering: Any,
     ) -> tuple[list[ChatPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.

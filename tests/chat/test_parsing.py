@@ -126,6 +126,8 @@ CASES |= {
     "a brace too many": ("", block(A + "}"), ("", "", [("a", "{}")])),
     "a brace too few": ("", block(A[:-1]), ("", "", [("a", "{}")])),
     "an empty list": ("", block("[]"), ("", block("[]"), [])),
+    "cut in the closing tag": ("", block(A)[:-5], ("", "", [("a", "{}")])),
+    "cut in the closing tag of a list": ("", block('[{"name": "a"}]')[:-12], ("", "", [("a", "{}")])),
     "cut in the second call": ("", f"<tool_call>{A}{B[:-9]}", ("", "", [("a", "{}"), ("b", '{"x": "</tool')])),
     "cut before the second call": ("", f"<tool_call>{A}{B[:9]}", ("", '{"name":', [("a", "{}")])),
 }
