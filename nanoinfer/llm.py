@@ -193,7 +193,8 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
                 parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
-            sampling_params: as in generate.
+            sampling_params: as in generate. A structured output follows the thought that the template has begun, if any.
+                parse_chat_answer(text, output.prompt) separates them.
             use_tqdm: whether to show a progress bar.
             chat_template: a Jinja template. None: the checkpoint's.
             add_generation_prompt: whether the rendered text ends with the beginning of an answer.

@@ -1,7 +1,7 @@
 """Parse an answer's text into the assistant's message: content, reasoning, tool calls.
 
 In: pieces of text, as they are generated. Out: ChatDeltas in the shapes of OpenAI's API. A stream and a whole answer pass
-through the same parser, so every split of a text gives the same message. The format is that of Qwen3 (hermes):
+through the same parser, so every split of a text gives the same message, if tags are in pairs. The format is Qwen3's (hermes):
 
     <think>
     reasoning
