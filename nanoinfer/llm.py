@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class LLM:
         config = args.to_config()
         self._engine: LLMEngine | None = None
         self._engine, checkpoint = load_engine(config)
+        if ignored := checkpoint.settings_not_applied():
+            logger.warning("the checkpoint's generation_config.json has %s, which nanoinfer does not apply", ignored)
         self.checkpoint = replace(checkpoint, gguf=None)  # a GGUF file's header is large
         self._default_params: SamplingParams | None = None  # set on first use
         self._name = config.model or checkpoint.path.name
@@ -191,7 +193,8 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
                 parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
-            sampling_params: as in generate.
+            sampling_params: as in generate. A structured output follows the thought that the template has begun, if any.
+                parse_chat_answer(text, output.prompt) separates them.
             use_tqdm: whether to show a progress bar.
             chat_template: a Jinja template. None: the checkpoint's.
             add_generation_prompt: whether the rendered text ends with the beginning of an answer.
@@ -300,12 +303,15 @@ class LLM:
         has_tokenizer = self.engine.tokenizer is not None
         if self._default_params is not None:
             return self._default_params.clone()
-        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-        names["max_new_tokens"] = "max_tokens"
-        given: dict[str, Any] = {ours: self.checkpoint.generation_config.get(theirs) for theirs, ours in names.items()}
-        given = {name: value for name, value in given.items() if value is not None}
         try:
-            self._default_params = SamplingParams(**given, detokenize=has_tokenizer)
+            given = self.checkpoint.sampling_defaults
+            if not has_tokenizer:
+                given.pop("stop", None)
+            params = SamplingParams(**{"max_tokens": None} | given, detokenize=has_tokenizer)
+            params.max_tokens = params.max_tokens or max(params.min_tokens, 16)  # 16 is the default of SamplingParams
+            if params.bad_words:
+                self.engine.inputs.prepare([0], params)  # refuses ids that the model lacks
+            self._default_params = params
         except NanoinferError as error:
             raise type(error)(f"in the checkpoint's generation_config.json: {error}; or pass SamplingParams(...)") from error
         if given:

@@ -396,6 +396,13 @@ class SamplingParams(_CheckedParams):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def over_default(default: SamplingParams, **given: object) -> SamplingParams:
+    """Return a checkpoint's default with the parameters of a request. Its max_tokens wins over the default's min_tokens."""
+    if isinstance(most := given.get("max_tokens"), int):
+        given.setdefault("min_tokens", min(default.min_tokens, most))
+    return replace(default, **given)  # type: ignore[arg-type]
+
+
 BEAM_NEUTRAL: Neutral = {"temperature": ((0.0,), ""), "include_stop_str_in_output": ((False,), "")}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RepetitionDetectionParams, RequestOutputKind
+from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RepetitionDetectionParams, RequestOutputKind, over_default
 
 NAN, INF = math.nan, math.inf
 
@@ -218,6 +218,15 @@ def test_min_tokens_beyond_max_tokens_is_refused_and_equality_is_not():
         SamplingParams(min_tokens=17)  # the default max_tokens counts
     SamplingParams(min_tokens=16)
     SamplingParams(min_tokens=1000, max_tokens=None)
+
+
+def test_a_requests_max_tokens_wins_over_the_min_tokens_of_the_checkpoint():
+    default = SamplingParams(temperature=0.0, min_tokens=20, max_tokens=None)
+    assert over_default(default, max_tokens=5) == SamplingParams(temperature=0.0, min_tokens=5, max_tokens=5)
+    assert over_default(default, max_tokens=None, temperature=0.5).min_tokens == 20
+    assert over_default(default, max_tokens=30) == SamplingParams(temperature=0.0, min_tokens=20, max_tokens=30)
+    with pytest.raises(InvalidValueError, match="min_tokens must not pass max_tokens"):
+        over_default(default, max_tokens=5, min_tokens=6)
 
 
 def test_stop_strings_without_text_are_refused_and_no_stop_strings_are_not():

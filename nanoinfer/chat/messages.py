@@ -17,7 +17,7 @@ from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.prompts import TokensPrompt
+    from nanoinfer.engine.prompts import ChatPrompt
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's. A chat template may name further roles
@@ -34,9 +34,10 @@ def render_chat(
     tools: Sequence[Tool] | None = None,
     max_tokens: int | None = None,
     answer_begin: str = "",
-) -> "TokensPrompt":
+) -> "ChatPrompt":
     """Render one conversation as a prompt. It ends with answer_begin, the beginning of the answer.
 
+    The tokenizer's EOS ends the answer, besides the model's EOS ids, if the template writes it.
     The other arguments are those of LLM.chat, and max_tokens as in Tokenizer.encode.
     """
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
@@ -74,7 +75,13 @@ def render_chat(
     )
     text += answer_begin
     # The template has written all special tokens, so `encode` must not add them a second time.
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
+    ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+    prompt: ChatPrompt = {"prompt": text, "prompt_token_ids": ids}
+    end = tokenizer.hf.eos_token
+    end_id = None if end is None else tokenizer.backend.token_to_id(end)
+    if end_id is not None and (end in text or "eos_token" in template):  # perhaps only after the answer
+        prompt["eos_token_ids"] = [end_id]
+    return prompt
 
 
 def with_text_content(messages: Any) -> list[dict[str, object]]:

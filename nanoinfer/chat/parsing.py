@@ -1,7 +1,7 @@
 """Parse an answer's text into the assistant's message: content, reasoning, tool calls.
 
 In: pieces of text, as they are generated. Out: ChatDeltas in the shapes of OpenAI's API. A stream and a whole answer pass
-through the same parser, so every split of a text gives the same message. The format is that of Qwen3 (hermes):
+through the same parser, so every split of a text gives the same message, if tags are in pairs. The format is Qwen3's (hermes):
 
     <think>
     reasoning
@@ -11,6 +11,8 @@ through the same parser, so every split of a text gives the same message. The fo
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
+
+A block may hold several calls, one after the other or in lists. Some models write "parameters" for "arguments".
 
 transformers' ResponseParser (from 5.16) reads this format too. It returns a call when the call is complete, raises on malformed
 JSON, and ends a call at a </tool_call> inside a JSON string. This parser streams arguments as they are written, and text that
@@ -28,8 +30,11 @@ THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>
 
 LONG_HEADER = 1024  # in characters. The beginning of a longer call is not parsed at every token
 
-# The beginning of a call whose arguments can be streamed. If the keys have another order, the call is read when it is complete.
-CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+# The beginning of a call whose arguments can be streamed, after the end of another call. Other calls are read when the block is
+# complete: those with another order of keys, and those with "parameters", which "arguments" may follow.
+CALL_HEADER = re.compile(r'[\s,\[\]}]*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+_BETWEEN_CALLS = re.compile(r"[\s,\[\]}]*")
+_JSON = json.JSONDecoder(strict=False)
 
 
 class ToolCall(TypedDict, total=False):
@@ -70,7 +75,8 @@ class ChatParser:
     """Parses one answer.
 
     Whitespace next to a tag belongs to the tag, unless it separates two pieces of content. Without tags, all text is
-    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API.
+    content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API. A
+    </think> that no tag began ends a thought if the answer comes as one piece. In a stream the text before it stays content.
 
     Attributes:
         has_tool_calls: whether a call is complete.
@@ -102,6 +108,7 @@ class ChatParser:
         self._deltas: list[ChatDelta] = []
         self._whitespace = ""  # the whitespace after the latest content or reasoning, which may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
+        self._may_think = reasoning and not closes_thinking(prompt)
         self._written: set[str] = set()  # subset of {"content", "reasoning"}
         self._parse_next: Callable[[], bool] = self._parse_reasoning if self._is_after_tag else self._parse_start
         # the state of the JSON in a call's arguments
@@ -135,7 +142,7 @@ class ChatParser:
 
     def _waits_for_more(self) -> bool:
         """Whether to put off the next search of a call's long beginning, until it has grown by an eighth."""
-        is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
+        is_long = self._parse_next in (self._parse_call, self._parse_call_end) and len(self._buffer) > LONG_HEADER
         return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 
     # ---- the parser's states. Each returns whether another of them can continue with the buffer.
@@ -143,7 +150,9 @@ class ChatParser:
     def _parse_start(self) -> bool:
         """Parse a think block, which can only be at the very beginning."""
         text = self._buffer.lstrip()
-        if self._parses_reasoning and text.startswith(THINK):
+        before, end, _ = text.partition(END_THINK)
+        ends_thought = self._is_last and end and self._may_think and THINK not in before and TOOL_CALL not in before
+        if ends_thought or (self._parses_reasoning and text.startswith(THINK)):
             self._buffer = text.removeprefix(THINK)
             self._is_after_tag = True
             self._parse_next = self._parse_reasoning
@@ -172,24 +181,27 @@ class ChatParser:
             self._parse_next = self._parse_call
         return is_complete
 
-    def _parse_call(self) -> bool:
-        """Parse the text after <tool_call>, up to the arguments."""
+    def _parse_call(self, *, is_first: bool = True) -> bool:
+        """Parse the text after <tool_call>, or after a call, up to the next arguments that can be streamed or </tool_call>."""
         if header := CALL_HEADER.match(self._buffer):
             self._buffer = self._buffer[header.end() :]
             self._begin_call(header[1])
             self._parse_next = self._parse_arguments
             return True
         body, end, rest = self._buffer.partition(END_TOOL_CALL)
-        may_be_call = body.lstrip()[:1] in ("", "{")
-        if may_be_call and not end and not self._is_last:
+        may_have_calls = not is_first or body.lstrip()[:1] in ("", "{", "[")
+        if may_have_calls and not end and not self._is_last:
             return False
-        if call := _parse_whole_call(body) if may_be_call else None:
-            self._begin_call(call[0])
-            self._add_arguments(call[1])
+        calls, unread = _read_calls(body if is_first else _without_rest_of_object(body)) if may_have_calls else ([], "")
+        for name, arguments in calls:
+            self._begin_call(name)
+            self._add_arguments(arguments)
             self.has_tool_calls = True
-            self._buffer = rest
-        else:  # not a call: the tag and the text up to the next tag are content
+        if is_first and not calls:  # the tag and the text up to the next tag are content
             self._write("content", TOOL_CALL)
+        else:
+            self._buffer = rest
+            self._write("content", "" if END_TOOL_CALL.startswith(unread) else unread)  # it may be cut in the tag
         self._parse_next = self._parse_content
         return True
 
@@ -224,11 +236,8 @@ class ChatParser:
         return False
 
     def _parse_call_end(self) -> bool:
-        """Drop the text between the arguments and </tool_call>."""
-        _, is_complete = self._take_until(END_TOOL_CALL)
-        if is_complete:
-            self._parse_next = self._parse_content
-        return is_complete
+        """Parse the text between a call's arguments and </tool_call>, which may have further calls."""
+        return self._parse_call(is_first=False)
 
     # ---- the buffer
 
@@ -314,8 +323,10 @@ def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
         A dict like OpenAI's message: role, content, and if the answer has them, reasoning and tool_calls. Each tool call is
         {"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}.
     """
-    from nanoinfer.chat.harmony import CHANNEL, HarmonyParser, begun_message
+    from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser, begun_message
 
+    if prompt.endswith(FINAL):  # a structured output follows, where marks are plain text
+        return ChatParser(reasoning=False, tool_calls=False).push(text, is_last=True).message()
     is_harmony = text.startswith(CHANNEL) or begun_message(prompt) is not None
     return (HarmonyParser if is_harmony else ChatParser)(prompt).push(text, is_last=True).message()
 
@@ -335,14 +346,37 @@ def closes_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(END_THINK)
 
 
-def _parse_whole_call(body: str) -> tuple[str, str] | None:
-    """Return a call's name and arguments, from a JSON object in any key order. The arguments may be JSON in a string."""
+def _read_calls(body: str) -> tuple[list[tuple[str, str]], str]:
+    """Return the name and the arguments of each call in a block, and the text that is not a call."""
+    calls, unread, end = list[tuple[str, str]](), "", 0
+    while True:
+        start = _BETWEEN_CALLS.match(body, end).end()  # type: ignore[union-attr]  # it matches ""
+        try:
+            value, end = _JSON.raw_decode(body, start)
+        except (ValueError, RecursionError):  # no JSON, or the end
+            return calls, (unread + body[start:]).strip()
+        if call := _read_call(value):
+            calls.append(call)
+        else:
+            unread += body[start:end] + "\n"
+
+
+def _read_call(call: Any) -> tuple[str, str] | None:
+    """Return a call's name and arguments, from an object in any key order. The arguments may be JSON in a string."""
     try:
-        call = json.loads(body, strict=False)
-        arguments = call.get("arguments")
+        arguments = call.get("parameters") if call.get("arguments") is None else call["arguments"]
         arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments or {}
     except (ValueError, AttributeError, RecursionError):
         return None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     return call["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _without_rest_of_object(body: str) -> str:
+    """Drop the keys of an object after the value before this text, and its closing brace."""
+    opening = '{"": 0'
+    try:
+        return body[_JSON.raw_decode(opening + body)[1] - len(opening) :]
+    except (ValueError, RecursionError):  # no brace follows
+        return body

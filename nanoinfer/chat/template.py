@@ -9,6 +9,8 @@ renderer is started at the first chat (0.7 s, most of it transformers' import) a
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
@@ -30,7 +32,7 @@ def apply_chat_template(
     """Return chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
     chat_template: a Jinja template. None: the tokenizer's. variables: passed to the template. add_generation_prompt is True
-    unless it is given.
+    unless it is given. Contents that are strings become lists of one text part if the template reads only lists.
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise InvalidPromptError(
@@ -65,10 +67,38 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    known: dict[tuple[str, str], bool] = {}
+
+    def as_parts(text: str) -> object:
+        return [{"type": "text", "text": text}]
+
+    def reads_parts(role: str, arguments: dict[str, Any]) -> bool:
+        """Whether the template writes a content of the role only if it is a list of parts, found with a text of ours."""
+        key = tokenizer.get_chat_template(arguments["chat_template"], tools=arguments.get("tools")), role
+        if key in known:
+            return known[key]
+        probe = "Does the template write this?"
+
+        def writes(content: Callable[[str], object]) -> bool:
+            message, question = {"role": role, "content": content(probe)}, {"role": "user", "content": content("?")}
+            around = {"user": [message], "system": [message, question], "developer": [message, question]}
+            probing = arguments | {"conversation": around.get(role, [question, message]), "continue_final_message": False}
+            with suppress(Exception):  # a template may raise anything
+                return probe in tokenizer.apply_chat_template(**probing, tokenize=False)
+            return False
+
+        if len(known) > 100:  # a request may bring its own template
+            known.clear()
+        known[key] = not writes(str) and writes(as_parts)
+        return known[key]
 
     def reply(request: bytes) -> dict[str, str]:
         try:
             tokenizer.chat_template, arguments = json.loads(request)
+            for message in arguments["conversation"]:
+                content, role = message.get("content"), str(message.get("role"))
+                if isinstance(content, str) and reads_parts(role, arguments):
+                    message["content"] = as_parts(content)
             text = tokenizer.apply_chat_template(**arguments, tokenize=False)
         except MemoryError:
             return {"error": f"it takes more than {MAX_BYTES >> 20} MiB"}

@@ -50,15 +50,12 @@ def generate(
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
     llm = options.load_llm(engine, needs_chat_template=chat)
-    params = options.resolve_sampling_params(
-        llm,
-        sampling,
-        max_tokens=max_tokens,
-        n=n,
-        logprobs=logprobs,
-        structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
-    )
-    request: PromptType = llm.render_chat([{"role": "user", "content": text}]) if chat else text
+    form = None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema))
+    given = {"max_tokens": max_tokens, "n": n, "logprobs": logprobs, "structured_outputs": form}
+    params = options.resolve_sampling_params(llm, sampling, **given)
+    request: PromptType = text
+    if chat:
+        [request], [params] = llm.engine.inputs.render_chats([{"role": "user", "content": text}], params)
     if echo and not as_json:
         print(text, end="", flush=True)
     if n == 1 and not as_json:

@@ -33,7 +33,7 @@ from nanoinfer.arguments import Bytes, Option, declarations, size_in_bytes
 from nanoinfer.cli.commands import complete_from, complete_models, in_words_of
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, over_default
 from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
@@ -447,7 +447,7 @@ def resolve_sampling_params(llm: "LLM", sampling: dict[str, Any], **more: Any) -
     A seed is drawn where none is given, of 32 bits, which are short enough to type.
     """
     given = {name: value for name, value in (sampling | more).items() if value is not None}
-    params = replace(llm.get_default_sampling_params(), **given)
+    params = over_default(llm.get_default_sampling_params(), **given)
     if params.seed is not None:
         return params
     params = replace(params, seed=secrets.randbits(32))

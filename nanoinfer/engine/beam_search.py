@@ -136,7 +136,7 @@ class _PromptSearch:
         self.width = params.beam_width
         self.error = None if prepared.error is None else prepared.error.message
         self.is_done = self.error is not None
-        self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids
+        self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids | prepared.eos_token_ids
         # More candidates than width, since some end: if every beam ends with every EOS id, at least width others continue.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
         num_prompt = len(prepared.prompt_token_ids)

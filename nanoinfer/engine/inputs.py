@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.arguments import check_neutral
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import NEUTRAL_IN, TokensPrompt
+from nanoinfer.engine.prompts import NEUTRAL_IN, ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -54,6 +54,7 @@ class PreparedRequest:
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
     reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
+    eos_token_ids: EOS ids of this request besides the engine's.
     """
 
     prompt: str | None
@@ -67,6 +68,7 @@ class PreparedRequest:
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
+    eos_token_ids: frozenset[int] = frozenset()
 
     def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
         """Return the request with an adapter, whose digest separates its cached prefixes from others."""
@@ -116,9 +118,12 @@ class InputProcessor:
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
         thought = self._thought(token_ids, params)
-        salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # the user's salt
-        priority = int(priority or 0)
-        prepared = PreparedRequest(text, token_ids, params, bad_words, error, priority, thought=thought, cache_salt=salt)
+        given = prompt if isinstance(prompt, dict) else {}
+        salt = f"/{given['cache_salt']}" if given.get("cache_salt") else None  # the user's salt
+        ends = frozenset(i for i in _token_ids(given.get("eos_token_ids", [])) if 0 <= i < self._info.vocab_size)
+        prepared = PreparedRequest(
+            text, token_ids, params, bad_words, error, int(priority or 0), thought=thought, cache_salt=salt, eos_token_ids=ends
+        )
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
@@ -158,7 +163,7 @@ class InputProcessor:
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
 
-    def render_chat(self, messages: object, **rendering: Any) -> TokensPrompt:
+    def render_chat(self, messages: object, **rendering: Any) -> ChatPrompt:
         """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
@@ -169,37 +174,43 @@ class InputProcessor:
         messages: Any,
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        tools: "Sequence[Tool] | None",
-        tool_choice: "ToolChoice",
+        tools: "Sequence[Tool] | None" = None,
+        tool_choice: "ToolChoice" = "auto",
         **rendering: Any,
-    ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
+    ) -> tuple[list[ChatPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
 
-        A structured output with a thinking_token_budget may begin with a thought, if the template knows thoughts.
+        A structured output follows the thought that the prompt has begun, or that a thinking_token_budget allows. For gpt-oss
+        the prompt begins the final message. A grammar of the user's own constrains the whole answer.
 
         Raises: the errors of render_chat and constrain_calls, with the conversation's index.
         """
+        from nanoinfer.chat.harmony import FINAL, begun_message
         from nanoinfer.chat.messages import constrain_calls
-        from nanoinfer.chat.parsing import END_THINK, opens_thinking
+        from nanoinfer.chat.parsing import END_THINK, THINK, opens_thinking
         from nanoinfer.chat.tools import after_thinking, requires_call, tool_schemas
 
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         chats = messages if is_batch else [messages]
-        schemas = tool_schemas(tools or [])
+        schemas, must_call = tool_schemas(tools or []), requires_call(tool_choice)
         prompts, constrained = [], []
         for index, (chat, given) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
             with with_prompt_index(index):
                 _check_type(given)
-                prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
+                arguments = {"tools": None if tool_choice == "none" else schemas, **rendering}
+                prompt = self.render_chat(chat, **arguments)
+                form = None if must_call else given.structured_outputs
+                form = None if form is None or form.grammar is not None else form
+                if form is not None and (begun := begun_message(prompt["prompt"] or "")) and not begun[1]:
+                    prompt = self.render_chat(chat, **arguments, answer_begin=FINAL)
                 prompts.append(prompt)
                 text = prompt["prompt"] or ""
                 assert self.tokenizer is not None, "it has rendered the prompt"
                 template = self.tokenizer.get_chat_template(rendering.get("chat_template"), has_tools=bool(schemas))
-                thinks = opens_thinking(text) or END_THINK in template
-                limited = self.limit_thinking(given, prompt) if thinks and requires_call(tool_choice) else given
-                form, budget = limited.structured_outputs, limited.thinking_token_budget
-                # A grammar of the user's own decides whether a thought precedes the answer.
-                if thinks and budget is not None and form is not None and form.grammar is None:
+                has_begun = opens_thinking(text)
+                thinks = has_begun or THINK in template or END_THINK in template
+                limited = self.limit_thinking(given, prompt) if thinks and (must_call or (has_begun and form)) else given
+                if form is not None and (has_begun or (thinks and limited.thinking_token_budget is not None)):
                     limited = replace(limited, structured_outputs=after_thinking(form, text))
                 constrained.append(constrain_calls(limited, text, schemas, tool_choice, self.tokenizer, thinks=thinks))
         return prompts, constrained
@@ -208,7 +219,7 @@ class InputProcessor:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_IN["a prompt"]}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids", *NEUTRAL_IN["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"

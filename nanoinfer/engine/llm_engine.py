@@ -158,7 +158,7 @@ class LLMEngine:
                 params=params,
                 seed=(seed + index) % 2**64,
                 max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
-                eos_token_ids=self.eos_token_ids,
+                eos_token_ids=self.eos_token_ids | prepared.eos_token_ids,
                 bad_words=prepared.bad_words,
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
                 thought=copy.copy(prepared.thought),

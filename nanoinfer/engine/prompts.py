@@ -20,6 +20,12 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str | None]
 
 
+class ChatPrompt(TokensPrompt):
+    """A rendered conversation. eos_token_ids: ids that end its answer, as the model's EOS ids do."""
+
+    eos_token_ids: NotRequired[list[int]]
+
+
 PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 _ALL: Neutral = {

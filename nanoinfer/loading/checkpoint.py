@@ -25,6 +25,18 @@ WEIGHT_FILES = ["*.safetensors"]
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # a LoRA adapter, as peft saves it
 MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B parameters has 80 kB
 
+# Defaults of requests in generation_config.json -> the names of SamplingParams
+_DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_DEFAULTS |= {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+_DEFAULTS |= {"no_repeat_ngram_size": "no_repeat_ngram_size", "bad_words_ids": "bad_words"}
+# Its other fields that change transformers' answers -> the value that changes nothing, as None and empty lists do.
+_NOT_APPLIED = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), -1)
+_NOT_APPLIED |= dict.fromkeys(("force_words_ids", "constraints", "sequence_bias"), -1)
+_NOT_APPLIED |= dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), -1)
+_NOT_APPLIED |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "token_healing", "top_h", "max_time"), 0)
+_NOT_APPLIED |= dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1)
+_NOT_APPLIED |= {"guidance_scale": 1, "min_length": 0, "max_length": 20}
+
 _CONVERT = (
     "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result: "
     'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
@@ -86,6 +98,22 @@ class Checkpoint:
     def is_bundled(self) -> bool:
         """Whether it lies in the package."""
         return self.path.parent == BUNDLED
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The defaults in generation_config.json, by the names of SamplingParams. "do_sample": false is a temperature of 0."""
+        given = self.generation_config
+        samples = given.get("do_sample")
+        if not isinstance(samples, bool | None):
+            raise CheckpointError(f"do_sample must be true or false, got {shown(samples)}")
+        defaults = {ours: given[theirs] for theirs, ours in _DEFAULTS.items() if given.get(theirs) is not None}
+        return defaults | ({"temperature": 0.0} if samples is False else {})
+
+    def settings_not_applied(self) -> str:
+        """Name the fields of generation_config.json that change transformers' answers, and none here. "": there are none."""
+        given = self.generation_config
+        names = (name for name, neutral in _NOT_APPLIED.items() if given.get(name) not in (None, neutral, [], {}))
+        return ", ".join(f"{name}={shown(given[name])}" for name in names)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
 from nanoinfer.chat.messages import constrain_calls, with_text_content
-from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
+from nanoinfer.chat.parsing import END_THINK, THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.prompts import TokensPrompt
@@ -59,8 +59,9 @@ class ChatFormat:
         if len({*is_named}) > 1:
             raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")
         is_harmony = is_named[0] if is_named else CHANNEL in template and names != ("none", "none")
+        writes_thoughts = THINK in template or END_THINK in template
         return cls(
-            reasoning=is_harmony or END_THINK in template if reasoning_parser is None else reasoning_parser != "none",
+            reasoning=is_harmony or writes_thoughts if reasoning_parser is None else reasoning_parser != "none",
             tool_calls=is_harmony or calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
             parser=HarmonyParser if is_harmony else ChatParser,
         )

@@ -4,7 +4,7 @@ In: JSON. Out: checked values, and SamplingParams. An unknown field is refused, 
 Fields of other servers are in fields.py.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import (
@@ -22,7 +22,7 @@ from pydantic import (
 from nanoinfer.arguments import declarations
 from nanoinfer.chat.tools import requires_call
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams, over_default
 from nanoinfer.server.errors import RequestError, invalid_body
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 
@@ -377,7 +377,7 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
     given["structured_outputs"] = _structured_outputs(request)
     given["extra_args"] = request.vllm_xargs
     given = {name: value for name, value in given.items() if value is not None}
-    return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
+    return over_default(default, **given, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:

@@ -85,6 +85,53 @@ CASES = {
     "malformed arguments": ("", call("{a: [1") + NIGHT, ("", "", [("f", "{a: [1}\n"), ("night", "{}")])),
 }
 
+A, B = '{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"x": "</tool_call>"}}'
+CALLS = [("a", "{}"), ("b", '{"x": "</tool_call>"}')]
+
+
+def block(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+CASES |= {
+    "parameters": ("", block('{"name": "f", "parameters": {"x": 1}}'), ("", "", [("f", '{"x": 1}')])),
+    "parameters as a string": ("", block('{"parameters": "{\\"x\\": 1}", "name": "f"}'), ("", "", [("f", '{"x": 1}')])),
+    "arguments after parameters": (
+        "",
+        block('{"name": "f", "parameters": {"x": 1}, "arguments": {"y": 2}}'),
+        ("", "", [("f", '{"y": 2}')]),
+    ),
+    "arguments are null": (
+        "",
+        block('{"name": "f", "arguments": null, "parameters": {"x": 1}}'),
+        ("", "", [("f", '{"x": 1}')]),
+    ),
+    "two objects in a block": ("", f"a {block(A + chr(10) + B)} b", ("", "a  b", CALLS)),
+    "a list in a block": ("", block(f"[{A}, {B}]"), ("", "", CALLS)),
+    "objects with commas in a block": ("", block(f"{A}, {B}"), ("", "", CALLS)),
+    "a list of other keys": (
+        "",
+        block('[{"arguments": {}, "name": "a"}, {"name": "c"}]'),
+        ("", "", [("a", "{}"), ("c", "{}")]),
+    ),
+    "keys after the arguments": (
+        "",
+        block(A[:-1] + ', "id": "}"}' + '{"name": "c", "parameters": {"x": {}}}'),
+        ("", "", [("a", "{}"), ("c", '{"x": {}}')]),
+    ),
+    "an object that is no call after a call": ("", block(A + '{"name" "b"}'), ("", '{"name" "b"}', [("a", "{}")])),
+    "an object that is no call before a call": ("", block('{"x": 1}' + A), ("", '{"x": 1}', [("a", "{}")])),
+    "a number between calls": ("", block('[{"name": "a"}, 5, {"name": "c"}]'), ("", "5", [("a", "{}"), ("c", "{}")])),
+    "words after a call": ("", block(f"{A} is what I call"), ("", "is what I call", [("a", "{}")])),
+    "a brace too many": ("", block(A + "}"), ("", "", [("a", "{}")])),
+    "a brace too few": ("", block(A[:-1]), ("", "", [("a", "{}")])),
+    "an empty list": ("", block("[]"), ("", block("[]"), [])),
+    "cut in the closing tag": ("", block(A)[:-5], ("", "", [("a", "{}")])),
+    "cut in the closing tag of a list": ("", block('[{"name": "a"}]')[:-12], ("", "", [("a", "{}")])),
+    "cut in the second call": ("", f"<tool_call>{A}{B[:-9]}", ("", "", [("a", "{}"), ("b", '{"x": "</tool')])),
+    "cut before the second call": ("", f"<tool_call>{A}{B[:9]}", ("", '{"name":', [("a", "{}")])),
+}
+
 HARMONY = "<|end|><|start|>assistant"
 THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|end|>"}'
@@ -139,7 +186,7 @@ def test_a_text_is_parsed_the_same_whole_and_by_characters(case):
 
 
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "<", "{", "}", '"', "\\", "a", "{}", NIGHT, WEATHER]
-PIECES += ['{"name": "f"', ', "arguments": ', "[", "]", "<tool", "</"]
+PIECES += ['{"name": "f"', ', "arguments": ', "[", "]", "<tool", "</", ",", ', "parameters": ', A]
 PIECES += [HARMONY, THOUGHT, FINAL, HARMONY_CALL, "<|call|>", "<|", "<|message|>", "to="]
 
 
@@ -180,6 +227,7 @@ def test_text_is_held_back_only_while_a_tag_may_begin():
     [
         '<tool_call>{"name": "' + "f" * 50_000,
         '<tool_call>{"arguments": {"a": "' + "b" * 50_000 + '"}, "name": "f"}</tool_call> then',
+        '<tool_call>{"name": "f", "arguments": {}}' + " " * 50_000 + "b</tool_call> then",
     ],
 )
 def test_a_long_beginning_of_a_call_is_parsed_a_few_times_only(text, monkeypatch):
@@ -209,6 +257,32 @@ def test_without_parallel_tool_calls_the_first_remains():
     expected = ("", "", [("weather", '{"city": "Paris"}')])
     assert parse([WEATHER + NIGHT + NIGHT], parallel_tool_calls=False) == expected
     assert parse(list(WEATHER + NIGHT + NIGHT), parallel_tool_calls=False) == expected
+
+
+def test_without_parallel_tool_calls_the_first_of_a_block_remains():
+    for text in (block(A + B), block(f"[{A}, {B}]"), block(f'[{{"name": "a"}}, {A}]')):
+        for pieces in ([text], list(text)):
+            assert parse(pieces, parallel_tool_calls=False) == ("", "", [("a", "{}")])
+
+
+def test_a_tag_that_no_tag_began_ends_the_thought_of_a_whole_answer():
+    for prompt in ("", "<|im_start|>assistant\n"):
+        message = parse_chat_answer("\nLet me think.</think>4.", prompt)
+        assert (message["reasoning"], message["content"]) == ("Let me think.", "4.")
+    message = parse_chat_answer(f"Let me think.</think>{WEATHER}")
+    assert (message["reasoning"], message["tool_calls"][0]["function"]["name"]) == ("Let me think.", "weather")
+    for text, prompt in (
+        ("Use <think> and </think>.", ""),  # the tag of a text about tags
+        ("It is </think>.", "<think>\n\n</think>\n\n"),  # the prompt has ended the thought
+        (call('{"a": "</think>"}'), ""),
+    ):
+        assert "reasoning" not in parse_chat_answer(text, prompt)
+    assert ChatParser(reasoning=False).push("a</think>4.", is_last=True).content == "a</think>4."
+
+
+def test_a_format_of_gpt_oss_is_content_after_the_prompt_that_has_begun_it():
+    text = '{"a": "<|end|><think>"}'
+    assert parse_chat_answer(text, HARMONY + FINAL)["content"] == text
 
 
 def test_a_whole_answer_of_gpt_oss_is_known_by_its_channels():

@@ -64,6 +64,35 @@ def test_the_chat_template_writes_every_message_and_the_generation_prompt_unless
     assert apply_chat_template(tokenizer, messages) == text + "<|im_start|>assistant\n"
 
 
+PARTS = {
+    "a loop": "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}",
+    "a filter": "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}",
+    "the first part": "{{ message.content[0].text }}",
+    "a sum, which no string has": "{% for part in message.content %}{{ '' + part.text }}{% endfor %}",
+}
+PARTS["a loop for users only"] = (
+    "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
+)
+STRINGS = ["{{ message.content | trim }}", "{% if message.content is string %}{{ message.content }}{% else %}list{% endif %}"]
+
+
+@pytest.mark.parametrize("content", [*PARTS.values(), *STRINGS], ids=[*PARTS, "a string", "both"])
+def test_a_content_is_written_whether_the_template_reads_strings_or_lists_of_parts(tokenizer, content):
+    template = "{{ bos_token }}{% for message in messages %}{{ '[' + message.role + ']' }}" + content + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    text = apply_chat_template(tokenizer, chat, template, bos_token="")
+    assert text == "[system]Be brief.[user]How warm?[assistant][tool]12[assistant]It is"
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    assert apply_chat_template(tokenizer, chat, template, bos_token="", **more) == text
+
+
 def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidPromptError, match="the chat template refused the messages: roles must alternate"):

@@ -53,6 +53,15 @@ def test_the_prompt_is_an_argument_or_standard_input_or_a_file(llm, tmp_path):
         assert (result.stdout, result.stderr, result.exit_code) == (expected, "", 0), arguments
 
 
+def test_the_json_of_a_chat_follows_the_thought_that_the_template_has_begun(llm, tmp_path, monkeypatch):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    for template, is_json in (("{{ messages[0].content }}", True), ("{{ messages[0].content }}<think>", False)):
+        monkeypatch.setattr(llm.engine.tokenizer.hf, "chat_template", template)
+        result = run(PROMPT, "--chat", "--json-schema", str(schema), "-t", "0", "-n", "4", "--json")
+        assert json.loads(result.stdout)["outputs"][0]["text"].startswith("{") == is_json
+
+
 def test_two_prompts_no_text_and_a_missing_file_are_refused(tmp_path):
     file = tmp_path / "prompt.bin"
     file.write_bytes(b"abc \xff")

@@ -748,6 +748,31 @@ def test_a_generation_config_that_asks_for_a_repetition_penalty_gets_it(tmp_path
     assert LLM(path, kv_cache_memory=MEMORY).get_default_sampling_params() == expected
 
 
+def test_a_generation_config_with_do_sample_false_is_greedy_and_its_other_fields_apply_or_are_named(tmp_path, caplog):
+    path = copy_of_tiny_qwen3(tmp_path)
+    given = {"do_sample": False, "temperature": 0.9, "min_new_tokens": 30, "stop_strings": "Lily", "no_repeat_ngram_size": 2}
+    given |= {"bad_words_ids": [[283], [5, 6]], "suppress_tokens": [7], "num_beams": 4, "typical_p": 1.0}
+    (path / "generation_config.json").write_text(json.dumps(given))
+    with caplog.at_level(logging.INFO, "nanoinfer.llm"):
+        llm = LLM(path, kv_cache_memory=MEMORY, enforce_eager=True)
+    [record] = [record for record in caplog.records if record.name == "nanoinfer.llm"]
+    assert "generation_config.json has suppress_tokens=[7], num_beams=4, which nanoinfer does not apply" in record.message
+    fields = {"min_tokens": 30, "stop": "Lily", "no_repeat_ngram_size": 2, "bad_words": [[283], [5, 6]]}
+    expected = SamplingParams(temperature=0.0, max_tokens=30, **fields)
+    assert llm.get_default_sampling_params() == expected
+    [default], [same], [other] = (llm.generate("Once", one, use_tqdm=False) for one in (None, expected, SamplingParams(seed=1)))
+    assert default.outputs[0].token_ids == same.outputs[0].token_ids
+    assert 283 not in default.outputs[0].token_ids
+    assert len(other.outputs[0].token_ids) == 16  # given parameters are used as they are
+
+
+def test_stop_strings_of_a_generation_config_need_a_tokenizer(tmp_path):
+    path = copy_of_tiny_qwen3(tmp_path)
+    (path / "generation_config.json").write_text('{"stop_strings": ["Lily"]}')
+    llm = LLM(path, kv_cache_memory=MEMORY, skip_tokenizer_init=True, enforce_eager=True)
+    assert llm.get_default_sampling_params() == SamplingParams(detokenize=False)
+
+
 def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):
     path = copy_of_tiny_qwen3(tmp_path)
     (path / "generation_config.json").write_text('{"temperature": -1}')

@@ -66,6 +66,40 @@ def test_a_required_call_takes_the_place_of_a_structured_output(llm):
     check_call(call["function"]["name"], call["function"]["arguments"])
 
 
+OPENED = "{% for message in messages %}{{ message.content }}{% endfor %}<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("form", [{"choice": ["yes"]}, {"json": {"enum": ["yes"]}}, {"regex": "yes"}])
+def test_a_format_follows_the_thought_that_the_template_has_begun(llm, form):
+    end, turn = llm.get_tokenizer().convert_tokens_to_ids(["</think>", "<|im_end|>"])
+    params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=StructuredOutputsParams(**form))
+    for bias in ({end: 100, turn: 100}, {end: -100}):  # a thought that ends at once, and a thought that its budget ends
+        output = llm.chat(QUESTION, replace(params, logit_bias=bias), False, chat_template=OPENED)[0]
+        message = parse_chat_answer(output.outputs[0].text, output.prompt)
+        assert message["content"] in ("yes", '"yes"')
+        assert output.outputs[0].finish_reason == "stop"
+        assert output.outputs[0].token_ids.index(end) == (0 if end in bias and bias[end] > 0 else 10)
+
+
+def test_a_grammar_of_the_users_own_is_that_of_the_whole_answer(llm):
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(grammar='start: "Hm.</think>yes"'))
+    output = llm.chat(QUESTION, params, False, chat_template=OPENED)[0]
+    message = parse_chat_answer(output.outputs[0].text, output.prompt)
+    assert (message["reasoning"], message["content"]) == ("Hm.", "yes")
+
+
+def test_a_format_of_gpt_oss_is_that_of_its_final_message(llm):
+    template = (
+        "<|start|>user<|message|>{{ messages[0].content }}<|end|>{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    output = llm.chat(QUESTION, params, False, chat_template=template)[0]
+    assert output.prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert parse_chat_answer(output.outputs[0].text, output.prompt)["content"] == "yes"
+    free = llm.chat(QUESTION, SamplingParams(max_tokens=1), False, chat_template=template)[0]
+    assert free.prompt.endswith("<|start|>assistant")
+
+
 def test_with_tool_choice_none_the_tools_are_left_out(llm):
     params = SamplingParams(max_tokens=1)
     plain = llm.chat(QUESTION, params, False)[0]

@@ -264,6 +264,10 @@ CASES: dict[str, tuple[Change, str]] = {
     "default temperature": (generation(temperature="hot"), "generation_config.json: temperature"),
     "default top_p": (generation(top_p=float("nan")), "generation_config.json: top_p"),
     "default max_new_tokens": (generation(max_new_tokens=10**4000), "generation_config.json: max_tokens must be below"),
+    "default min_new_tokens": (generation(min_new_tokens=-1), "generation_config.json: min_tokens must be >= 0, got -1"),
+    "default stop_strings": (generation(stop_strings=5), "generation_config.json: stop must be a string or a list of strings"),
+    "default bad_words_ids": (generation(bad_words_ids=[[10**6]]), "generation_config.json: bad_words has the token id 1"),
+    "do_sample": (generation(do_sample="no"), "generation_config.json: do_sample must be true or false, got 'no'"),
     # the index
     "index: ../x": (index("../x"), "names ../x, outside its folder"),
     "index: absolute": (index("/etc/passwd"), "names /etc/passwd, outside its folder"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import transformers
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -312,6 +313,39 @@ def test_eos_ids_are_generation_configs_or_else_configs(folder, generation_confi
         write_json(folder / "generation_config.json", generation_config)
     write_json(folder / "config.json", config)
     assert Checkpoint.open(str(folder)).eos_token_ids == eos_token_ids
+
+
+def test_defaults_are_generation_configs_by_our_names_and_do_sample_false_is_greedy(folder):
+    given = {"min_new_tokens": 2, "no_repeat_ngram_size": 3, "stop_strings": ["a"], "bad_words_ids": [[5]], "top_k": None}
+    ours = {"min_tokens": 2, "no_repeat_ngram_size": 3, "stop": ["a"], "bad_words": [[5]]}
+    for more, defaults in (
+        ({}, {}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"temperature": 0.5, "do_sample": None}, {"temperature": 0.5}),
+        ({"temperature": 0.5, "do_sample": True}, {"temperature": 0.5}),
+        ({"temperature": 0.5, "do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+    ):
+        write_json(folder / "generation_config.json", given | more)
+        assert Checkpoint.open(str(folder)).sampling_defaults == ours | defaults
+    write_json(folder / "generation_config.json", {"do_sample": "no"})
+    with pytest.raises(CheckpointError, match="do_sample must be true or false, got 'no'"):
+        _ = Checkpoint.open(str(folder)).sampling_defaults
+
+
+def test_settings_that_are_not_applied_are_named_unless_they_change_nothing(folder):
+    named = {"suppress_tokens": [0, 5], "begin_suppress_tokens": [7], "forced_eos_token_id": 0, "forced_bos_token_id": 1}
+    named |= {"num_beams": 4, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3, "min_length": 9, "max_length": 4096}
+    named |= {"guidance_scale": 1.5, "encoder_repetition_penalty": 1.2, "penalty_alpha": 0.6, "num_return_sequences": 2}
+    named |= {"sequence_bias": [[[5], -1.0]], "exponential_decay_length_penalty": [3, 1.1], "top_h": 0.4, "dola_layers": "low"}
+    write_json(folder / "generation_config.json", named | {"temperature": 0.5, "eos_token_id": 0, "length_penalty": 2.0})
+    words = Checkpoint.open(str(folder)).settings_not_applied().split("=")
+    assert {word.rpartition(" ")[2] for word in words[:-1]} == named.keys()
+    neutral = {"num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "min_length": 0, "max_length": 20}
+    neutral |= {"guidance_scale": 1.0, "encoder_repetition_penalty": 1.0, "suppress_tokens": [], "num_return_sequences": 1}
+    for given in (neutral, transformers.GenerationConfig().to_dict(), {}):
+        write_json(folder / "generation_config.json", given)
+        assert Checkpoint.open(str(folder)).settings_not_applied() == ""
 
 
 def test_an_index_of_wrong_types_is_refused(folder):

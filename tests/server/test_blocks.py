@@ -9,6 +9,7 @@ from nanoinfer.server.blocks import Blocks
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 ODD_CALL = '<tool_call>\n{"arguments": {"a": 1}, "name": "odd"}\n</tool_call>'
+TWO_CALLS = '<tool_call>[{"name": "a", "parameters": {"x": 1}}, {"name": "b", "arguments": {}}, 5]</tool_call>'
 TEXT = f"<think>\nWarm?\n</think>\n\nI look.\n{CALL}\n{CALL}\nAnd again.\n{ODD_CALL} \nDone, 1 < 2.\n"
 EXPECTED = [
     ("reasoning", "", "Warm?"),
@@ -35,7 +36,7 @@ def summary(blocks):
     return [(block.kind, block.name, block.text) for block in blocks.all]
 
 
-@pytest.mark.parametrize("text", [TEXT, TEXT[25:], CALL, "", "\n", CALL[:50], f"{CALL}a"])
+@pytest.mark.parametrize("text", [TEXT, TEXT[25:], CALL, "", "\n", CALL[:50], f"{CALL}a", f"a{TWO_CALLS}b"])
 def test_every_split_gives_the_same_blocks(text):
     whole = Blocks(ChatParser())
     assert len(changes_of(whole, [text])) >= len(whole.all) * 2
@@ -52,6 +53,14 @@ def test_blocks_are_in_the_order_of_the_text():
     assert summary(blocks) == EXPECTED
     assert [block.index for block in blocks.all] == list(range(len(blocks.all)))
     assert len({block.call_id for block in blocks.all if block.kind == "call"}) == 3
+
+
+def test_every_call_of_a_list_is_a_block_and_the_first_alone_without_parallel_calls():
+    calls = [("call", "a", '{"x": 1}'), ("call", "b", "{}")]
+    for keeps_later, expected in ((True, calls), (False, calls[:1])):
+        blocks = Blocks(ChatParser(parallel_tool_calls=keeps_later))
+        changes_of(blocks, list(TWO_CALLS))
+        assert summary(blocks) == [*expected, ("content", "", "5")]
 
 
 def test_a_block_begins_grows_and_ends_before_the_next_one():

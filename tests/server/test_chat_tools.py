@@ -132,6 +132,7 @@ def test_tools_of_a_model_without_them_get_400(client):
     [
         ("{{ messages }}", None, None, ChatFormat(False, False)),
         (r"</think> {{ tools }} <tool_call>\n{\"name\": 1, \"arguments\": 2}", None, None, ChatFormat(True, True)),
+        ("{{ messages }}<think>", None, None, ChatFormat(True, False)),
         ("{{ tools }} <tool_call><function=f><parameter=a>", None, None, ChatFormat(False, False)),
         ("{{ messages }}", "qwen3", "hermes", ChatFormat(True, True)),
         (r'</think> <tool_call> "arguments"', "none", "none", ChatFormat(False, False)),

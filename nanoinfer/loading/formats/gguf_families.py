@@ -98,6 +98,9 @@ _NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAME
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
 
+# Tokens that end a text where they are control tokens. gpt-oss ends messages within an answer by <|end|>.
+_ENDS = "<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <|endoftext|> <|end_of_text|> <|return|> <|call|>".split()
+_CONTROL = 3
 _LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's frequencies
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 # Keys of rope that are honoured, or change nothing: all axes of dimension_sections have the same position in a text.
@@ -152,9 +155,16 @@ def to_config(file: GGUFFile) -> dict[str, object]:
 
 
 def to_generation_config(file: GGUFFile) -> dict[str, object]:
-    """Return BOS, the padding, and the ids that end a document, a turn (eot) or a message (eom)."""
+    """Return BOS, the padding, and the ids that end a document, a turn (eot) or a message (eom).
+
+    Without an id of eot, they include those of the tokens that llama.cpp finds by their names.
+    """
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if ids["eot"] is None and isinstance(tokens, list) and isinstance(types, list):
+        found = [tokens.index(token) for token in _ENDS if token in tokens]
+        ends += [token_id for token_id in found if types[token_id : token_id + 1] == [_CONTROL]]
     distinct = [end for i, end in enumerate(ends) if end not in ends[:i]]  # a broken file may have lists here
     return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=distinct)
 

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -565,6 +566,22 @@ def test_a_sentencepiece_tokenizer_joins_the_pair_with_the_best_score(text):
 def test_a_tokenizer_that_is_not_supported_or_damaged_is_refused(changes, error, sentence):
     with pytest.raises(error, match=sentence):
         tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf"))
+
+
+def test_ends_without_an_id_of_eot_are_the_control_tokens_that_llama_cpp_knows():
+    tokens = ["a", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|call|>", "<|eot_id|>", "<end_of_turn>", "<|return|>"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3, 3, 4, 3, 3]}
+
+    def ends(**ids):
+        given = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
+        return to_generation_config(SimpleNamespace(metadata=metadata | given)).get("eos_token_id")
+
+    assert ends(eos=2) == [2, 1, 6, 7, 4]  # neither <|end|>, which gpt-oss has within an answer, nor a token of another kind
+    assert ends() == [1, 6, 2, 7, 4]
+    assert ends(eos=2, eot=1) == [2, 1]
+    for name, value in (("tokens", 5), ("token_type", None), ("token_type", [3])):
+        broken = metadata | {f"tokenizer.ggml.{name}": value, "tokenizer.ggml.eos_token_id": 2}
+        assert to_generation_config(SimpleNamespace(metadata=broken))["eos_token_id"] == [2]
 
 
 # ---- all of it
