@@ -4,10 +4,12 @@
 only for tasks with tensors.
 """
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.cli.commands import Command, Commands, print_error
+from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.learn.check import Failure, Task, describe_error, limited
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
@@ -44,6 +46,32 @@ All {number} passed. It is your engine now:
   nanoinfer learn speed                    make five functions faster
   nanoinfer bench ladder                   eleven versions of an engine, measured here
   nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
+
+
+def with_witness(command: Callable[[], object]) -> None:
+    """Run a command in a child process, and exit with the status that it reports, or 1 without a report.
+
+    The code of a workbook may end its process with any status: by os._exit, a signal, or a handler that runs at exit.
+    """
+    if not hasattr(os, "fork"):  # Windows
+        command()
+    report, reporting = os.pipe()
+    if not (child := os.fork()):
+        try:
+            command()
+        except SystemExit as error:  # the commands turn a workbook's own SystemExit into other errors
+            os.write(reporting, bytes([bool(error.code) if not isinstance(error.code, int) else error.code]))
+            raise
+    os.close(reporting)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child, too
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
+    os.waitpid(child, 0)
+    os.set_blocking(report, False)  # a process that the child has left may keep the pipe open
+    with suppress(BlockingIOError):
+        if status := os.read(report, 1):
+            sys.exit(status[0])
+    print_error("the workbook's code has ended the process, so this has not passed; remove what exits, such as os._exit")
+    sys.exit(1)
 
 
 @app.callback()
@@ -114,7 +142,7 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     file = workbook.file(found.name)
     if not yes:
         typer.confirm(f"Replace the function in {file.name} by the engine's own?", abort=True)
-    if not file.exists() or "\ndef " not in file.read_text(encoding="utf-8"):
+    if not file.exists() or "\ndef " not in file.read_text(encoding="utf-8-sig"):
         file.write_text(found.text, encoding="utf-8")
     workbook.replace_body(found.name, found.function.source)
     print(f"{file.name} has the engine's version.")
@@ -184,7 +212,9 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
             file.write_text(each.text, encoding="utf-8")
         try:
             result = grade(each, workbook.load(each.name, each.name), bandwidth)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             print(f"  {file.stem:<19} {describe_error(error, str(file))}")
             all_passed = False
             continue
@@ -207,8 +237,11 @@ def _your_engine() -> Iterator[dict[Function, int]]:
     """Let the engine call the passed functions. Yields how often each was called."""
     workbook = Workbook.here(NAMES)
     passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
-        yield calls
+    try:
+        with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
+            yield calls
+    except SystemExit as error:
+        raise NanoinferError(f"the workbook raises SystemExit({error}); remove what exits, such as sys.exit") from error
 
 
 @app.command(cls=Command)
@@ -245,9 +278,11 @@ def export(
 
 def _check(workbook: Workbook, task: Task) -> bool:
     """Check a task, print the result and keep it. Returns whether the task has passed."""
+    workbook.mark(task.name, passed=False)  # the task's code may end the process
     failure = _failure(workbook, task)
     workbook.mark(task.name, passed=failure is None)
-    print(f"{task.name}: passed" if failure is None else f"{task.name}: not yet\n{indent(str(failure), '  ')}")
+    verdict = "passed" if failure is None else f"not yet\n{indent(str(failure), '  ')}"
+    print(f"{task.name}: {verdict}", flush=True)
     return failure is None
 
 
@@ -256,7 +291,9 @@ def _failure(workbook: Workbook, task: Task) -> Failure | None:
     try:
         with limited(SECONDS):
             return compare_cases(task, workbook.load(task.name, name))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         got = describe_error(error, str(file)) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
 

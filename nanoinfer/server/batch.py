@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def check_requests(path: Path) -> tuple[str, int]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             digest.update(line)
-            if not line.strip():
+            if not (line := line.removeprefix(BOM_UTF8)).strip():
                 continue
             num_requests += 1
             try:
@@ -87,7 +88,8 @@ def check_requests(path: Path) -> tuple[str, int]:
 def read_requests(path: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a checked input."""
     with path.open("rb") as file:
-        yield from (BatchRequest.model_validate(from_json(line)) for line in file if line.strip())
+        lines = (line.removeprefix(BOM_UTF8) for line in file)
+        yield from (BatchRequest.model_validate(from_json(line)) for line in lines if line.strip())
 
 
 class ResultFile:
