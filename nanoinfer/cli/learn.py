@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli.commands import Command, Commands, print_error
+from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.learn.check import Failure, Task, describe_error, limited
 from nanoinfer.lab.learn.check import check as compare_cases
@@ -48,30 +48,25 @@ All {number} passed. It is your engine now:
   nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
-def with_witness(command: Callable[[], object]) -> None:
-    """Run a command in a child process, and exit with the status that it reports, or 1 without a report.
+class WitnessedCommand(Command):
+    """A command in a child process, whose status 0 counts only after its end, because the workbook's code may exit."""
 
-    The code of a workbook may end its process with any status: by os._exit, a signal, or a handler that runs at exit.
-    """
-    if not hasattr(os, "fork"):  # Windows
-        command()
-    report, reporting = os.pipe()
-    if not (child := os.fork()):
-        try:
-            command()
-        except SystemExit as error:  # the commands turn a workbook's own SystemExit into other errors
-            os.write(reporting, bytes([bool(error.code) if not isinstance(error.code, int) else error.code]))
-            raise
-    os.close(reporting)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child, too
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
-    os.waitpid(child, 0)
-    os.set_blocking(report, False)  # a process that the child has left may keep the pipe open
-    with suppress(BlockingIOError):
-        if status := os.read(report, 1):
-            sys.exit(status[0])
-    print_error("the workbook's code has ended the process, so this has not passed; remove what exits, such as os._exit")
-    sys.exit(1)
+    def invoke(self, ctx: Any) -> object:
+        if sys.stdout is not sys.__stdout__ or not hasattr(os, "fork"):  # called by a test, or on Windows
+            return super().invoke(ctx)
+        report, reporting = os.pipe()
+        if not (child := os.fork()):
+            super().invoke(ctx)
+            return os.write(reporting, b"!")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child, too
+        signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(reporting, b".")  # so that there is something to read
+        if status == 0 and os.read(report, 1) != b"!":
+            raise NanoinferError(
+                "the workbook's code ended the process before the command's end; remove calls such as sys.exit"
+            )
+        raise typer.Exit(status if status >= 0 else 128 - status)
 
 
 @app.callback()
@@ -100,7 +95,7 @@ def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new f
     print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
     workbook = Workbook.here(NAMES)
@@ -109,7 +104,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
@@ -148,7 +143,7 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     print(f"{file.name} has the engine's version.")
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
@@ -172,7 +167,7 @@ def run(
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def ladder() -> None:
     """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
     from torch import device
@@ -194,7 +189,7 @@ def ladder() -> None:
         print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
     """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
     from torch import device
@@ -212,9 +207,7 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
             file.write_text(each.text, encoding="utf-8")
         try:
             result = grade(each, workbook.load(each.name, each.name), bandwidth)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             print(f"  {file.stem:<19} {describe_error(error, str(file))}")
             all_passed = False
             continue
@@ -237,11 +230,8 @@ def _your_engine() -> Iterator[dict[Function, int]]:
     """Let the engine call the passed functions. Yields how often each was called."""
     workbook = Workbook.here(NAMES)
     passed = [task for task in TRACK if workbook.status(task.name) == "passed"]
-    try:
-        with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
-            yield calls
-    except SystemExit as error:
-        raise NanoinferError(f"the workbook raises SystemExit({error}); remove what exits, such as sys.exit") from error
+    with installed({task.function: workbook.load(task.name, task.function.name) for task in passed}) as calls:
+        yield calls
 
 
 @app.command(cls=Command)
@@ -278,11 +268,10 @@ def export(
 
 def _check(workbook: Workbook, task: Task) -> bool:
     """Check a task, print the result and keep it. Returns whether the task has passed."""
-    workbook.mark(task.name, passed=False)  # the task's code may end the process
+    workbook.mark(task.name, passed=False)  # until the check has ended
     failure = _failure(workbook, task)
     workbook.mark(task.name, passed=failure is None)
-    verdict = "passed" if failure is None else f"not yet\n{indent(str(failure), '  ')}"
-    print(f"{task.name}: {verdict}", flush=True)
+    print(f"{task.name}: passed" if failure is None else f"{task.name}: not yet\n{indent(str(failure), '  ')}")
     return failure is None
 
 
@@ -291,9 +280,7 @@ def _failure(workbook: Workbook, task: Task) -> Failure | None:
     try:
         with limited(SECONDS):
             return compare_cases(task, workbook.load(task.name, name))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         got = describe_error(error, str(file)) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
 

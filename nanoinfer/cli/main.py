@@ -3,7 +3,6 @@
 import io
 import logging
 import sys
-from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, TextIO
 
@@ -81,19 +80,7 @@ class _Root(Commands):
         return super().get_command(ctx, cmd_name)
 
 
-class _App(typer.Typer):
-    """The command of this process."""
-
-    def __call__(self, *arguments: Any, **more: Any) -> Any:
-        command = partial(super().__call__, *arguments, **more)
-        if next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "learn":
-            from nanoinfer.cli.learn import with_witness
-
-            return with_witness(command)
-        return command()
-
-
-app = _App(
+app = typer.Typer(
     cls=_Root,
     context_settings=CONTEXT_SETTINGS,
     no_args_is_help=True,

@@ -485,10 +485,10 @@ def read_standard_input() -> str:
     if sys.stdin is None:
         return ""
     try:
-        text = sys.stdin.read().removeprefix("\ufeff")
+        text = io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline=None)  # with \r\n as \n
+        return text.getvalue().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
-    return io.StringIO(text, newline=None).getvalue().removesuffix("\n")
 
 
 def check_writable(path: Path) -> None:

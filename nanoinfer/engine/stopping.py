@@ -56,6 +56,30 @@ def ends_in_repetition(token_ids: list[int], detection: RepetitionDetectionParam
     return False
 
 
+class _Progress:
+    """The beginning of a stop string with which a text ends, in time linear in the text (Knuth, Morris and Pratt, 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.size = stop, 0  # the size of the longest such beginning that is not the whole string
+        self._borders = [0, 0]  # for each size, the longest shorter beginning with which it ends. They are added as they occur
+
+    def read(self, text: str) -> bool:
+        """Append to the text. Returns whether the stop string completes in what was appended."""
+        is_complete = False
+        for character in text if self.size or self.stop[0] in text else "":
+            self.size = self._after(self.size, character)
+            if self.size == len(self._borders):
+                self._borders.append(self._after(self._borders[-1], character))
+            if self.size == len(self.stop):
+                is_complete, self.size = True, self._borders[self.size]
+        return is_complete
+
+    def _after(self, size: int, character: str) -> int:
+        while size and self.stop[size] != character:
+            size = self._borders[size]
+        return size + (self.stop[size] == character)
+
+
 class StopStrings:
     """The output text as it grows, cut where a stop string completes.
 
@@ -74,7 +98,8 @@ class StopStrings:
         self.text = ""
         self._stops = stops
         self._include_in_output = include_in_output
-        self._num_shown = 0
+        self._progress = [_Progress(stop) for stop in stops]
+        self._num_shown = self._num_read = 0
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
         """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
@@ -84,10 +109,10 @@ class StopStrings:
         """
         num_before = len(self.text)
         self.text += piece
-        if not examine or not piece:
+        if not examine or not piece or not self._stops:
             return None
         first_end, matched = len(self.text) + 1, None
-        for stop in self._stops:
+        for stop in self._completed():
             start = self.text.find(stop, max(num_before - len(stop) + 1, 0))
             if start >= 0 and start + len(stop) < first_end:
                 first_end, matched = start + len(stop), stop
@@ -97,7 +122,7 @@ class StopStrings:
 
     def release(self, *, everything: bool = False) -> str:
         """Return the text that is certain and was not released before. At the end of the sequence, return all the rest."""
-        num_certain = len(self.text) if everything else len(self.text) - self._num_held()
+        num_certain = len(self.text) if everything or not self._stops else len(self.text) - self._num_held()
         shown = self.text[self._num_shown : num_certain]
         self._num_shown = max(self._num_shown, num_certain)
         return shown
@@ -109,11 +134,10 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        held = 0
-        for stop in self._stops:
-            # The longest suffix begins at the earliest place. Only places with the stop's first character are compared.
-            start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
-            while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
-                start = self.text.find(stop[0], start + 1)
-            held = max(held, len(self.text) - start) if start >= 0 else held
-        return held
+        self._completed()
+        return max((progress.size for progress in self._progress), default=0)
+
+    def _completed(self) -> Strings[str]:
+        """Read the text that was not read yet. Returns the stop strings that complete in it, in their order."""
+        new, self._num_read = self.text[self._num_read :], len(self.text)
+        return [progress.stop for progress in self._progress if progress.read(new)] if new else ()

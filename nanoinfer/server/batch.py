@@ -63,11 +63,11 @@ def check_requests(path: Path) -> tuple[str, int]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             digest.update(line)
-            if not (line := line.removeprefix(BOM_UTF8)).strip():
+            if not line.strip():
                 continue
             num_requests += 1
             try:
-                request = BatchRequest.model_validate(from_json(line))
+                request = BatchRequest.model_validate(from_json(line.removeprefix(BOM_UTF8)))
             except ValidationError as error:
                 message, _ = validation_message([issue | {"loc": ("line", *issue["loc"])} for issue in error.errors()])
                 problems.append(f"line {number}: {message}"[:200])
@@ -88,8 +88,7 @@ def check_requests(path: Path) -> tuple[str, int]:
 def read_requests(path: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a checked input."""
     with path.open("rb") as file:
-        lines = (line.removeprefix(BOM_UTF8) for line in file)
-        yield from (BatchRequest.model_validate(from_json(line)) for line in lines if line.strip())
+        yield from (BatchRequest.model_validate(from_json(line.removeprefix(BOM_UTF8))) for line in file if line.strip())
 
 
 class ResultFile:

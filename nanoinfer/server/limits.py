@@ -73,11 +73,10 @@ class RequestLimits:
             scope["path"] = scope["path"].rstrip("/") or "/"
         if media_type(headers) == FILE:  # only /update_weights reads a file
             max_bytes = scope["app"].state.max_file_bytes
-        num_url_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         try:
-            if num_url_bytes > MAX_URL_BYTES:
+            if len(scope.get("raw_path", b"") + scope["query_string"]) > MAX_URL_BYTES:
                 scope["path"], scope["query_string"] = scope["path"][:100], b""  # for the log
-                raise RequestError(414, f"the URL has {num_url_bytes} bytes; at most {MAX_URL_BYTES} are read; shorten it")
+                raise RequestError(414, f"the URL has more than {MAX_URL_BYTES} bytes; shorten it")
             scope.setdefault("state", {})["key"] = self._check(scope["path"], scope["method"], headers)
         except RequestError as error:
             refused = error_response(error.status_code, error.detail, code=error.code, path=scope["path"])
@@ -151,10 +150,8 @@ class StrictRequest(Request):
 
 def _parse(body: bytes, model: type[M]) -> M:
     body = body.removeprefix(BOM_UTF8)  # a parser may ignore it (RFC 8259)
-    if not body.strip():
-        raise RequestError(400, "the body is empty; send a JSON object")
-    if 0 in body[:4]:
-        raise RequestError(400, "the body must be UTF-8, got UTF-16 or UTF-32; encode it again")
+    if got := "an empty body" if not body.strip() else "UTF-16 or UTF-32" if 0 in body[:4] else "":
+        raise RequestError(400, f"the body must be a JSON object in UTF-8, got {got}")
     if len(body) > LARGE:
         for kind, num, most in zip(
             ("values", "lists, objects and keys"), json_size(body), (MAX_VALUES, MAX_NESTED), strict=True

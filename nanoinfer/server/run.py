@@ -12,7 +12,6 @@ import ssl
 import sys
 from typing import Any
 
-import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -29,19 +28,17 @@ FLUSH_SECONDS = 5  # the time for the last bytes of aborted requests. Then clien
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the headers of a request. It never upgrades to another protocol, such as h2c."""
+    """uvicorn's protocol with a limit on the headers of a request, and without upgrades to other protocols."""
 
     _reads_headers = False
     _num_bytes = 0
-    _data = b""  # what is read now, and after an upgrade what is read next
 
     def data_received(self, data: bytes) -> None:
-        self._data = data
-        while data := self._data:
+        while data:
+            self._data = data
             super().data_received(data)
             self._num_bytes += len(data)
-            if self._data is data:
-                self._data = b""
+            data = b"" if self._data is data else self._data
         if self._reads_headers and self._num_bytes > MAX_HEADER_BYTES:
             self.transport.close()
 
@@ -51,44 +48,27 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._reads_headers = False
-        if self._is_upgrade():
-            return  # it is read again
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
-            self.cycle.__class__ = ClosingCycle
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.__class__, self.cycle.chunked_encoding = ClosingCycle, False
 
-    def on_message_complete(self) -> None:
-        if not self._is_upgrade():
-            super().on_message_complete()
+    def _should_upgrade(self) -> bool:
+        return any(name == b"upgrade" for name, _ in self.headers)
 
-    def _is_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Read the request again without its Upgrade header, after which the parser would take no body.
-
-        uvicorn calls this while it handles HttpParserUpgrade, which has the number of bytes that the parser has read.
-        """
-        error = sys.exc_info()[1]
-        if error is None or not self._is_upgrade():  # CONNECT
-            return
+    def handle_websocket_upgrade(self) -> None:
+        """Read a request again, without its Upgrade header, after which the parser would read no body."""
+        num_read: int = sys.exc_info()[1].args[0]  # type: ignore[union-attr]  # uvicorn handles httptools' HttpParserUpgrade
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
-        self._data = b"\r\n".join([*lines, b"", self._data[error.args[0] :]])
-        self.parser = httptools.HttpRequestParser(self)
+        self._data = b"\r\n".join([*lines, b"", self._data[num_read:]])
+        self.parser = type(self.parser)(self)
 
 
 class ClosingCycle(RequestResponseCycle):
-    """A response to HTTP/1.0, which has no chunks: a body without Content-Length ends with the connection."""
-
-    _has_length = True
+    """A response to HTTP/1.0, which has no chunks. The end of the connection ends its body."""
 
     async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            self.chunked_encoding = None if self._has_length else False
-        elif not self._has_length:
-            self.expected_content_length = len(message.get("body", b""))
+        self.expected_content_length = len(message.get("body", b""))  # any length is right
         await super().send(message)
 
 
@@ -110,7 +90,6 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             create_app(async_llm, settings),
             http=LimitedProtocol,
-            ws="none",
             lifespan="off",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -212,8 +212,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", ALONE, "measure.py"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if not run.stdout:
-        *_, last = f"status {run.returncode}\n{run.stderr}".strip().splitlines()
-        raise NanoinferError(f"{folder}/measure.py fails: {last}")
+        raise NanoinferError(f"{folder}/measure.py fails: {(run.stderr.strip() or 'it ends early').splitlines()[-1]}")
     report: dict[str, Any] = json.loads(run.stdout)
     return report
 
