@@ -98,7 +98,7 @@ class StopStrings:
         self.text = ""
         self._stops = stops
         self._include_in_output = include_in_output
-        self._progress = [_Progress(stop) for stop in stops]
+        self._progress = [_Progress(stop) for stop in stops]  # size: how much of it ends the text that _completed has read
         self._num_shown = self._num_read = 0
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
@@ -137,7 +137,7 @@ class StopStrings:
         self._completed()
         return max((progress.size for progress in self._progress), default=0)
 
-    def _completed(self) -> Strings[str]:
+    def _completed(self) -> list[str]:
         """Read the text that was not read yet. Returns the stop strings that complete in it, in their order."""
         new, self._num_read = self.text[self._num_read :], len(self.text)
-        return [progress.stop for progress in self._progress if progress.read(new)] if new else ()
+        return [progress.stop for progress in self._progress if progress.read(new)] if new else []

@@ -201,6 +201,55 @@ def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces
         assert shown + next(end for end in ends if any(stop.startswith(end) for stop in stops)) == text.text
 
 
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+    pieces=st.lists(st.tuples(few_letters, st.booleans(), st.booleans()), max_size=10),
+)
+def test_what_is_held_is_the_longest_proper_beginning_whatever_was_examined_and_released(stops, pieces):
+    text = StopStrings(stops, include_in_output=False)
+    for piece, is_examined, is_released in pieces:
+        if text.push(piece, examine=is_examined):
+            return
+        if is_released:
+            text.release()
+            sizes = (n for stop in stops for n in range(len(stop)) if text.text.endswith(stop[:n]))
+            assert len(text.held) == max(sizes, default=0)
+
+
+class CountedStop(str):
+    """A stop string that counts how many of its characters are read or compared."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        CountedStop.num_read += 1
+        return super().__getitem__(index)
+
+    def startswith(self, prefix, *place):
+        CountedStop.num_read += len(prefix)
+        return super().startswith(prefix, *place)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["a" * 2000 + "b"], ("a" * 1500 + "c") * 2),  # everything is held, until nothing is
+        (["ab" * 1000 + "c"], "ab" * 700 + "abb" * 500),
+        ([" " + "a" * n + "!" for n in range(1, 60)], (" " + "a" * 58) * 20),
+        (["x" * 128_000], "the text has none of it " * 50),
+    ],
+    ids=["one_letter", "a_period", "many", "long"],
+)
+def test_the_characters_that_are_compared_are_linear_in_the_text(stops, text):
+    CountedStop.num_read = 0
+    strings = StopStrings([*map(CountedStop, stops)], include_in_output=False)
+    for start in range(0, len(text), 3):
+        assert strings.push(text[start : start + 3]) is None
+        strings.release()
+    assert CountedStop.num_read <= 6 * len(text) * len(stops)
+
+
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():
     class Forgetful(StopStrings):
         def push(self, piece, *, examine=True):
