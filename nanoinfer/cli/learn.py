@@ -58,7 +58,6 @@ class WitnessedCommand(Command):
         if not (child := os.fork()):
             super().invoke(ctx)
             return os.write(reporting, b"!")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child, too
         signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.write(reporting, b".")  # so that there is something to read

@@ -485,8 +485,7 @@ def read_standard_input() -> str:
     if sys.stdin is None:
         return ""
     try:
-        text = io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline=None)  # with \r\n as \n
-        return text.getvalue().removesuffix("\n")
+        return io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline=None).getvalue().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 

@@ -5,6 +5,7 @@ In: the ids and the text so far. Out: a Stop, or None, for request.py.
 
 from collections.abc import Sequence as Strings
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling_params import RepetitionDetectionParams
@@ -56,28 +57,39 @@ def ends_in_repetition(token_ids: list[int], detection: RepetitionDetectionParam
     return False
 
 
-class _Progress:
-    """The beginning of a stop string with which a text ends, in time linear in the text (Knuth, Morris and Pratt, 1977)."""
+@lru_cache(maxsize=4)
+class _Beginnings:
+    """The beginnings of stop strings, numbered from 0, which is "". A text is read once (Aho and Corasick, 1975)."""
 
-    def __init__(self, stop: str) -> None:
-        self.stop, self.size = stop, 0  # the size of the longest such beginning that is not the whole string
-        self._borders = [0, 0]  # for each size, the longest shorter beginning with which it ends. They are added as they occur
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._longer: list[dict[str, int]] = [{}]  # next character -> the beginning that is longer by it
+        self._complete = set[int]()  # those with a stop string at the end
+        for stop in stops:
+            at = 0
+            for character in stop:
+                at = self._longer[at].setdefault(character, len(self._longer))
+                if at == len(self._longer):
+                    self._longer.append({})
+            self._complete.add(at)
+        self._shorter = [0] * len(self._longer)  # the longest shorter beginning with which each ends
+        self.num_held = [0] * len(self._longer)  # characters at the end of each that may become a stop string
+        for at in (by_size := [0]):
+            for character, longer in self._longer[at].items():
+                by_size.append(longer)
+                self._shorter[longer], is_complete = self.read(self._shorter[at], character) if at else (0, False)
+                if is_complete:
+                    self._complete.add(longer)
+                self.num_held[longer] = self.num_held[at] + 1 if self._longer[longer] else self.num_held[self._shorter[longer]]
 
-    def read(self, text: str) -> bool:
-        """Append to the text. Returns whether the stop string completes in what was appended."""
+    def read(self, at: int, text: str) -> tuple[int, bool]:
+        """Go on from a beginning. Returns the beginning with which the text then ends, and whether a stop string completes."""
         is_complete = False
-        for character in text if self.size or self.stop[0] in text else "":
-            self.size = self._after(self.size, character)
-            if self.size == len(self._borders):
-                self._borders.append(self._after(self._borders[-1], character))
-            if self.size == len(self.stop):
-                is_complete, self.size = True, self._borders[self.size]
-        return is_complete
-
-    def _after(self, size: int, character: str) -> int:
-        while size and self.stop[size] != character:
-            size = self._borders[size]
-        return size + (self.stop[size] == character)
+        for character in text:
+            while at and character not in self._longer[at]:
+                at = self._shorter[at]
+            at = self._longer[at].get(character, 0)
+            is_complete = is_complete or at in self._complete
+        return at, is_complete
 
 
 class StopStrings:
@@ -98,8 +110,8 @@ class StopStrings:
         self.text = ""
         self._stops = stops
         self._include_in_output = include_in_output
-        self._progress = [_Progress(stop) for stop in stops]  # size: how much of it ends the text that _completed has read
-        self._num_shown = self._num_read = 0
+        self._beginnings = _Beginnings(tuple(stops))  # num_held: how much of the end of each one waits
+        self._num_shown = self._num_read = self._at = 0
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
         """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
@@ -135,9 +147,10 @@ class StopStrings:
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
         self._completed()
-        return max((progress.size for progress in self._progress), default=0)
+        return self._beginnings.num_held[self._at]
 
-    def _completed(self) -> list[str]:
-        """Read the text that was not read yet. Returns the stop strings that complete in it, in their order."""
+    def _completed(self) -> Strings[str]:
+        """Read the text that was not read yet. Returns the stop strings, or none if none of them completes in it."""
         new, self._num_read = self.text[self._num_read :], len(self.text)
-        return [progress.stop for progress in self._progress if progress.read(new)] if new else []
+        self._at, is_complete = self._beginnings.read(self._at, new)
+        return self._stops if is_complete else ()

@@ -222,6 +222,10 @@ class CountedStop(str):
 
     num_read = 0
 
+    def __iter__(self):
+        CountedStop.num_read += len(self)
+        return super().__iter__()
+
     def __getitem__(self, index):
         CountedStop.num_read += 1
         return super().__getitem__(index)
@@ -236,18 +240,39 @@ class CountedStop(str):
     [
         (["a" * 2000 + "b"], ("a" * 1500 + "c") * 2),  # everything is held, until nothing is
         (["ab" * 1000 + "c"], "ab" * 700 + "abb" * 500),
-        ([" " + "a" * n + "!" for n in range(1, 60)], (" " + "a" * 58) * 20),
+        ([" " + "a" * n + "!" for n in range(50, 100)], (" " + "a" * 98) * 5),
         (["x" * 128_000], "the text has none of it " * 50),
     ],
     ids=["one_letter", "a_period", "many", "long"],
 )
-def test_the_characters_that_are_compared_are_linear_in_the_text(stops, text):
+def test_a_stop_string_is_read_once_and_not_again_for_each_piece_of_the_text(stops, text):
     CountedStop.num_read = 0
     strings = StopStrings([*map(CountedStop, stops)], include_in_output=False)
     for start in range(0, len(text), 3):
         assert strings.push(text[start : start + 3]) is None
         strings.release()
-    assert CountedStop.num_read <= 6 * len(text) * len(stops)
+    assert CountedStop.num_read <= sum(map(len, stops))
+
+
+def test_the_characters_of_the_text_are_followed_once(monkeypatch):
+    looked_up = []
+
+    class CountedDict(dict):
+        def get(self, *arguments):
+            looked_up.append(arguments)
+            return super().get(*arguments)
+
+        def __contains__(self, character):
+            looked_up.append(character)
+            return super().__contains__(character)
+
+    text, strings = "a" * 500 + "b" + "a" * 600, StopStrings(["a" * 550 + "b"], include_in_output=False)
+    beginnings = strings._beginnings
+    monkeypatch.setattr(beginnings, "_longer", [*map(CountedDict, beginnings._longer)])
+    for start in range(0, len(text), 3):
+        strings.push(text[start : start + 3])
+        strings.release()
+    assert len(text) <= len(looked_up) <= 3 * len(text)
 
 
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():

@@ -59,16 +59,21 @@ MUTANTS = {
     },
     "held_text": {
         "longest": [
-            ("progress.size for", "min(progress.size, 1) for"),
-            ("max((progress.size", "min((progress.size"),
+            ("return self._beginnings.num_held[self._at]", "return min(self._beginnings.num_held[self._at], 1)"),
+            ("self._completed()", "self._at = self._beginnings.read(0, self.text[1:])[0]"),
         ],
         "proper": [
             (
-                "progress.size for",
-                "len(progress.stop) if self.text.endswith(progress.stop) else progress.size for",
+                "return ",
+                "return max([len(stop) for stop in self._stops if self.text.endswith(stop)], default=0) or ",
             )
         ],
-        "several": [("in self._progress)", "in self._progress[-1:])")],
+        "several": [
+            (
+                "return self._beginnings.num_held[self._at]",
+                "return max(n for n in range(len(self._stops[-1])) if self.text.endswith(self._stops[-1][:n]))",
+            )
+        ],
     },
     "stop_string": {
         "new": [("num_before - len(stop) + 1", "num_before"), ("num_before - len(stop) + 1", "0")],
@@ -301,7 +306,7 @@ OTHERS = {
     ],
     "held_text": [
         (
-            "    return max((progress.size for progress in self._progress), default=0)",
+            "    return self._beginnings.num_held[self._at]",
             "    return max(n for n in range(len(self.text) + 1)"
             " if n == 0 or any(len(s) > n and self.text.endswith(s[:n]) for s in self._stops))",
         )
