@@ -77,8 +77,7 @@ class _Beginnings:
             for character, longer in self._longer[at].items():
                 by_size.append(longer)
                 self._shorter[longer], is_complete = self.read(self._shorter[at], character) if at else (0, False)
-                if is_complete:
-                    self._complete.add(longer)
+                self._complete |= {longer} if is_complete else set()
                 self.num_held[longer] = self.num_held[at] + 1 if self._longer[longer] else self.num_held[self._shorter[longer]]
 
     def read(self, at: int, text: str) -> tuple[int, bool]:
