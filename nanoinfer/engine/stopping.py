@@ -5,7 +5,6 @@ In: the ids and the text so far. Out: a Stop, or None, for request.py.
 
 from collections.abc import Sequence as Strings
 from dataclasses import dataclass
-from functools import lru_cache
 
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling_params import RepetitionDetectionParams
@@ -57,40 +56,6 @@ def ends_in_repetition(token_ids: list[int], detection: RepetitionDetectionParam
     return False
 
 
-@lru_cache(maxsize=4)
-class _Beginnings:
-    """The beginnings of stop strings, numbered from 0, which is "". A text is read once (Aho and Corasick, 1975)."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._longer: list[dict[str, int]] = [{}]  # next character -> the beginning that is longer by it
-        self._complete = set[int]()  # those with a stop string at the end
-        for stop in stops:
-            at = 0
-            for character in stop:
-                at = self._longer[at].setdefault(character, len(self._longer))
-                if at == len(self._longer):
-                    self._longer.append({})
-            self._complete.add(at)
-        self._shorter = [0] * len(self._longer)  # the longest shorter beginning with which each ends
-        self.num_held = [0] * len(self._longer)  # characters at the end of each that may become a stop string
-        for at in (by_size := [0]):
-            for character, longer in self._longer[at].items():
-                by_size.append(longer)
-                self._shorter[longer], is_complete = self.read(self._shorter[at], character) if at else (0, False)
-                self._complete |= {longer} if is_complete else set()
-                self.num_held[longer] = self.num_held[at] + 1 if self._longer[longer] else self.num_held[self._shorter[longer]]
-
-    def read(self, at: int, text: str) -> tuple[int, bool]:
-        """Go on from a beginning. Returns the beginning with which the text then ends, and whether a stop string completes."""
-        is_complete = False
-        for character in text:
-            while at and character not in self._longer[at]:
-                at = self._shorter[at]
-            at = self._longer[at].get(character, 0)
-            is_complete = is_complete or at in self._complete
-        return at, is_complete
-
-
 class StopStrings:
     """The output text as it grows, cut where a stop string completes.
 
@@ -108,9 +73,9 @@ class StopStrings:
     def __init__(self, stops: Strings[str], *, include_in_output: bool) -> None:
         self.text = ""
         self._stops = stops
+        self._firsts = {stop[0] for stop in stops}
         self._include_in_output = include_in_output
-        self._beginnings = _Beginnings(tuple(stops))  # num_held: how much of the end of each one waits
-        self._num_shown = self._num_read = self._at = 0
+        self._num_shown = 0
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
         """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
@@ -120,11 +85,11 @@ class StopStrings:
         """
         num_before = len(self.text)
         self.text += piece
-        if not examine or not piece or not self._stops:
+        if not examine or not piece:
             return None
         first_end, matched = len(self.text) + 1, None
-        for stop in self._completed():
-            start = self.text.find(stop, max(num_before - len(stop) + 1, 0))
+        for stop in self._stops:
+            start = self.text.find(stop, max(num_before - len(stop) + 1, self._num_shown))
             if start >= 0 and start + len(stop) < first_end:
                 first_end, matched = start + len(stop), stop
         if matched is not None:
@@ -133,7 +98,7 @@ class StopStrings:
 
     def release(self, *, everything: bool = False) -> str:
         """Return the text that is certain and was not released before. At the end of the sequence, return all the rest."""
-        num_certain = len(self.text) if everything or not self._stops else len(self.text) - self._num_held()
+        num_certain = len(self.text) if everything else len(self.text) - self._num_held()
         shown = self.text[self._num_shown : num_certain]
         self._num_shown = max(self._num_shown, num_certain)
         return shown
@@ -145,11 +110,12 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        self._completed()
-        return self._beginnings.num_held[self._at]
-
-    def _completed(self) -> Strings[str]:
-        """Read the text that was not read yet. Returns the stop strings, or none if none of them completes in it."""
-        new, self._num_read = self.text[self._num_read :], len(self.text)
-        self._at, is_complete = self._beginnings.read(self._at, new)
-        return self._stops if is_complete else ()
+        # It does not begin in text that was shown, which is certain. So each place is tried until it fails, and not again.
+        start = self._num_shown if self._stops else len(self.text)
+        while start < len(self.text):
+            if self.text[start] in self._firsts:
+                rest = self.text[start:]
+                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
+                    break
+            start += 1
+        return len(self.text) - start

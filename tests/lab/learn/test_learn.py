@@ -59,21 +59,11 @@ MUTANTS = {
     },
     "held_text": {
         "longest": [
-            ("return self._beginnings.num_held[self._at]", "return min(self._beginnings.num_held[self._at], 1)"),
-            ("self._completed()", "self._at = self._beginnings.read(0, self.text[1:])[0]"),
+            ("start = self._num_shown", "start = len(self.text) - 1"),
+            ("start += 1", "start = len(self.text)"),
         ],
-        "proper": [
-            (
-                "return ",
-                "return max([len(stop) for stop in self._stops if self.text.endswith(stop)], default=0) or ",
-            )
-        ],
-        "several": [
-            (
-                "return self._beginnings.num_held[self._at]",
-                "return max(n for n in range(len(self._stops[-1])) if self.text.endswith(self._stops[-1][:n]))",
-            )
-        ],
+        "proper": [("len(stop) > len(rest)", "len(stop) >= len(rest)")],
+        "several": [("for stop in self._stops)", "for stop in self._stops[:1])")],
     },
     "stop_string": {
         "new": [("num_before - len(stop) + 1", "num_before"), ("num_before - len(stop) + 1", "0")],
@@ -306,7 +296,7 @@ OTHERS = {
     ],
     "held_text": [
         (
-            "    return self._beginnings.num_held[self._at]",
+            "    return len(self.text) - start",
             "    return max(n for n in range(len(self.text) + 1)"
             " if n == 0 or any(len(s) > n and self.text.endswith(s[:n]) for s in self._stops))",
         )
