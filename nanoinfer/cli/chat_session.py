@@ -85,7 +85,7 @@ class Conversation:
             InvalidValueError: the file is not a conversation. The current conversation is then unchanged.
         """
         try:
-            messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+            messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise InvalidValueError(f"cannot read {path} ({error.strerror}); give a file that /save wrote") from error
         except (ValueError, RecursionError) as error:

@@ -4,6 +4,8 @@
 only for tasks with tensors.
 """
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.cli.commands import Command, Commands
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lab.learn.check import Failure, Task, describe_error, limited
 from nanoinfer.lab.learn.check import check as compare_cases
 from nanoinfer.lab.learn.track import GROUPS, NAMES, TRACK, find, named
@@ -46,6 +48,26 @@ All {number} passed. It is your engine now:
   nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
+class WitnessedCommand(Command):
+    """A command in a child process, whose status 0 counts only after its end, because the workbook's code may exit."""
+
+    def invoke(self, ctx: Any) -> object:
+        if sys.stdout is not sys.__stdout__ or not hasattr(os, "fork"):  # called by a test, or on Windows
+            return super().invoke(ctx)
+        report, reporting = os.pipe()
+        if not (child := os.fork()):
+            super().invoke(ctx)
+            return os.write(reporting, b"!")
+        signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(reporting, b".")  # so that there is something to read
+        if status == 0 and os.read(report, 1) != b"!":
+            raise NanoinferError(
+                "the workbook's code ended the process before the command's end; remove calls such as sys.exit"
+            )
+        raise typer.Exit(status if status >= 0 else 128 - status)
+
+
 @app.callback()
 def learn(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
@@ -72,7 +94,7 @@ def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new f
     print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
     workbook = Workbook.here(NAMES)
@@ -81,7 +103,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
@@ -114,13 +136,13 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     file = workbook.file(found.name)
     if not yes:
         typer.confirm(f"Replace the function in {file.name} by the engine's own?", abort=True)
-    if not file.exists() or "\ndef " not in file.read_text(encoding="utf-8"):
+    if not file.exists() or "\ndef " not in file.read_text(encoding="utf-8-sig"):
         file.write_text(found.text, encoding="utf-8")
     workbook.replace_body(found.name, found.function.source)
     print(f"{file.name} has the engine's version.")
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
@@ -144,7 +166,7 @@ def run(
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def ladder() -> None:
     """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
     from torch import device
@@ -166,7 +188,7 @@ def ladder() -> None:
         print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
-@app.command(cls=Command)
+@app.command(cls=WitnessedCommand)
 def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
     """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
     from torch import device
@@ -184,7 +206,7 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
             file.write_text(each.text, encoding="utf-8")
         try:
             result = grade(each, workbook.load(each.name, each.name), bandwidth)
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             print(f"  {file.stem:<19} {describe_error(error, str(file))}")
             all_passed = False
             continue
@@ -245,6 +267,7 @@ def export(
 
 def _check(workbook: Workbook, task: Task) -> bool:
     """Check a task, print the result and keep it. Returns whether the task has passed."""
+    workbook.mark(task.name, passed=False)  # until the check has ended
     failure = _failure(workbook, task)
     workbook.mark(task.name, passed=failure is None)
     print(f"{task.name}: passed" if failure is None else f"{task.name}: not yet\n{indent(str(failure), '  ')}")
@@ -256,7 +279,7 @@ def _failure(workbook: Workbook, task: Task) -> Failure | None:
     try:
         with limited(SECONDS):
             return compare_cases(task, workbook.load(task.name, name))
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         got = describe_error(error, str(file)) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
 

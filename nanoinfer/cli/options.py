@@ -3,6 +3,7 @@
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
 
+import io
 import json
 import logging
 import os
@@ -480,11 +481,11 @@ def read_json(name: str, text: str) -> Any:
 
 
 def read_standard_input() -> str:
-    """Read standard input, without the newline at its end. It is empty where the shell has closed it (`<&-`)."""
+    """Read standard input as read_file reads a file. It is empty where the shell has closed it (`<&-`)."""
     if sys.stdin is None:
         return ""
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline=None).getvalue().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
@@ -500,8 +501,8 @@ def check_writable(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Read a UTF-8 text file, without the newline at its end."""
+    """Read a UTF-8 text file, without the newline at its end. A byte order mark and line ends of Windows are accepted."""
     try:
-        return path.read_text(encoding="utf-8").removesuffix("\n")
+        return path.read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error

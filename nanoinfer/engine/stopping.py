@@ -73,6 +73,7 @@ class StopStrings:
     def __init__(self, stops: Strings[str], *, include_in_output: bool) -> None:
         self.text = ""
         self._stops = stops
+        self._firsts = {stop[0] for stop in stops}
         self._include_in_output = include_in_output
         self._num_shown = 0
 
@@ -88,7 +89,7 @@ class StopStrings:
             return None
         first_end, matched = len(self.text) + 1, None
         for stop in self._stops:
-            start = self.text.find(stop, max(num_before - len(stop) + 1, 0))
+            start = self.text.find(stop, max(num_before - len(stop) + 1, self._num_shown))
             if start >= 0 and start + len(stop) < first_end:
                 first_end, matched = start + len(stop), stop
         if matched is not None:
@@ -109,11 +110,12 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        held = 0
-        for stop in self._stops:
-            # The longest suffix begins at the earliest place. Only places with the stop's first character are compared.
-            start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
-            while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
-                start = self.text.find(stop[0], start + 1)
-            held = max(held, len(self.text) - start) if start >= 0 else held
-        return held
+        # It does not begin in text that was shown, which is certain. So each place is tried until it fails, and not again.
+        start = self._num_shown if self._stops else len(self.text)
+        while start < len(self.text):
+            if self.text[start] in self._firsts:
+                rest = self.text[start:]
+                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
+                    break
+            start += 1
+        return len(self.text) - start

@@ -191,7 +191,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object."""
     check_file(path, MAX_JSON_BYTES)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise CheckpointError(f"{path} is not valid JSON (nested too deeply); download it again") from error
     except ValueError as error:  # not UTF-8, not JSON, or an integer of more than 4,300 digits

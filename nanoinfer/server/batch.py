@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def check_requests(path: Path) -> tuple[str, int]:
                 continue
             num_requests += 1
             try:
-                request = BatchRequest.model_validate(from_json(line))
+                request = BatchRequest.model_validate(from_json(line.removeprefix(BOM_UTF8)))
             except ValidationError as error:
                 message, _ = validation_message([issue | {"loc": ("line", *issue["loc"])} for issue in error.errors()])
                 problems.append(f"line {number}: {message}"[:200])
@@ -87,7 +88,7 @@ def check_requests(path: Path) -> tuple[str, int]:
 def read_requests(path: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a checked input."""
     with path.open("rb") as file:
-        yield from (BatchRequest.model_validate(from_json(line)) for line in file if line.strip())
+        yield from (BatchRequest.model_validate(from_json(line.removeprefix(BOM_UTF8))) for line in file if line.strip())
 
 
 class ResultFile:

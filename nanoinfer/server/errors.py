@@ -98,6 +98,7 @@ ERRORS: dict[int | str, dict[str, object]] = {
         404: "no such path, or no such model",
         408: "the body did not arrive in time",
         413: "the body is too large",
+        414: "the path and the query are too long",
         415: "the body is not JSON",
         429: "too many requests are waiting",
         431: "the headers are too large",

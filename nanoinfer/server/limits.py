@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -20,13 +21,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanoinfer.errors import shown
 from nanoinfer.server.errors import RequestError, error_response, invalid_body
 from nanoinfer.server.listen import is_allowed
 from nanoinfer.server.settings import ServerSettings
 from nanoinfer.system.work_threads import LARGE
 
 M = TypeVar("M", bound=BaseModel)
-MAX_HEADER_BYTES = 2**15
+MAX_HEADER_BYTES, MAX_URL_BYTES = 2**15, 2**13
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
 FILE = "application/octet-stream"
@@ -34,7 +36,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,200}")  # a client's X-Request-Id that the re
 
 
 class RequestLimits:
-    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name.
+    """Refuses requests without a key (every POST, /v1, /trace), with a large URL, headers or body, or another server's name.
 
     Each response has an X-Request-Id, which is the request's if it has any.
     """
@@ -67,18 +69,21 @@ class RequestLimits:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         if scope["path"].startswith(f"{(root := self._settings.root_path)}/"):  # the proxy has not removed it
             scope["path"] = scope["path"].removeprefix(root)
-        if scope["method"] == "HEAD":  # answered like GET, and the HTTP server leaves the body out
-            scope["method"] = "GET"
         if len(scope["path"]) > 1:  # a redirect would name this server, which a proxy's clients may not reach
             scope["path"] = scope["path"].rstrip("/") or "/"
         if media_type(headers) == FILE:  # only /update_weights reads a file
             max_bytes = scope["app"].state.max_file_bytes
         try:
+            if len(scope.get("raw_path", b"") + scope["query_string"]) > MAX_URL_BYTES:
+                scope["path"], scope["query_string"] = scope["path"][:100], b""  # for the log
+                raise RequestError(414, f"the URL has more than {MAX_URL_BYTES} bytes; shorten it")
             scope.setdefault("state", {})["key"] = self._check(scope["path"], scope["method"], headers)
         except RequestError as error:
             refused = error_response(error.status_code, error.detail, code=error.code, path=scope["path"])
             await refused(scope, receive, send_with_id)
         else:
+            if scope["method"] == "HEAD":  # answered like GET, and the HTTP server, which has the first scope, omits the body
+                scope = {**scope, "method": "GET"}
             await self._app(scope, receive_limited, send_with_id)
 
     def _check(self, path: str, method: str, headers: Headers) -> str:
@@ -118,6 +123,10 @@ class StrictRequest(Request):
         super().__init__(scope, receive)
         self._model = model
 
+    async def body(self) -> bytes:
+        """Return the body. FastAPI does not pass an empty body to json(), which refuses it, so it becomes a space."""
+        return await super().body() or b" "
+
     async def json(self) -> Any:
         """Return the body as its model, which FastAPI then passes on unchanged. Raises: RequestError, 400."""
         assert self._model is not None, "only a route with a model reads JSON"
@@ -140,6 +149,9 @@ class StrictRequest(Request):
 
 
 def _parse(body: bytes, model: type[M]) -> M:
+    body = body.removeprefix(BOM_UTF8)  # a parser may ignore it (RFC 8259)
+    if got := "an empty body" if not body.strip() else "UTF-16 or UTF-32" if 0 in body[:4] else "":
+        raise RequestError(400, f"the body must be a JSON object in UTF-8, got {got}")
     if len(body) > LARGE:
         for kind, num, most in zip(
             ("values", "lists, objects and keys"), json_size(body), (MAX_VALUES, MAX_NESTED), strict=True
@@ -147,7 +159,9 @@ def _parse(body: bytes, model: type[M]) -> M:
             if num > most:
                 raise RequestError(400, f"the body has {num} {kind}; at most {most} are read")
     try:
-        return model.model_validate(from_json(body, allow_inf_nan=False))
+        if not isinstance(value := from_json(body, allow_inf_nan=False), dict):
+            raise RequestError(400, f"the body must be one JSON object, got {shown(value)}; send each request on its own")
+        return model.model_validate(value)
     except ValidationError as error:
         raise invalid_body(error) from error
     except ValueError as error:
@@ -180,6 +194,8 @@ class StrictRoute(APIRoute):
             if request.method == "POST" and kind not in kinds:  # a page of any origin may send text/plain and forms
                 allowed = " or ".join(f"Content-Type: {name}" for name in kinds)
                 raise RequestError(415, f"the body must be JSON, with {allowed}, got {kind[:100]!r}")
+            if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+                raise RequestError(415, f"a body with Content-Encoding: {coding[:100]} is not read; send it uncompressed")
             return await handler(StrictRequest(request.scope, request.receive, model))
 
         return strict

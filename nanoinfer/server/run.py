@@ -10,9 +10,10 @@ import logging
 import socket
 import ssl
 import sys
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import create_app
@@ -27,14 +28,17 @@ FLUSH_SECONDS = 5  # the time for the last bytes of aborted requests. Then clien
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the headers of a request."""
+    """uvicorn's protocol with a limit on the headers of a request, and without upgrades to other protocols."""
 
     _reads_headers = False
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._num_bytes += len(data)
+        while data:
+            self._data = data
+            super().data_received(data)
+            self._num_bytes += len(data)
+            data = b"" if self._data is data else self._data
         if self._reads_headers and self._num_bytes > MAX_HEADER_BYTES:
             self.transport.close()
 
@@ -45,6 +49,27 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._reads_headers = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.__class__, self.cycle.chunked_encoding = ClosingCycle, False
+
+    def _should_upgrade(self) -> bool:
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Read a request again, without its Upgrade header, after which the parser would read no body."""
+        num_read: int = sys.exc_info()[1].args[0]  # type: ignore[union-attr]  # uvicorn handles httptools' HttpParserUpgrade
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._data = b"\r\n".join([*lines, b"", self._data[num_read:]])
+        self.parser = type(self.parser)(self)
+
+
+class ClosingCycle(RequestResponseCycle):
+    """A response to HTTP/1.0, which has no chunks. The end of the connection ends its body."""
+
+    async def send(self, message: Any) -> None:
+        self.expected_content_length = len(message.get("body", b""))  # any length is right
+        await super().send(message)
 
 
 class Server(uvicorn.Server):

@@ -1,10 +1,13 @@
 """What the commands share: groups of options, sizes, errors without a traceback, tables of 80 columns."""
 
 import errno
+import io
+import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from inspect import signature
 
 import pytest
@@ -13,9 +16,23 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import bench
-from nanoinfer.cli.chat_session import PARAMETERS
+from nanoinfer.cli.chat_session import PARAMETERS, Conversation
 from nanoinfer.cli.commands import cli_errors
-from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, option_names, parse_size, print_table
+from nanoinfer.cli.options import (
+    EngineOptions,
+    SamplingOptions,
+    expand_options,
+    option_names,
+    parse_size,
+    print_table,
+    read_file,
+    read_standard_input,
+)
+from nanoinfer.lab.bench.comparison import read_report
+from nanoinfer.lab.bench.workloads import recorded
+from nanoinfer.lab.simulate.hardware import HARDWARE, Hardware
+from nanoinfer.loading.checkpoint import read_json
+from nanoinfer.server.batch import check_requests, read_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +192,43 @@ def test_figures_fit_80_columns(capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
     words = ("requests", "workload", "TTFT", "12346", "1632.1", "1234.56", "yours")
     assert [word for word in words if word not in printed] == []
+
+
+MARK = b"\xef\xbb\xbf"  # the byte order mark with which Windows begins a text
+
+
+def test_standard_input_of_windows_is_the_text_without_mark_and_carriage_returns(monkeypatch):
+    for given in (b"Once\r\nmore\r\n", MARK + b"Once\nmore", b"Once\rmore\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8", newline="\n"))
+        assert read_standard_input() == "Once\nmore"
+
+
+def loaded_by_a_chat(path):
+    conversation = Conversation(None, None)
+    conversation.load(path)
+    return conversation.messages
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (read_file, "Once\nmore"),
+        (loaded_by_a_chat, '[{"role": "user",\n"content": "Hello"}]\n'),
+        (read_report, '{"machine": {}, "versions": {},\n"settings": {}, "results": []}'),
+        (Hardware.read, json.dumps(asdict(HARDWARE["H100"]), indent=1)),
+        (partial(recorded, sampling={}), '{"timestamp": 0, "input_length": 5, "output_length": 2}\n'),
+        (read_json, '{"model_type":\n"qwen3"}'),
+        (check_requests, json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}) + "\n"),
+        (lambda path: list(read_requests(path)),
+         json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}) + "\n"),
+    ],
+)  # fmt: skip
+def test_a_file_of_windows_is_read_like_any_other(tmp_path, read, text):
+    plain, of_windows = tmp_path / "plain" / "file.json", tmp_path / "windows" / "file.json"
+    for path, content in ((plain, text.encode()), (of_windows, MARK + text.replace("\n", "\r\n").encode())):
+        path.parent.mkdir()
+        path.write_bytes(content)
+    expected, got = read(plain), read(of_windows)
+    if read is check_requests:  # the digest, which is that of the bytes, differs
+        expected, got = expected[1], got[1]
+    assert got == expected

@@ -201,6 +201,70 @@ def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces
         assert shown + next(end for end in ends if any(stop.startswith(end) for stop in stops)) == text.text
 
 
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+    pieces=st.lists(st.tuples(few_letters, st.booleans(), st.booleans()), max_size=10),
+)
+def test_what_is_held_is_the_longest_proper_beginning_whatever_was_examined_and_released(stops, pieces):
+    text = StopStrings(stops, include_in_output=False)
+    for piece, is_examined, is_released in pieces:
+        if text.push(piece, examine=is_examined):
+            return
+        if is_released:
+            text.release()
+            sizes = (n for stop in stops for n in range(len(stop)) if text.text.endswith(stop[:n]))
+            assert len(text.held) == max(sizes, default=0)
+
+
+class CountedStop(str):
+    """A stop string that counts its comparisons with an end of the text."""
+
+    num_compared = 0
+
+    def startswith(self, prefix, *place):
+        CountedStop.num_compared += 1
+        return super().startswith(prefix, *place)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["a" * 600 + "b"], ("a" * 400 + "c") * 2),  # everything is held, until nothing is
+        (["ab" * 300 + "c"], "ab" * 200 + "abb" * 100),
+        ([" " + "a" * n + "!" for n in range(1, 30)], " a" * 200),
+    ],
+    ids=["one_letter", "a_period", "many"],
+)
+def test_a_place_of_the_text_that_has_failed_is_not_compared_again(stops, text):
+    CountedStop.num_compared = 0
+    strings, num_pieces = StopStrings([*map(CountedStop, stops)], include_in_output=False), 0
+    for start in range(0, len(text), 3):
+        assert strings.push(text[start : start + 3]) is None
+        strings.release()
+        num_pieces += 1
+    assert 0 < CountedStop.num_compared <= len(stops) * (len(text) + num_pieces)
+
+
+def test_a_long_stop_string_is_searched_only_where_enough_text_is_held():
+    searched = []
+
+    class CountedText(str):
+        def __add__(self, other):
+            return CountedText(str(self) + other)
+
+        def find(self, stop, start=0):
+            searched.append(max(len(self) - start, 0))
+            return super().find(stop, start)
+
+    strings = StopStrings(["x" * 2000], include_in_output=False)
+    strings.text = CountedText()
+    for piece in ["the text has none of it "] * 100:
+        assert strings.push(piece) is None
+        strings.release()
+    assert 0 < sum(searched) <= 2 * len(strings.text)
+
+
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():
     class Forgetful(StopStrings):
         def push(self, piece, *, examine=True):

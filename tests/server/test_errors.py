@@ -40,7 +40,7 @@ def assert_refused(response, status, message, param=None, code=None):
     ("path", "body", "status", "message", "param", "code"),
     [
         (COMPLETIONS, {}, 400, "prompt: Field required", "prompt", None),
-        (COMPLETIONS, [], 400, "should be", None, None),
+        (COMPLETIONS, [], 400, "the body must be one JSON object, got []; send each", None, None),
         (COMPLETIONS, {"prompt": "x", "priority": 5}, 400, "priority=5 has no effect with this scheduler", "priority", None),
         (COMPLETIONS, {"prompt": "x", "vllm_xargs": {"a": 5}}, 400, "nothing reads extra_args={'a': 5}", None, None),
         (COMPLETIONS, {"prompt": "x", "timeout": 1e-9}, 504, "the request took longer than its timeout of 1e-09 s", None, None),

@@ -61,7 +61,7 @@ class Comparison:
 def read_report(path: Path) -> dict[str, Any]:
     """Read a report. Raises: InvalidValueError."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidValueError(f"the report {path} cannot be read ({error})") from error
     if not isinstance(report, dict) or not {"machine", "versions", "settings", "results"} <= report.keys():

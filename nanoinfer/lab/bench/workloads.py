@@ -158,7 +158,7 @@ def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, 
         InvalidValueError: the file cannot be read, or a line has another format.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"the recording {path} cannot be read ({error})") from error
     rows = list(_rows(path, lines))

@@ -126,7 +126,7 @@ def check(task: Task, version: Version) -> Failure | None:
         expected = case.observe(own)
         try:
             got = case.observe(version)
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             file = version.__code__.co_filename if isinstance(version, FunctionType) else ""
             return Failure(case.words, written(expected), filled(describe_error(error, file), width=WIDTH - 12))
         with suppress(Exception):  # the judge expects a result of the right type

@@ -59,7 +59,7 @@ class Own:
     @classmethod
     def read(cls, path: Path, function: str) -> "Own":
         """Read a file. Raises: InvalidValueError for an import that one file cannot have."""
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         own = cls("")
         for node in ast.parse(text).body:
             segment = "\n".join(text.splitlines()[first_line(node) - 1 : node.end_lineno])
@@ -212,7 +212,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", ALONE, "measure.py"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if not run.stdout:
-        raise NanoinferError(f"{folder}/measure.py fails: {run.stderr.strip().splitlines()[-1]}")
+        raise NanoinferError(f"{folder}/measure.py fails: {(run.stderr.strip() or 'it ends early').splitlines()[-1]}")
     report: dict[str, Any] = json.loads(run.stdout)
     return report
 

@@ -231,7 +231,7 @@ class Workbook:
             return "missing"
         if self._progress["passed"].get(name) == self._digest(name):
             return "passed"
-        return "empty" if EMPTY.split("  #")[0] in self.file(name).read_text(encoding="utf-8") else "written"
+        return "empty" if EMPTY.split("  #")[0] in self.file(name).read_text(encoding="utf-8-sig") else "written"
 
     def mark(self, name: str, *, passed: bool) -> None:
         progress = self._progress
@@ -249,7 +249,7 @@ class Workbook:
 
     def replace_body(self, name: str, source: str) -> None:
         """Put a whole function in place of the last function in the task's file."""
-        text = self.file(name).read_text(encoding="utf-8")
+        text = self.file(name).read_text(encoding="utf-8-sig")
         start = text.rindex("\ndef ") + 1
         self.file(name).write_text(text[:start] + source, encoding="utf-8")
 
@@ -258,14 +258,14 @@ class Workbook:
         module = ModuleType(f"nanoinfer_workbook.{name}")  # `installed` puts other tasks' versions into it, too
         module.__file__ = str(self.file(name))
         sys.modules[module.__name__] = module
-        text = self.file(name).read_text(encoding="utf-8")
+        text = self.file(name).read_text(encoding="utf-8-sig")
         exec(compile(text, module.__file__, "exec"), module.__dict__)  # the learner's own file, as Python would import it
         version: Version = getattr(module, function)
         return version
 
     @property
     def _progress(self) -> dict[str, Any]:
-        progress: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+        progress: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8-sig"))
         return progress
 
     def _save(self, progress: dict[str, Any]) -> None:

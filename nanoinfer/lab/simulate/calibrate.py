@@ -36,7 +36,7 @@ class MeasuredRun:
 def read_runs(path: Path) -> list[MeasuredRun]:
     """Read a report of `nanoinfer bench serve --json`. Raises: InvalidValueError: the file has another form."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        results = json.loads(path.read_text(encoding="utf-8-sig"))["results"]
         return [_run_of(_workload_of(found["workload"]), run["requests"]) for found in results for run in found["runs"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValueError(

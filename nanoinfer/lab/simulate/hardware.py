@@ -64,7 +64,7 @@ class Hardware:
         Raises: InvalidValueError: the file cannot be read, or has another form.
         """
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
+            report = json.loads(path.read_text(encoding="utf-8-sig"))
             if "gemm_GFLOP_per_s" in report:
                 return _of_roofline(report, source=str(path))
             return cls(**report | {"overheads": Overheads(**report["overheads"])})

@@ -1,6 +1,7 @@
 """The learner's track: the engine's own functions pass, plausible wrong ones do not, and the commands keep their promises."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,13 +11,16 @@ from types import ModuleType
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from nanoinfer.attention.dense import causal_attention
+from nanoinfer.cli import learn
 from nanoinfer.cli.main import app
 from nanoinfer.lab.bench import ladder
 from nanoinfer.lab.learn import speed
 from nanoinfer.lab.learn.check import check
+from nanoinfer.lab.learn.export import Own
 from nanoinfer.lab.learn.track import NAMES, TRACK, find
 from nanoinfer.lab.learn.workbook import Workbook, installed
 from nanoinfer.loading.quantization import quantize
@@ -55,16 +59,11 @@ MUTANTS = {
     },
     "held_text": {
         "longest": [
-            ("len(self.text) - len(stop) + 1", "len(self.text) - 1"),
-            ("start = self.text.find(stop[0], start + 1)", "start = -1"),
+            ("start = self._num_shown", "start = len(self.text) - 1"),
+            ("start += 1", "start = len(self.text)"),
         ],
-        "proper": [("len(self.text) - len(stop) + 1", "len(self.text) - len(stop)")],
-        "several": [
-            (
-                "held = max(held, len(self.text) - start) if start >= 0 else held",
-                "held = len(self.text) - start if start >= 0 else held",
-            )
-        ],
+        "proper": [("len(stop) > len(rest)", "len(stop) >= len(rest)")],
+        "several": [("for stop in self._stops)", "for stop in self._stops[:1])")],
     },
     "stop_string": {
         "new": [("num_before - len(stop) + 1", "num_before"), ("num_before - len(stop) + 1", "0")],
@@ -297,7 +296,7 @@ OTHERS = {
     ],
     "held_text": [
         (
-            "    return held",
+            "    return len(self.text) - start",
             "    return max(n for n in range(len(self.text) + 1)"
             " if n == 0 or any(len(s) > n and self.text.endswith(s[:n]) for s in self._stops))",
         )
@@ -469,6 +468,75 @@ def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
     )
 
 
+EXITS = {
+    "in the function": ("import sys; sys.exit(0)", ""),
+    "by a generator's exit": ("raise GeneratorExit", ""),
+    "at file level": ("return 0", "raise SystemExit"),
+}
+
+
+@pytest.mark.parametrize("place", EXITS)
+def test_a_task_that_exits_has_not_passed(run, place):
+    book, (body, end) = Workbook.here(NAMES), EXITS[place]
+    book.replace_body("accept_drafts", find("accept_drafts").function.source)
+    assert run("check", "accept_drafts").exit_code == 0
+    file = book.file("accept_drafts")
+    file.write_text(find("accept_drafts").text.replace("raise NotImplementedError  # your code", body) + f"\n\n{end}\n")
+    result = run("check", "accept_drafts")
+    assert (result.exit_code, book.status("accept_drafts")) == (1, "written")
+    assert "accept_drafts: not yet\n" in result.output
+    assert ("GeneratorExit" if "Generator" in body else "SystemExit in line") in result.output
+
+
+ENDS = {
+    "os._exit": "import os\nos._exit(0)",
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', ''])",
+    "at the process's exit": "import atexit, os\natexit.register(os._exit, 0)",
+    "in a thread": "import os, threading, time\nthreading.Thread(target=os._exit, args=(0,)).start()\ntime.sleep(60)",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the command runs in this process itself")
+@pytest.mark.parametrize("way", ENDS)
+def test_a_task_that_ends_the_process_has_not_passed(run, way):
+    book = Workbook.here(NAMES)
+    book.file("accept_drafts").write_text(f"{find('accept_drafts').text}\n\n{ENDS[way]}\n")
+    command = [sys.executable, "-m", "nanoinfer", "learn", "check", "accept_drafts"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, book.status("accept_drafts")) == (1, "empty")
+    says = (
+        "accept_drafts: not yet" if "exit" in way[-4:] and "process" in way else "error: the workbook's code ended the process"
+    )
+    assert says in ended.stdout + ended.stderr
+
+
+def test_every_command_that_runs_the_learners_code_is_witnessed():
+    commands = typer.main.get_group(learn.app).commands
+    assert {name for name, command in commands.items() if isinstance(command, learn.WitnessedCommand)} == {
+        *("check", "watch", "run", "ladder", "speed")
+    }
+
+
+def test_a_workbook_of_windows_is_read_solved_and_exported(run):
+    book = Workbook.here(NAMES)
+    file, source = book.file("accept_drafts"), find("accept_drafts").function.source
+    of_windows = b"\xef\xbb\xbf" + file.read_text().replace("\n", "\r\n").encode()
+    file.write_bytes(of_windows)
+    assert book.status("accept_drafts") == "empty"
+    assert "the function is not written yet" in run("check", "accept_drafts").output
+    assert run("solve", "accept_drafts", "--yes").exit_code == 0
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_text().replace("\n", "\r\n").encode())
+    assert run("check", "accept_drafts").output == "accept_drafts: passed\n"
+    assert Own.read(file, "num_accepted").source == source.strip()
+
+
+def test_a_speed_task_that_exits_has_not_passed(run, monkeypatch):
+    monkeypatch.setattr("nanoinfer.lab.bench.roofline.measure_bandwidth", lambda device: 1e9)
+    Path("s05_drafts.py").write_text("raise SystemExit(0)\n")
+    result = run("speed", "drafts")
+    assert (result.exit_code, "SystemExit in line 1: 0" in result.output) == (1, True)
+
+
 def test_installed_functions_are_called_and_taken_out_again(monkeypatch):
     from nanoinfer.attention import dense, reference
 
@@ -511,6 +579,7 @@ def test_tasks_without_tensors_need_no_torch(tmp_path):
     code = f"""
 import os, sys
 from typer.testing import CliRunner
+from nanoinfer.cli import learn
 from nanoinfer.cli.main import app
 for arguments in {calls}:
     result = CliRunner().invoke(app, ["learn", *arguments])
