@@ -21,9 +21,8 @@ _MAPS = ("properties", "patternProperties")
 _HOLDERS = "items prefixItems additionalItems additionalProperties propertyNames allOf oneOf anyOf".split()
 _TYPES = {"string": str, "integer": int, "number": int, "boolean": bool, "null": type(None)}
 _KINDS = dict.fromkeys(_MAPS, dict) | dict.fromkeys(("required", "anyOf", "enum"), list)
-# What cannot be enforced, and in which uses.
 _UNENFORCED = dict.fromkeys("not if then else contains dependencies dependentRequired dependentSchemas".split(), "") | {
-    "propertyNames": " other than an enum or a pattern, or beside properties",
+    "propertyNames": " other than an enum or a pattern, or beside properties",  # in which uses it cannot be enforced
     "uniqueItems": f" over items other than the values of an enum, at most {MAX_UNIQUE}",
 }
 # An escaped character, a class of characters, or what llguidance cannot follow.
@@ -105,8 +104,7 @@ class _Rewriter:
                 self.visit(part, f"{place}.{keyword}.{name}", depth)
         refused: dict[int, InvalidValueError] = {}
         for keyword in _HOLDERS:
-            held = schema.get(keyword)
-            for index, part in enumerate(held if isinstance(held, list) else [held]):
+            for index, part in enumerate(held if isinstance(held := schema.get(keyword), list) else [held]):
                 try:
                     self.visit(part, f"{place}.{keyword}" + (f"[{index}]" if isinstance(held, list) else ""), depth)
                 except InvalidValueError as error:

@@ -96,9 +96,9 @@ def test_parameters_have_the_limits_of_a_schema():
     deep = {"type": "object"}
     for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
-    with pytest.raises(InvalidValueError, match="parameters of the tool 'f' must be nested at most 64 deep"):
+    with pytest.raises(InvalidValueError, match=r"^tools\[1\].parameters must be nested at most 64 deep"):
         tool_call_grammar([TOOLS[0], tool("f", deep)], "required", prompt="")
-    with pytest.raises(InvalidValueError, match="each string of parameters of the tool 'f' must have at most 8192"):
+    with pytest.raises(InvalidValueError, match=r"^each string of tools\[0\].parameters must have at most 8192"):
         tool_call_grammar([tool("f", {"const": "a" * 9000}, strict=True)], "auto", prompt="")
     assert tool_call_grammar([tool("f", deep)], "auto", prompt="") is None
 
