@@ -20,7 +20,7 @@ _ANNOTATIONS = frozenset("title description default examples deprecated readOnly
 _MAPS = ("properties", "patternProperties")
 _HOLDERS = "items prefixItems additionalItems additionalProperties propertyNames allOf oneOf anyOf".split()
 _TYPES = {"string": str, "integer": int, "number": int, "boolean": bool, "null": type(None)}
-_KINDS = dict.fromkeys(_MAPS, dict) | dict.fromkeys(("required", "anyOf", "enum"), list)
+_KINDS = dict.fromkeys(_MAPS, dict) | dict.fromkeys(("required", "anyOf", "enum"), list) | {"maxProperties": int}
 _UNENFORCED = dict.fromkeys("not if then else contains dependencies dependentRequired dependentSchemas".split(), "") | {
     "propertyNames": " other than an enum or a pattern, or beside properties",  # in which uses it cannot be enforced
     "uniqueItems": f" over items other than the values of an enum, at most {MAX_UNIQUE}",
@@ -121,13 +121,16 @@ class _Rewriter:
         """Replace propertyNames by patternProperties, or drop it if it says nothing. It stays where neither is possible."""
         names = given if isinstance(given := schema["propertyNames"], dict) else {} if given is True else {"not": {}}
         said = names.keys() - _ANNOTATIONS - ({"type"} if names.get("type") == "string" else set())
-        values = "|".join(re.escape(value) for value in self.values(names) if isinstance(value, str))
+        values = [re.escape(value) for value in self.values(names) if isinstance(value, str)]
         if said:  # what a name's pattern leaves to a format is an annotation
-            pattern = f"^(?:{values})$" if values else names["pattern"] if said - {"format"} == {"pattern"} else ""
+            pattern = (
+                f"^(?:{'|'.join(values)})$" if values else str(names["pattern"]) if said - {"format"} == {"pattern"} else ""
+            )
             if not pattern or schema.keys() & {*_MAPS}:
                 return
-            schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
-            schema["additionalProperties"] = False
+            schema |= {"patternProperties": {pattern: schema.get("additionalProperties", True)}, "additionalProperties": False}
+            if values:  # a grammar that requires all of them must end after them
+                schema["maxProperties"] = min(schema.get("maxProperties", len(values)), len(values))
         del schema["propertyNames"]
 
     def write_out_items(self, schema: dict[str, Any]) -> None:
@@ -144,11 +147,10 @@ class _Rewriter:
         """Return the values of an enum that a grammar writes in one way only. []: other schemas."""
         if isinstance(schema, dict) and schema.keys() - _ANNOTATIONS == {"$ref"}:
             schema, _ = self.target(schema["$ref"])
-        if not isinstance(schema, dict) or schema.keys() - _ANNOTATIONS - {"type"} not in ({"enum"}, {"const"}):
+        if not isinstance(schema, dict) or not isinstance(values := schema.get("enum", [schema.get("const")]), list):
             return []
-        values = schema.get("enum", [schema.get("const")])
-        kinds = [_TYPES.get(str(schema["type"]))] if "type" in schema else _TYPES.values()
-        is_plain = isinstance(values, list) and all(type(value) in kinds for value in values)
+        kinds = {_TYPES.get(str(schema["type"]))} if "type" in schema else {*_TYPES.values()}
+        is_plain = schema.keys() - _ANNOTATIONS - {"type"} in ({"enum"}, {"const"}) and {*map(type, values)} <= kinds
         return [*{json.dumps(value): value for value in values}.values()] if is_plain else []
 
     def target(self, reference: object) -> tuple[Any, str]:
