@@ -121,16 +121,14 @@ class _Rewriter:
         """Replace propertyNames by patternProperties, or drop it if it says nothing. It stays where neither is possible."""
         names = given if isinstance(given := schema["propertyNames"], dict) else {} if given is True else {"not": {}}
         said = names.keys() - _ANNOTATIONS - ({"type"} if names.get("type") == "string" else set())
-        values = [re.escape(value) for value in self.values(names) if isinstance(value, str)]
+        keys = [re.escape(key) for key in self.values(names) if isinstance(key, str)]
         if said:  # what a name's pattern leaves to a format is an annotation
-            pattern = (
-                f"^(?:{'|'.join(values)})$" if values else str(names["pattern"]) if said - {"format"} == {"pattern"} else ""
-            )
+            pattern = f"^(?:{'|'.join(keys)})$" if keys else str(names["pattern"]) if said - {"format"} == {"pattern"} else ""
             if not pattern or schema.keys() & {*_MAPS}:
                 return
             schema |= {"patternProperties": {pattern: schema.get("additionalProperties", True)}, "additionalProperties": False}
-            if values:  # a grammar that requires all of them must end after them
-                schema["maxProperties"] = min(schema.get("maxProperties", len(values)), len(values))
+            if keys:  # a grammar that requires all of them must end after them
+                schema["maxProperties"] = min(schema.get("maxProperties", len(keys)), len(keys))
         del schema["propertyNames"]
 
     def write_out_items(self, schema: dict[str, Any]) -> None:
