@@ -147,8 +147,8 @@ def tool_call_grammar(
         parameters = {"type": "object"} if is_free else function.get("parameters") or _NO_ARGUMENTS
         if "properties" in parameters and not parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
             parameters = {"additionalProperties": False, **parameters}  # the schema may override it
-        schema = enforceable(f"tools[{index}].parameters", parameters, **_SPACING)
-        schemas.append((function["name"], f"%json {json.dumps(schema)}"))
+        parameters = enforceable(f"tools[{index}].parameters", parameters, **_SPACING)
+        schemas.append((function["name"], f"%json {json.dumps(parameters)}"))
     if harmony_ids is not None:
         return _harmony_grammar(schemas, harmony_ids, is_auto=is_auto)
     calls = []

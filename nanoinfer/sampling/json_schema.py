@@ -18,7 +18,7 @@ MAX_UNIQUE = 5  # values whose orders are written out: 120
 FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())  # llguidance's
 _ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment id".split())
 _MAPS = ("properties", "patternProperties")
-_HOLDERS = "items prefixItems additionalItems additionalProperties propertyNames allOf oneOf anyOf".split()
+_HOLDERS = frozenset("items prefixItems additionalItems additionalProperties propertyNames allOf oneOf anyOf".split())
 _TYPES = {"string": str, "integer": int, "number": int, "boolean": bool, "null": type(None)}
 _KINDS = dict.fromkeys(_MAPS, dict) | dict.fromkeys(("required", "anyOf", "enum"), list) | {"maxProperties": int}
 _UNENFORCED = dict.fromkeys("not if then else contains dependencies dependentRequired dependentSchemas".split(), "") | {
@@ -72,7 +72,7 @@ class _Rewriter:
             raise refusal
 
     def rewrite(self, schema: dict[str, Any], place: str, depth: int) -> None:
-        if not all(isinstance(schema.get(keyword, kind()), kind) for keyword, kind in _KINDS.items()):
+        if not all(isinstance(schema[keyword], _KINDS[keyword]) for keyword in schema.keys() & _KINDS.keys()):
             return  # llguidance says what is wrong
         self.visit_parts(schema, place, depth)
         if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
@@ -84,7 +84,7 @@ class _Rewriter:
             self.write_out_names(schema)
         if "uniqueItems" in schema:
             self.write_out_items(schema)
-        unenforced = {keyword: use for keyword, use in _UNENFORCED.items() if keyword in schema}
+        unenforced = {keyword: _UNENFORCED[keyword] for keyword in sorted(schema.keys() & _UNENFORCED.keys())}
         patterns = [*schema.get("patternProperties", ()), str(schema.get("pattern", ""))]
         if any(part["looks"] for pattern in patterns for part in _REGEX_PART.finditer(pattern)):
             unenforced["pattern" if "pattern" in schema else "patternProperties"] = r" with look-around, \b or a back-reference"
@@ -103,8 +103,8 @@ class _Rewriter:
             for name, part in schema.get(keyword, {}).items():
                 self.visit(part, f"{place}.{keyword}.{name}", depth)
         refused: dict[int, InvalidValueError] = {}
-        for keyword in _HOLDERS:
-            for index, part in enumerate(held if isinstance(held := schema.get(keyword), list) else [held]):
+        for keyword in sorted(schema.keys() & _HOLDERS):
+            for index, part in enumerate(held if isinstance(held := schema[keyword], list) else [held]):
                 try:
                     self.visit(part, f"{place}.{keyword}" + (f"[{index}]" if isinstance(held, list) else ""), depth)
                 except InvalidValueError as error:
