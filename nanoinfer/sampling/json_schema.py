@@ -14,7 +14,7 @@ from nanoinfer.errors import InvalidValueError
 
 MAX_STRING = 2**13  # characters of a single string in a schema
 MAX_NESTING = 64  # levels of a schema
-MAX_UNIQUE = 5  # values whose orders are written out: 120
+MAX_UNIQUE, MAX_ORDERS = 5, 2000  # values whose orders are written out, and orders that a schema may have
 FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())  # llguidance's
 _ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment id".split())
 _MAPS = ("properties", "patternProperties")
@@ -26,7 +26,7 @@ _UNENFORCED = dict.fromkeys("not if then else contains dependencies dependentReq
     "uniqueItems": f" over items other than the values of an enum, at most {MAX_UNIQUE}",
 }
 # An escaped character, a class of characters, or what llguidance cannot follow.
-_REGEX_PART = re.compile(r"\\[^bB<>1-9k]|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<looks>\(\?<?[=!]|\\[bB<>1-9k])", re.DOTALL)
+_REGEX_PART = re.compile(r"\\[^bB<>1-9k]|\[\^?\]?(?:\\.?|[^\]\\])*(?:\]|\Z)|(?P<looks>\(\?<?[=!]|\\[bB<>1-9k])", re.DOTALL)
 
 
 def enforceable(place: str, schema: object, **options: object) -> dict[str, Any]:
@@ -54,14 +54,12 @@ def _check_size(place: str, value: object, depth: int = 0) -> None:
 
 
 class _Rewriter:
-    """Rewrites a schema in place."""
-
     def __init__(self, place: str, root: dict[str, Any]) -> None:
-        self.place, self.root = place, root
+        self.place, self.root, self.num_orders = place, root, 0
         self.refusals: dict[int, InvalidValueError | None] = {}  # by the id of a part that was visited
 
     def visit(self, part: object, place: str, depth: int = 0) -> None:
-        """Rewrite a part of the schema, and what it refers to. Raises: InvalidValueError, if it cannot be enforced."""
+        """Rewrite a part of the schema in place, and what it refers to. Raises: InvalidValueError, if it cannot be enforced."""
         if isinstance(part, dict) and id(part) not in self.refusals and depth < 2 * MAX_NESTING:
             self.refusals[id(part)] = None
             try:
@@ -82,7 +80,7 @@ class _Rewriter:
             schema["properties"] = named | dict.fromkeys(map(str, schema.get("required", ())), True) | named
         if "propertyNames" in schema:
             self.write_out_names(schema)
-        if "uniqueItems" in schema:
+        if "uniqueItems" in schema and self.num_orders < MAX_ORDERS:
             self.write_out_items(schema)
         unenforced = {keyword: _UNENFORCED[keyword] for keyword in sorted(schema.keys() & _UNENFORCED.keys())}
         patterns = [*schema.get("patternProperties", ()), str(schema.get("pattern", ""))]
@@ -138,6 +136,7 @@ class _Rewriter:
             del schema["uniqueItems"]
         elif schema.get("type") == "array" and 0 < len(values) <= MAX_UNIQUE and not schema.keys() & {"prefixItems", "allOf"}:
             orders = [{"type": "array", "items": [{"const": value} for value in order]} for order in permutations(values)]
+            self.num_orders += len(orders)
             schema["allOf"] = [{"type": "array", "maxItems": len(values), "anyOf": orders}]  # a shorter list begins one
             del schema["uniqueItems"], schema["items"]
 

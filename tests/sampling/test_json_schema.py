@@ -153,6 +153,11 @@ REFUSED = {
     "if": ({"allOf": [{"if": {}, "then": {}}]}, "json.allOf[0]", '"if", "then"'),
     "set": ({"items": {"type": "array", "uniqueItems": True}}, "json.items", '"uniqueItems" over items other'),
     "set of six": (array(1, 2, 3, 4, 5, 6), "json", "at most 5"),
+    "set after many sets": (
+        {"allOf": [*({"items": array(*range(number, number + 5))} for number in range(17)), {"items": array(1)}]},
+        "json.allOf[17].items",
+        '"uniqueItems"',
+    ),
     "set of numbers": (array(1, 1.0), "json", '"uniqueItems"'),
     "null alone": ({"anyOf": [{"type": "null"}, LOOKS]}, "json.anyOf[1]", '"pattern" with look-around'),
     "word boundary": ({"properties": {"a.b": {"pattern": r"a\b"}}}, "json.properties.a.b", '"pattern" with look-around'),
@@ -199,7 +204,7 @@ def test_options_replace_those_of_the_client_who_keeps_the_others():
     [
         {"type": 5}, {"properties": [1]}, {"patternProperties": 5}, {"required": 5}, {"anyOf": 5}, {"items": 5}, {"$ref": 5},
         {"required": [[]], "additionalProperties": False}, {"$ref": "#/$defs/a/b"}, {"pattern": 5}, {"format": []},
-        {"maxProperties": "a"},
+        {"maxProperties": "a"}, {"pattern": "[(?=a"}, {"pattern": "[\\"},
     ],
 )  # fmt: skip
 def test_a_malformed_schema_is_left_to_llguidance_which_says_what_is_wrong(schema):
