@@ -154,8 +154,8 @@ REFUSED = {
     "set": ({"items": {"type": "array", "uniqueItems": True}}, "json.items", '"uniqueItems" over items other'),
     "set of six": (array(1, 2, 3, 4, 5, 6), "json", "at most 5"),
     "set after many sets": (
-        {"allOf": [*({"items": array(*range(number, number + 5))} for number in range(17)), {"items": array(1)}]},
-        "json.allOf[17].items",
+        {"properties": {f"p{number}": array(1, 2, 3, 4, 5) for number in range(18)}},
+        "json.properties.p17",
         '"uniqueItems"',
     ),
     "set of numbers": (array(1, 1.0), "json", '"uniqueItems"'),
