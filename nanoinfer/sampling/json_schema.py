@@ -14,7 +14,7 @@ from nanoinfer.errors import InvalidValueError
 
 MAX_STRING = 2**13  # characters of a single string in a schema
 MAX_NESTING = 64  # levels of a schema
-MAX_UNIQUE, MAX_ORDERS = 5, 2000  # values whose orders are written out, and orders that a schema may have
+MAX_UNIQUE, MAX_ORDERS = 5, 1500  # values whose orders are written out, and orders that a schema may have
 FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())  # llguidance's
 _ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment id".split())
 _MAPS = ("properties", "patternProperties")
