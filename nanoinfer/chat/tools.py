@@ -13,14 +13,14 @@ from typing import Any
 from nanoinfer.chat.harmony import MARKS
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
-from nanoinfer.sampling.grammar import check_schema
+from nanoinfer.sampling.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
 
 Tool = Callable[..., object] | Mapping[str, object]
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}
 
 # Qwen3 was trained on json.dumps(call). {"type": "object"} allows any object.
-_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_ARGUMENTS = 2**18  # characters. Longer arguments of a message's calls stay text, because parsing would take long
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -137,18 +137,18 @@ def tool_call_grammar(
         harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a single call. None: Qwen3's format.
     """
     name = check_tool_choice(tool_choice, tools)
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    functions = {index: tool["function"] for index, tool in enumerate(tools) if name in (None, tool["function"]["name"])}
     is_auto = tool_choice == "auto"
-    if tool_choice == "none" or (is_auto and not any(function.get("strict") for function in functions)):
+    if tool_choice == "none" or (is_auto and not any(function.get("strict") for function in functions.values())):
         return None
     schemas = []
-    for function in functions:
+    for index, function in functions.items():
         is_free = is_auto and not function.get("strict")
         parameters = {"type": "object"} if is_free else function.get("parameters") or _NO_ARGUMENTS
         if "properties" in parameters and not parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
             parameters = {"additionalProperties": False, **parameters}  # the schema may override it
-        check_schema(f"parameters of the tool {function['name']!r}", parameters)
-        schemas.append((function["name"], f"%json {json.dumps({**parameters, **_SPACING})}"))
+        parameters = enforceable(f"tools[{index}].parameters", parameters, **_SPACING)
+        schemas.append((function["name"], f"%json {json.dumps(parameters)}"))
     if harmony_ids is not None:
         return _harmony_grammar(schemas, harmony_ids, is_auto=is_auto)
     calls = []
@@ -209,9 +209,7 @@ def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOu
         answer = "(" + " | ".join(map(_quoted, params.choice)) + ")"
     else:
         schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
-        check_schema("json", schema)
-        spaces = {"x-guidance": {"whitespace_flexible": not params.disable_any_whitespace}}
-        answer = f"%json {json.dumps({**schema, **spaces})}"
+        answer = f"%json {json.dumps(enforceable('json', schema, whitespace_flexible=not params.disable_any_whitespace))}"
     return StructuredOutputsParams(grammar="\n".join([f"start: {_think_block(prompt)} {answer}", _THINKING, _TEXT]))
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.sampling.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CHARACTERS = 2**16  # characters of a schema, a regular expression, all choices, or a grammar
-MAX_STRING = 2**13  # characters of a single string in a schema
-MAX_NESTING = 64  # levels of a schema
 MAX_KEPT = 128  # the number of grammars that need no second trial
 MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds, memory
@@ -206,27 +205,13 @@ def _grammar(params: StructuredOutputsParams) -> str:
     text = '{"type": "object"}' if params.json_object else json.dumps(params.choice) if params.choice else getattr(params, kind)
     if len(text) > MAX_CHARACTERS:
         raise InvalidValueError(f"{kind} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+    if kind in ("json", "json_object"):
+        schema = enforceable("json", json.loads(text), whitespace_flexible=not params.disable_any_whitespace)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
     try:
-        if kind in ("json", "json_object"):
-            check_schema("json", json.loads(text))
-            options = {"whitespace_flexible": not params.disable_any_whitespace}
-            return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
         return grammar_from(kind, text)  # type: ignore[arg-type]
     except ValueError as error:  # for example a GBNF grammar that cannot be converted
         raise InvalidValueError(f"{kind} cannot be used: {first_line(error)}") from error
-
-
-def check_schema(name: str, value: object, depth: int = 0) -> None:
-    """Refuse deep nesting and long strings. Descriptions are not read, but count.
-
-    name: the name of the schema, for the error.
-    """
-    if depth > MAX_NESTING:
-        raise InvalidValueError(f"{name} must be nested at most {MAX_NESTING} deep")
-    if isinstance(value, str) and len(value) > MAX_STRING:
-        raise InvalidValueError(f"each string of {name} must have at most {MAX_STRING} characters, got {len(value)}")
-    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
-        check_schema(name, child, depth + 1)
 
 
 def _reason(matcher: "LLMatcher") -> str:

@@ -46,6 +46,7 @@ _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "priority", "dimensions", "truncate_prompt_tokens", "add_special_tokens", "instruction",
 }  # fmt: skip
 _FORMATS = ("json", "json_object", "regex", "choice", "grammar")  # subjects of errors about structured_outputs
+_SCHEMAS = {"structured_outputs": ".json", "response_format": ".json_schema.schema"}  # where the fields hold a schema
 _SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
 _PATH = re.compile(
     r"""(?<=(['"]))(?:[A-Za-z]:)?[/\\][^'"]*[/\\][^'"]+(?=\1)"""  # in quotes, where it may have spaces
@@ -193,13 +194,17 @@ def refused_format(message: str, field: str) -> RequestError | None:
     >>> refused_format("structured_outputs cannot be used with strict tool calls", "text.format").detail
     'text.format cannot be used with strict tool calls'
     """
-    found, named = _SUBJECT.match(message), message.replace("structured_outputs", field)
-    if found and found[1] in _FORMATS:
-        named = f"{field}: {named}"
-    elif named == message:
+    found, named = _SUBJECT.match(message), message
+    if message.startswith("json."):
+        named = f"{field}{_SCHEMAS.get(field, '.schema')}{message.removeprefix('json')}"
+    elif found and found[1] in _FORMATS:
+        named = f"{field}: {message}"
+    elif "structured_outputs" in message:
+        named = without_paths(message.replace("structured_outputs", field))
+    elif not message.startswith("tools["):
         return None
     param = field.partition(".")[0] if named.startswith(field) else subject(message)
-    return RequestError(400, without_paths(named), param=param)
+    return RequestError(400, named[:MAX_MESSAGE], param=param)  # other paths are the client's, such as a regex
 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = "") -> Response:
@@ -222,6 +227,8 @@ def add_error_handlers(app: FastAPI) -> None:
             param = _prompt_of(request)
             if request.url.path.startswith(_MESSAGES):  # Anthropic's words, by which its clients recognise the error
                 message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum. {message}"
+        if request.url.path.startswith(_MESSAGES) and param == "tools":  # Anthropic's name, too
+            message = message.replace(".parameters", ".input_schema", 1)
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's own 404
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
             if request.url.path.startswith("/api/"):

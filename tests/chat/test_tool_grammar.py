@@ -96,11 +96,46 @@ def test_parameters_have_the_limits_of_a_schema():
     deep = {"type": "object"}
     for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
-    with pytest.raises(InvalidValueError, match="parameters of the tool 'f' must be nested at most 64 deep"):
+    with pytest.raises(InvalidValueError, match=r"^tools\[1\].parameters must be nested at most 64 deep"):
         tool_call_grammar([TOOLS[0], tool("f", deep)], "required", prompt="")
-    with pytest.raises(InvalidValueError, match="each string of parameters of the tool 'f' must have at most 8192"):
+    with pytest.raises(InvalidValueError, match=r"^each string of tools\[0\].parameters must have at most 8192"):
         tool_call_grammar([tool("f", {"const": "a" * 9000}, strict=True)], "auto", prompt="")
     assert tool_call_grammar([tool("f", deep)], "auto", prompt="") is None
+
+
+LOOKS = {"type": "string", "pattern": r"^(?!/)/usr/\bbin"}
+ADDRESS = {"type": "object", "properties": {"x": LOOKS}}
+
+
+@pytest.mark.parametrize(("choice", "more"), [("required", {}), ("auto", {"strict": True}), ("named", {})])
+def test_what_cannot_be_enforced_is_refused_with_the_tool_and_the_place(choice, more):
+    schema = {"type": "object", "properties": {"to": {"$ref": "#/$defs/Address"}}, "$defs": {"Address": ADDRESS}}
+    tools = [*TOOLS, tool("night"), tool("f", schema, **more)]
+    choice = {"type": "function", "function": {"name": "f"}} if choice == "named" else choice
+    place = re.escape("tools[3].parameters.$defs.Address.properties.x cannot be used: these keywords cannot be enforced")
+    with pytest.raises(InvalidValueError, match=f'^{place}: "pattern" with look-around.* set "x-guidance"'):
+        tool_call_grammar(tools, choice, prompt="")
+    lenient = tool_call_grammar([tool("f", schema | {"x-guidance": {"lenient": True}}, **more)], choice, prompt="")
+    text = calling("f", '{"to": {"x": "anything"}}')
+    assert matcher_of(lenient).try_consume_tokens([*text.encode()]) == len(text)
+
+
+def test_tools_have_the_schemas_that_clients_write():
+    fields = {"price": {"anyOf": [{"type": "number"}, LOOKS]}, "file": {"type": "string", "format": "binary"}}
+    fields["colors"] = {"type": "array", "items": {"enum": ["r", "g"]}, "uniqueItems": True}
+    schema = {"type": "object", "properties": fields, "required": ["price", "absent"]}
+    grammar = tool_call_grammar([tool("f", schema)], "required", prompt="</think>")
+    for arguments in ('{"price": 1.5, "file": "a", "colors": ["g", "r"], "absent": [1]}', '{"price": 2, "absent": null}'):
+        text = calling("f", arguments)
+        assert matcher_of(grammar).try_consume_tokens([*text.encode()]) == len(text)
+    for arguments in (
+        '{"price": "/usr/bin", ',
+        '{"price": 1, "colors": ["g", "g"',
+        '{"price": 1}',
+        '{"price": 1, "absent": 1, "b',
+    ):
+        text = calling("f", arguments)
+        assert matcher_of(grammar).try_consume_tokens([*text.encode()]) < len(text) - len("}\n</tool_call>")
 
 
 def test_a_function_is_described_by_its_docstring():

@@ -36,6 +36,7 @@ def run(ids, **params):
         advance(one, one.sequences[0], token_id)
         if one.output:
             break
+    assert one.output, "the ids have not ended it"
     completion = one.output.outputs[0]
     assert completion.token_ids == list(ids[: len(completion.token_ids)])
     assert "".join(delta.text for delta in one.deltas) == completion.text

@@ -92,10 +92,10 @@ HAND_WRITTEN = [
         temperature={"type": "number", "minimum": 0, "maximum": 2}),  # a chat completion
     obj(tool=enum("search", "calculator"), arguments={"type": "object", "properties": {"q": STR}, "required": ["q"]}),
     obj(total=MONEY, items=array(obj(name=STR, quantity={"type": "integer", "minimum": 1}, price=MONEY)), paid=BOOL),
-    # what llguidance cannot enforce is refused
+    obj(file=string(format="binary")),
+    # what cannot be enforced is refused
     array(STR, uniqueItems=True),
     {"not": STR},
-    obj(file=string(format="binary")),
 ]  # fmt: skip
 
 _NAMES = "id name title status url created_at updated_at type owner tags price count email locale size".split()

@@ -152,6 +152,44 @@ def test_an_error_about_a_format_names_the_field_of_the_client(tool_server):
             assert error["param"] == field.partition(".")[0]
 
 
+def test_what_cannot_be_enforced_has_its_place_in_the_body_of_the_client(tool_server):
+    """A regular expression or a name that looks like a path is shown as it was written."""
+    looks = {"type": "string", "pattern": "(?!a)"}
+    bad = {"type": "object", "properties": {"/etc/a/b": {"$ref": "#/$defs/Address"}}}
+    bad["$defs"] = {"Address": {"properties": {"/usr/x/y": {"items": looks}}}}
+    place = ".$defs.Address.properties./usr/x/y.items"
+    question, more = [{"role": "user", "content": "How warm?"}], {"max_tokens": 5}
+    strict = {"name": "f", "parameters": bad, "strict": True}
+    tools = [{"type": "function", "function": {"name": "g"}}, {"type": "function", "function": strict}]
+    flat = {"tools": [{"type": "function", "name": "g"}, {"type": "function"} | strict]}
+    schemas = [{"name": "g", "input_schema": {"type": "object"}}, {"name": "f", "input_schema": bad}]
+    named = {"type": "json_schema", "name": "hero", "schema": bad}
+    cases = [
+        (CHAT, {"messages": question, "response_format": {"type": "json_schema", "json_schema": {"schema": bad}}},
+         "response_format.json_schema.schema"),
+        (CHAT, {"messages": question, "structured_outputs": {"json": bad}}, "structured_outputs.json"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": bad}}, "structured_outputs.json"),
+        ("/v1/responses", {"input": "x", "text": {"format": named}}, "text.format.schema"),
+        ("/v1/messages", {"messages": question, "output_config": {"format": {"type": "json_schema", "schema": bad}}} | more,
+         "output_config.format.schema"),
+        (CHAT, {"messages": question, "tools": tools}, "tools[1].parameters"),
+        (CHAT, {"messages": question, "tools": tools, "tool_choice": "required"}, "tools[1].parameters"),
+        (CHAT, {"messages": question, "tools": tools, "response_format": {"type": "json_object"},
+                "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools[1].parameters"),
+        ("/v1/responses", {"input": "x"} | flat, "tools[1].parameters"),
+        ("/v1/messages", {"messages": question, "tools": schemas, "tool_choice": {"type": "any"}} | more,
+         "tools[1].input_schema"),
+    ]  # fmt: skip
+    for path, body, field in cases:
+        refused = tool_server.post(path, body)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["message"].startswith(f"{field}{place} cannot be used: these keywords cannot be enforced")
+        assert error["param"] == field.partition(".")[0].partition("[")[0]
+    regex = {"prompt": "x", "structured_outputs": {"regex": "(/usr/[a-z]+/bin"}}
+    assert r"(\/usr\/[a-z]+\/bin" in tool_server.post(COMPLETIONS, regex).json()["error"]["message"]
+
+
 def test_a_format_beside_a_forced_function_is_left_out(tool_server, soon):
     tool = {"type": "function", "name": "hero", "parameters": SCHEMA}
     text = {"format": {"type": "json_schema", "name": "hero", "schema": SCHEMA, "strict": True}}
