@@ -1,10 +1,11 @@
 """Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
 
 In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
-this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in the
-folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If
-it cannot be written, or others can write there too, every process compiles. Without a compiler, the libraries of the package
-are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the plain definitions.
+this folder. Out: a library to call by ctypes. The compiler is $CXX, whose options replace ours, or else g++, clang++ or c++.
+Libraries are kept in the folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/nanoinfer), which can be
+deleted at any time. If it cannot be written, or others can write there too, every process compiles. Without a compiler, the
+libraries of the package are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the
+plain definitions.
 
 A library that is cut ends the process that loads it, so the file's name has a digest of its content, which is checked before.
 Several processes may compile the same kernel at once. Each moves its complete library to its place.
@@ -37,7 +38,11 @@ HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-I", str(HEADERS))
 PATTERN = "*-" + "[0-9a-f]" * 16 + ".so"  # of the names of libraries that are kept
 LIBRARIES = HEADERS / "libraries"  # of a wheel (tools/libraries.py): a folder for each of LEVELS
-TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts. Some know neither name
+TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts, unless CXX names another
+CHANGING_BITS = re.compile(  # options of CXX that are refused (vectors.h)
+    "-Ofast|-ffast-math|-f(unsafe|reciprocal|associative)-math.*|-ffinite-math-only|-fno-signed-zeros|-fapprox-func"
+    "|-f(fp-contract=(?!off$)|fp-model=fast).*|-mfpmath=(?!sse$).*"
+)
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 
@@ -187,7 +192,7 @@ class Compiler(NamedTuple):
 
     command: tuple[str, ...]
     macros: str
-    origin: str = "compiled for this processor"
+    origin: str
 
 
 class Level(NamedTuple):
@@ -264,12 +269,20 @@ def find_compiler() -> Compiler:
 
 
 @cache
-def _examine(*command: str) -> Compiler:
-    """Let a compiler print its macros. It needs its headers for that, which some installations lack."""
-    for target in TARGETS:
-        options = (*command, *OPTIONS, *target)
+def _examine(path: str, *given: str) -> Compiler:
+    """Let a compiler print its macros. It needs its headers for that, which some installations lack.
+
+    given: the user's options. They come last, so that they replace ours, but for those that would change the bits of results.
+    """
+    for option in given:
+        if CHANGING_BITS.fullmatch(option):
+            raise UnsupportedError(f"{option} changes the bits of results, which must be those of other machines; leave it out")
+    names_target = any(option.startswith(("-march=", "-mcpu=")) for option in given)
+    for target in ((),) if names_target else TARGETS:
+        options = (path, *OPTIONS, *target, *given)
         try:
-            return Compiler(options, _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull]))
+            macros = _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull])
+            return Compiler(options, macros, f"compiled {'with the options in CXX' if given else 'for this processor'}")
         except UnsupportedError as error:
             reason = error
     raise reason
