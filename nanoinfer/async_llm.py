@@ -15,7 +15,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -34,7 +33,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
-from nanoinfer.system.work_threads import LARGE, WorkThreads
+from nanoinfer.system.work_threads import LARGE, ThreadPool, WorkThreads
 
 if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
@@ -69,7 +68,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # by id, accepted and not yet delivered to the end
         self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
+        self._grammar_threads = ThreadPool(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
         self.threads = WorkThreads()
         self._is_closing = False
         self._freeing = threading.Lock()

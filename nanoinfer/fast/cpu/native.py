@@ -1,11 +1,10 @@
 """Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
 
 In: a .cpp file that includes no headers of torch, and the sizes to compile in. It may include .h files of its folder and of
-this folder. Out: a library to call by ctypes. The compiler is $CXX, whose options replace ours, or else g++, clang++ or c++.
-Libraries are kept in the folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/nanoinfer), which can be
-deleted at any time. If it cannot be written, or others can write there too, every process compiles. Without a compiler, the
-libraries of the package are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the
-plain definitions.
+this folder. Out: a library to call by ctypes. The compiler is $CXX, or else g++, clang++ or c++. Libraries are kept in the
+folder "kernels" of $NANOINFER_CACHE, or of the user's cache folder (~/.cache/nanoinfer), which can be deleted at any time. If
+it cannot be written, or others can write there too, every process compiles. Without a compiler, the libraries of the package
+are loaded, if `make wheel` has built it and they have these sizes, and otherwise the engine runs the plain definitions.
 
 A library that is cut ends the process that loads it, so the file's name has a digest of its content, which is checked before.
 Several processes may compile the same kernel at once. Each moves its complete library to its place.
@@ -39,9 +38,8 @@ OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-
 PATTERN = "*-" + "[0-9a-f]" * 16 + ".so"  # of the names of libraries that are kept
 LIBRARIES = HEADERS / "libraries"  # of a wheel (tools/libraries.py): a folder for each of LEVELS
 TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts, unless CXX names another
-CHANGING_BITS = re.compile(  # options of CXX that are refused (vectors.h)
-    "-Ofast|-ffast-math|-f(unsafe|reciprocal|associative)-math.*|-ffinite-math-only|-fno-signed-zeros|-fapprox-func"
-    "|-f(fp-contract=(?!off$)|fp-model=fast).*|-mfpmath=(?!sse$).*"
+CHANGING_BITS = re.compile(  # options in CXX that are refused (vectors.h)
+    "-Ofast|-f(fast|finite|unsafe|reciprocal|associative)-math.*|-fno-signed-zeros|-f(fp-contract=(?!off$)|fp-model=fast).*"
 )
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
@@ -192,7 +190,7 @@ class Compiler(NamedTuple):
 
     command: tuple[str, ...]
     macros: str
-    origin: str
+    origin: str = "compiled on this machine"
 
 
 class Level(NamedTuple):
@@ -245,7 +243,7 @@ def find_target() -> Compiler | Level:
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler of $CXX, which may have options, or else the first of g++, clang++ and c++ that works.
+    """Return the compiler of $CXX, whose options replace ours, or else the first of g++, clang++ and c++ that works.
 
     Raises:
         UnsupportedError: there is none. The message lists what was tried.
@@ -270,19 +268,14 @@ def find_compiler() -> Compiler:
 
 @cache
 def _examine(path: str, *given: str) -> Compiler:
-    """Let a compiler print its macros. It needs its headers for that, which some installations lack.
-
-    given: the user's options. They come last, so that they replace ours, but for those that would change the bits of results.
-    """
-    for option in given:
-        if CHANGING_BITS.fullmatch(option):
-            raise UnsupportedError(f"{option} changes the bits of results, which must be those of other machines; leave it out")
+    """Let a compiler print its macros. It needs its headers for that, which some installations lack."""
+    if option := next(filter(CHANGING_BITS.fullmatch, given), None):
+        raise UnsupportedError(f"{option} changes the bits of results, which must be those of other machines; leave it out")
     names_target = any(option.startswith(("-march=", "-mcpu=")) for option in given)
     for target in ((),) if names_target else TARGETS:
-        options = (path, *OPTIONS, *target, *given)
+        options = (path, *OPTIONS, *target, *given)  # the last one of a kind counts
         try:
-            macros = _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull])
-            return Compiler(options, macros, f"compiled {'with the options in CXX' if given else 'for this processor'}")
+            return Compiler(options, _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull]))
         except UnsupportedError as error:
             reason = error
     raise reason
