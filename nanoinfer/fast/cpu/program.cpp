@@ -93,10 +93,10 @@ const int is_registered = pthread_atfork(nullptr, nullptr, [] { team = new Team;
 extern "C" int run(const KernelCall* calls, int64_t num_calls, const Batch* batch, int num_threads) try {
     std::atomic<bool> lacks_memory{false};
     const bool is_small = team->run(num_threads, [&](Member& me) {
-        for (int64_t i = 0; i < num_calls; i++) {
-            if (i > 0) me.wait();
+        for (const KernelCall *call = calls, *end = calls + num_calls; call < end; call++) {
+            if (call > calls) me.wait();
             try {
-                if (!lacks_memory) calls[i].kernel(calls[i].arguments, *batch, me);
+                if (!lacks_memory) call->kernel(call->arguments, *batch, me);
             } catch (...) {
                 lacks_memory = true;
             }
