@@ -273,7 +273,10 @@ class AsyncLLM:
         start = clock()
         while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(POLL_SECONDS)
-        await asyncio.to_thread(self._free)  # meanwhile the last deltas are delivered
+        try:  # not in asyncio's own pool, to end which asyncio.run() starts another thread
+            await self.threads.run(self._free, is_large=False)  # meanwhile the last deltas are delivered
+        except RuntimeError:  # there is no thread for it, or it is closed already
+            self._free()
 
     def _free(self) -> None:
         with self._freeing:
