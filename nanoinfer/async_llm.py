@@ -15,7 +15,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -34,7 +33,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
-from nanoinfer.system.work_threads import LARGE, WorkThreads
+from nanoinfer.system.work_threads import LARGE, ThreadPool, WorkThreads
 
 if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
@@ -69,7 +68,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # by id, accepted and not yet delivered to the end
         self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
+        self._grammar_threads = ThreadPool(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
         self.threads = WorkThreads()
         self._is_closing = False
         self._freeing = threading.Lock()
@@ -274,7 +273,10 @@ class AsyncLLM:
         start = clock()
         while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(POLL_SECONDS)
-        await asyncio.to_thread(self._free)  # meanwhile the last deltas are delivered
+        try:  # not in asyncio's own pool, to end which asyncio.run() starts another thread
+            await self.threads.run(self._free, is_large=False)  # meanwhile the last deltas are delivered
+        except RuntimeError:  # there is no thread for it, or it is closed already
+            self._free()
 
     def _free(self) -> None:
         with self._freeing:

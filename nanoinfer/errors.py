@@ -67,6 +67,10 @@ class OutOfMemoryError(NanoinferError, MemoryError):
     """A model that does not fit into the memory."""
 
 
+class OutOfThreadsError(NanoinferError, RuntimeError):
+    """The system starts no more threads for this process."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, perhaps another library's, says that memory cannot be allocated."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in ("allocate memory", "out of memory"))

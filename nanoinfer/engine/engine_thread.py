@@ -17,6 +17,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import first_line
+from nanoinfer.system.work_threads import starting_threads
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class EngineThread(threading.Thread):
         self._requests: dict[str, Request] = {}  # not yet published as finished
         self._num_failures: Counter[str] = Counter()  # request id -> number of failed steps that contained the request
         self._is_closing = False
-        self.start()
+        with starting_threads():
+            self.start()
         self.engine = self._loaded.result()
 
     def submit(self, prepared: PreparedRequest, request_id: str) -> None:

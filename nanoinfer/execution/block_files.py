@@ -20,7 +20,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,6 +44,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
 from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
+from nanoinfer.system.work_threads import ThreadPool, starting_threads
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class BlockFiles:
         self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
         self._copies: dict[Entry, Callable[[], Tensor]] = {}  # entries that wait or are being written
         self._thread = threading.Thread(target=self._write_all, name="nanoinfer block files", daemon=True)
-        self._thread.start()
+        with starting_threads():
+            self._thread.start()
 
     @property
     def is_open(self) -> bool:
@@ -243,7 +244,7 @@ def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> 
     names, weights = zip(*model.named_parameters(), strict=True)
     rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]  # they are not parameters
     integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPool() as pool:
         digests = [*pool.map(_sha256, [*weights, *integers])]
     # Every file of this package counts, and the file of a user's model, because authors forget to count versions up.
     files = [path for path in sorted(Path(__file__).parents[1].rglob("*")) if path.suffix in (".py", ".cpp", ".h")]

@@ -24,6 +24,7 @@ from nanoinfer.errors import (
     HelperProcessError,
     InvalidPromptError,
     NanoinferError,
+    OutOfThreadsError,
     QueueFullError,
     shown,
 )
@@ -254,7 +255,7 @@ def add_error_handlers(app: FastAPI) -> None:
             return error_response(429, message, code="queue_full", path=path)
         if isinstance(error, EngineDeadError | EnginePausedError):
             return error_response(503, message, code="engine_unavailable", path=path)
-        if isinstance(error, HelperProcessError):
+        if isinstance(error, HelperProcessError | OutOfThreadsError):
             return error_response(500, message, path=path)
         param = _prompt_of(request) if isinstance(error, InvalidPromptError) else subject(message)
         return error_response(400, message, param=param, path=path)

@@ -15,6 +15,7 @@ from threading import Lock, Timer
 from typing import Any
 
 from nanoinfer.errors import HelperProcessError, QueueFullError
+from nanoinfer.system.work_threads import starting_threads
 
 MAX_ATTEMPTS = 2
 MAX_START_SECONDS = 30.0
@@ -118,7 +119,8 @@ def _read_line(process: "subprocess.Popen[bytes]", max_seconds: float, request: 
     assert process.stdin is not None
     assert process.stdout is not None
     timer = Timer(max_seconds, process.kill)
-    timer.start()
+    with starting_threads():
+        timer.start()
     try:
         process.stdin.write(request)
         process.stdin.flush()

@@ -4,11 +4,12 @@ In: a function, and whether its request is large. Out: its result, in the event 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from nanoinfer.errors import OutOfThreadsError
 from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
@@ -16,13 +17,32 @@ LARGE = 2**14  # a request is large from this many bytes on, and a prompt from t
 NUM_SMALL_THREADS = 4
 RETURN_SECONDS = 1.0  # seconds after a large request until freed memory is returned to the system
 
+WAY_OUT = "raise the limit of processes (a container's pids limit, ulimit -u), or lower OMP_NUM_THREADS"
+
+
+@contextmanager
+def starting_threads() -> Iterator[None]:
+    """Raise OutOfThreadsError where Python cannot start a thread."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutOfThreadsError(f"the system starts no more threads; {WAY_OUT}") from error
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """Threads that are started when there is work. Only the first must start: it does the work of the others, too."""
+
+    def _adjust_thread_count(self) -> None:
+        with suppress(RuntimeError) if self._threads else starting_threads():
+            super()._adjust_thread_count()
+
 
 class WorkThreads:
     """A thread for large requests, which limits their memory and use of the interpreter, and several for small requests."""
 
     def __init__(self) -> None:
-        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "nanoinfer small requests")
-        self._large = ThreadPoolExecutor(1, "nanoinfer large requests")
+        self._small = ThreadPool(NUM_SMALL_THREADS, "nanoinfer small requests")
+        self._large = ThreadPool(1, "nanoinfer large requests")
         self._is_return_planned = False
 
     async def run(self, function: Callable[[], T], *, is_large: bool) -> T:

@@ -184,29 +184,32 @@ TOLERANCE = 0.1 if DEVICE == CUDA else 0.005  # of log-probabilities. The double
 
 
 def difference_in_an_engine(flash, family, tmp_path, monkeypatch):
-    """The largest difference between the log-probabilities of new tokens and those that the reference backend gives them.
+    """The largest difference between log-probabilities of new tokens and those of the reference backend in the same steps.
 
-    There are chunks, mixed steps, decodes and prefix hits, and sequences that leave whole blocks before their windows.
+    There are chunks, mixed steps, decodes and prefix hits, and sequences that leave whole blocks before their windows. In other
+    steps the reference's own products may differ: torch's depend on the number of rows, on some processors by more than this.
     """
     sizes = {"n_positions" if family == "gpt2" else "max_position_embeddings": 2048}
     path = tiny_models.save(family, tmp_path, **FAMILIES[family], **sizes)
     monkeypatch.setattr(flash.FlashBackend, "unsupported_reason", lambda *model: None)  # also on a CPU
     prompts = [[(31 * i) % tiny_models.VOCAB_SIZE for i in range(length)] for length in (1, 40, 300, 700, 1100)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=0)
-    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     settings = {"device": str(DEVICE), "dtype": "bfloat16", "block_size": 256, "chunk_size": 160, "kv_cache_memory": 2**24}
     settings["enforce_eager"] = DEVICE == CPU  # a GPU replays decode steps
-    llm, reference = (LLM(path, attention_backend=name, **settings) for name in ("flash", "reference"))
-    first, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
-    assert [output.metrics.num_cached_tokens for output in again] == [0, 0, 256, 512, 1024]
-    tiny_models.assert_nothing_is_left(llm)
+    found = []
+    for name in ("flash", "reference"):
+        llm = LLM(path, attention_backend=name, **settings)
+        first, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+        assert [output.metrics.num_cached_tokens for output in again] == [0, 0, 256, 512, 1024]
+        tiny_models.assert_nothing_is_left(llm)
+        found.append([output.outputs[0] for output in (*first, *again)])
     differences = []
-    for output in (*first, *again):
-        tokens, answer = output.prompt_token_ids, output.outputs[0]
-        tokens = [*tokens, *answer.token_ids]
-        scored = reference.generate([tokens], scoring, use_tqdm=False)[0].prompt_logprobs
-        entries = zip(answer.token_ids, answer.logprobs, scored[-len(answer.token_ids) :], strict=True)
-        differences += [abs(told[token].logprob - expected[token].logprob) for token, told, expected in entries]
+    for ours, expected in zip(*found, strict=True):
+        for here, there, token, other in zip(ours.logprobs, expected.logprobs, ours.token_ids, expected.token_ids, strict=True):
+            differences.append(abs(here[token].logprob - there[other].logprob))
+            if token != other:  # two tokens of nearly equal log-probabilities: what follows them is not comparable
+                break
+    assert len(differences) > len(found[0]) * 5, "so many tokens are compared"
     return max(differences)
 
 

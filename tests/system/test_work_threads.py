@@ -5,7 +5,10 @@ import threading
 
 import pytest
 
+from nanoinfer.engine.engine_thread import EngineThread
+from nanoinfer.errors import OutOfThreadsError
 from nanoinfer.system import work_threads
+from nanoinfer.system.helper_process import HelperProcess
 from nanoinfer.system.work_threads import WorkThreads
 
 
@@ -78,3 +81,45 @@ def test_an_error_is_that_of_the_function():
             await threads.run(fail, is_large=True)
 
     run(main)
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """Return a function that lets the system start so many more threads."""
+    start = threading.Thread.start
+
+    def limit(num):
+        def start_if_allowed(thread):
+            nonlocal num
+            num -= 1
+            if num < 0:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_if_allowed)
+
+    return limit
+
+
+def test_work_is_done_by_the_threads_that_start_and_without_any_there_is_an_error(limited):
+    async def main(threads):
+        limited(1)
+        arrive = threading.Event()
+        waiting = asyncio.create_task(threads.run(arrive.wait, is_large=False))
+        await asyncio.sleep(0)
+        more = [asyncio.create_task(threads.run(lambda: "more", is_large=False)) for _ in range(3)]
+        await asyncio.sleep(0)
+        arrive.set()
+        assert await asyncio.gather(waiting, *more) == [True, *["more"] * 3]
+        with pytest.raises(OutOfThreadsError, match=r"starts no more threads; raise the limit of processes \(a container's"):
+            await threads.run(lambda: "never", is_large=True)
+
+    run(main)
+
+
+def test_whatever_needs_a_thread_of_its_own_names_the_limit(limited):
+    limited(0)
+    helper = HelperProcess("nanoinfer.chat.template", "chats", max_wait=1, max_seconds=60)
+    for start in (lambda: EngineThread(lambda: None, print), lambda: helper.ask("{}")):
+        with pytest.raises(OutOfThreadsError, match="the system starts no more threads; raise the limit"):
+            start()

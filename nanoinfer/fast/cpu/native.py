@@ -37,7 +37,10 @@ HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC", "-Wno-psabi", "-I", str(HEADERS))
 PATTERN = "*-" + "[0-9a-f]" * 16 + ".so"  # of the names of libraries that are kept
 LIBRARIES = HEADERS / "libraries"  # of a wheel (tools/libraries.py): a folder for each of LEVELS
-TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts. Some know neither name
+TARGETS = ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts, unless CXX names another
+CHANGING_BITS = re.compile(  # options in CXX that are refused (vectors.h)
+    "-Ofast|-f(fast|finite|unsafe|reciprocal|associative)-math.*|-fno-signed-zeros|-f(fp-contract=(?!off$)|fp-model=fast).*"
+)
 
 _DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
 
@@ -187,7 +190,7 @@ class Compiler(NamedTuple):
 
     command: tuple[str, ...]
     macros: str
-    origin: str = "compiled for this processor"
+    origin: str = "compiled on this machine"
 
 
 class Level(NamedTuple):
@@ -240,7 +243,7 @@ def find_target() -> Compiler | Level:
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler of $CXX, which may have options, or else the first of g++, clang++ and c++ that works.
+    """Return the compiler of $CXX, whose options replace ours, or else the first of g++, clang++ and c++ that works.
 
     Raises:
         UnsupportedError: there is none. The message lists what was tried.
@@ -264,10 +267,13 @@ def find_compiler() -> Compiler:
 
 
 @cache
-def _examine(*command: str) -> Compiler:
+def _examine(path: str, *given: str) -> Compiler:
     """Let a compiler print its macros. It needs its headers for that, which some installations lack."""
-    for target in TARGETS:
-        options = (*command, *OPTIONS, *target)
+    if option := next(filter(CHANGING_BITS.fullmatch, given), None):
+        raise UnsupportedError(f"{option} changes the bits of results, which must be those of other machines; leave it out")
+    names_target = any(option.startswith(("-march=", "-mcpu=")) for option in given)
+    for target in ((),) if names_target else TARGETS:
+        options = (path, *OPTIONS, *target, *given)  # the last one of a kind counts
         try:
             return Compiler(options, _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull]))
         except UnsupportedError as error:

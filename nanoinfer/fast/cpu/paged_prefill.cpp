@@ -10,8 +10,6 @@
 // Rows are independent of the batch and of the chunk. Tiles begin at multiples of TILE tokens of the sequence. A key after a
 // row's own token or before its window gets weight 0, and adding 0 changes no bit. All sums are in fp32.
 
-#include <vector>
-
 // A block of rows is BLOCK vectors. BROADCASTS numbers (of keys or values) by a block are computed in the machine's registers.
 // In bfloat16 they may be tiles (tiles.h): two of keys or values by BLOCK of rows. With AVX-512 a vector is enough to keep the
 // processor busy, and what belongs to it stays in the nearest cache: three took 1.07 times as long (AMD EPYC, 1,023 tokens).
@@ -24,6 +22,9 @@ constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 #endif
 #include "pages.h"
 #include "tiles.h"
+#ifdef TILES
+static_assert(PER_TERM == 2, "tiles multiply pairs");
+#endif
 
 namespace {
 
@@ -198,19 +199,14 @@ void copy(Tile& tile, const Stored* k_pages, const Stored* v_pages, const BlockT
     }
 }
 
-// A prompt chunk: its queries are the last ones of a sequence of seq_len tokens.
-struct Chunk {
-    int64_t start, num_queries, seq_len;  // start: the place of its first query in q
-    const int64_t* block_table;
-};
-
-// Some rows of a chunk. Consecutive rows are the heads of a query that share the KV head, then those of the next query.
+// Some rows of a prompt chunk, whose queries are the last ones of a sequence of seq_len tokens. Consecutive rows are the heads of
+// a query that share the KV head, then those of the next query.
 struct Task {
-    const Chunk* chunk;
+    int64_t start, num_queries, seq_len;  // of the chunk. start: the place of its first query in q
     int64_t kv_head, first_row, num_rows, group;
 
     int64_t position_of(int64_t row) const {
-        return chunk->seq_len - chunk->num_queries + (first_row + row) / group;
+        return seq_len - num_queries + (first_row + row) / group;
     }
 
     // Call visit(row, its position, its place in q and out) for each row.
@@ -218,8 +214,8 @@ struct Task {
     void each_row(int64_t token_stride, Visit visit) const {
         int64_t query = first_row / group, head = first_row % group;
         for (int row = 0; row < num_rows; row++) {
-            visit(row, chunk->seq_len - chunk->num_queries + query,
-                  (chunk->start + query) * token_stride + (kv_head * group + head) * HEAD_DIM);
+            visit(row, seq_len - num_queries + query,
+                  (start + query) * token_stride + (kv_head * group + head) * HEAD_DIM);
             if (++head == group) head = 0, query++;
         }
     }
@@ -279,21 +275,13 @@ extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) 
     const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
     Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
     const int64_t group = call->out.stride / (rows.num_kv_heads * HEAD_DIM);  // the rows of `out` are contiguous
-    std::vector<Chunk> chunks;
-    for (int64_t i = 0; i < rows.num_sequences; i++) {
-        const int64_t start = rows.starts[i], num_queries = rows.starts[i + 1] - start;
-        chunks.push_back({start - rows.starts[0], num_queries, rows.seq_lens[i], rows.block_tables + i * rows.max_blocks});
-    }
-    std::vector<Task> tasks;
-    for (const Chunk& chunk : chunks) {
-        const int64_t num_rows = chunk.num_queries * group;
-        for (int64_t kv_head = 0; kv_head < rows.num_kv_heads; kv_head++) {
-            // One head after the other, so that its pages stay in a cache. Its last rows first, because they take the longest.
-            for (int64_t first = (num_rows - 1) / ROWS * ROWS; first >= 0; first -= ROWS) {
-                tasks.push_back({&chunk, kv_head, first, std::min<int64_t>(ROWS, num_rows - first), group});
-            }
-        }
-    }
+    // The tasks of a sequence: the rows of one KV head after the other, so that its pages stay in a cache.
+    const auto num_queries_of = [&](int64_t sequence) { return rows.starts[sequence + 1] - rows.starts[sequence]; };
+    const auto num_tasks_of = [&](int64_t sequence) {
+        return (num_queries_of(sequence) * group + ROWS - 1) / ROWS * rows.num_kv_heads;
+    };
+    int64_t num_tasks = 0;
+    for (int64_t i = 0; i < rows.num_sequences; i++) num_tasks += num_tasks_of(i);
     // Every token is stored before any is attended to.
     for (int64_t token : me.share(batch.num_rows)) {
         const Number *k = call->k.row<Number>(batch, token), *v = call->v.row<Number>(batch, token);
@@ -303,9 +291,17 @@ extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) 
 #ifdef TILES
     set_shapes(2 * TILE_ROWS, TILE_BYTES, TILE_ROWS);
 #endif
-    for (int64_t i : me.tasks(tasks.size())) {
-        const Task& task = tasks[i];
-        const BlockTable table{task.chunk->block_table, rows.num_kv_heads, rows.block_size, task.kv_head};
+    int64_t sequence = 0, before = 0;  // before: the tasks of the sequences before it
+    for (int64_t i : me.tasks(num_tasks)) {
+        if (i < before) sequence = before = 0;
+        while (i >= before + num_tasks_of(sequence)) before += num_tasks_of(sequence++);
+        const int64_t num_queries = num_queries_of(sequence), num_in_head = num_tasks_of(sequence) / rows.num_kv_heads;
+        const int64_t kv_head = (i - before) / num_in_head, place = (i - before) % num_in_head;
+        const int64_t first = (num_in_head - 1 - place) * ROWS;  // the last rows first, because they take the longest
+        const Task task{rows.starts[sequence] - rows.starts[0], num_queries, rows.seq_lens[sequence],
+                        kv_head, first, std::min<int64_t>(ROWS, num_queries * group - first), group};
+        const int64_t* block_table = rows.block_tables + sequence * rows.max_blocks;
+        const BlockTable table{block_table, rows.num_kv_heads, rows.block_size, kv_head};
         attend(task, call->q.row<Number>(batch, 0), call->q.stride, k_pages, v_pages, table, rows.window, call->sinks,
                call->out.row<Number>(batch, 0), call->out.stride);
     }

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <cfenv>
+#include <climits>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -36,18 +37,26 @@ class Team {
     typedef std::function<void(Member&)> Job;
 
     // Do a job. While another thread has the team, the caller does it alone: it waits for nobody, and the bits are the same.
-    void run(int num_threads, const Job& job) {
+    // Returns whether the system has started fewer threads: they do the job.
+    bool run(int num_wanted, const Job& job) {
         std::unique_lock lock(in_use_, std::try_to_lock);
         if (!lock) return Team().run(1, job);
-        for (int i = dock_.size() + 1; i < num_threads; i++) {
+        for (int i = dock_.size() + 1; i < std::min(num_wanted, most_threads_); i++) {
             dock_.emplace_back(20000);
-            std::thread(&Team::work, this, i, std::ref(dock_.back())).detach();
+            try {
+                std::thread(&Team::work, this, i, std::ref(dock_.back())).detach();
+            } catch (...) {  // the system refuses it, such as at a container's limit of pids, and is not asked again
+                dock_.pop_back();
+                most_threads_ = i;
+            }
         }
+        const int num_threads = std::min(num_wanted, most_threads_);
         remaining_ = std::vector<Remaining>(num_threads);
         num_threads_ = num_threads, job_ = &job;
         for (int i = 1; i < num_threads; i++) dock_[i - 1].advance();
         do_part(0);
         barrier_.wait(num_threads);
+        return num_threads < num_wanted;
     }
 
   private:
@@ -69,7 +78,7 @@ class Team {
     std::deque<Round> dock_;  // of all members but the caller
     Barrier barrier_;
     std::vector<Remaining> remaining_;
-    int num_threads_ = 1;
+    int num_threads_ = 1, most_threads_ = INT_MAX;
     const Job* job_ = nullptr;
 };
 
@@ -79,13 +88,23 @@ const int is_registered = pthread_atfork(nullptr, nullptr, [] { team = new Team;
 
 }  // namespace
 
-extern "C" void run(const KernelCall* calls, int64_t num_calls, const Batch* batch, int num_threads) {
-    team->run(num_threads, [&](Member& me) {
-        for (int64_t i = 0; i < num_calls; i++) {
-            if (i > 0) me.wait();
-            calls[i].kernel(calls[i].arguments, *batch, me);
+// Make the calls. Returns 0, 1 if there was no memory, or 2 if there were fewer threads. No exception leaves a member or reaches
+// ctypes: a member without memory for a kernel goes on to the next wait, and then nobody makes further calls.
+extern "C" int run(const KernelCall* calls, int64_t num_calls, const Batch* batch, int num_threads) try {
+    std::atomic<bool> lacks_memory{false};
+    const bool is_small = team->run(num_threads, [&](Member& me) {
+        for (const KernelCall *call = calls, *end = calls + num_calls; call < end; call++) {
+            if (call > calls) me.wait();
+            try {
+                if (!lacks_memory) call->kernel(call->arguments, *batch, me);
+            } catch (...) {
+                lacks_memory = true;
+            }
         }
     });
+    return lacks_memory ? 1 : is_small ? 2 : 0;
+} catch (...) {
+    return 1;
 }
 
 extern "C" int has_tiles() {

@@ -23,7 +23,7 @@ struct Slice {
 };
 
 // Every member of the team makes every call, and takes a part of the rows or outputs (team.h). After each call they wait for each
-// other. The arguments of a call are the same in every run.
+// other. The arguments of a call are the same in every run. A kernel that calls me.wait() may not throw: others wait for it there.
 struct KernelCall {
     void (*kernel)(const void* arguments, const Batch& batch, Member& me);
     const void* arguments;

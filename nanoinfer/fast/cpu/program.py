@@ -5,6 +5,7 @@ microseconds, which is also the cost of a call from Python. program.h has the C+
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
@@ -14,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.errors import OutOfMemoryError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.threads import num_threads
+from nanoinfer.system.work_threads import WAY_OUT
+
+logger = logging.getLogger(__name__)
 
 
 def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
@@ -55,10 +60,19 @@ class Program:
         self._kept, self._calls = calls, (KernelCall * len(calls))(*calls)
 
     def __call__(self, num_rows: int, arrays: Sequence[Tensor | ctypes.Structure | None]) -> None:
-        """Make the calls. arrays: the arrays to whose indices the calls' arguments refer."""
+        """Make the calls. arrays: the arrays to whose indices the calls' arguments refer. Raises: OutOfMemoryError."""
         pointers = [_address_of(array) for array in arrays]
         batch = (c_int64 * (1 + len(pointers)))(num_rows, *pointers)
-        self._run(self._calls, len(self._calls), batch, num_threads())
+        if state := self._run(self._calls, len(self._calls), batch, num_threads()):
+            _explain(state)
+
+
+@cache  # a line is logged once
+def _explain(state: int) -> None:
+    """Raise an error or log a line, for what a program returned (program.cpp). Raises: OutOfMemoryError."""
+    if state == 1:
+        raise OutOfMemoryError("memory ran out in a step; lower max_num_batched_tokens or kv_cache_memory, or raise ulimit -v")
+    logger.warning("the kernels have fewer than %d threads, because the system starts no more; %s", num_threads(), WAY_OUT)
 
 
 def _address_of(array: Tensor | ctypes.Structure | None) -> int:
@@ -82,5 +96,5 @@ def tile_definitions(dtype: torch.dtype, num_inputs: int) -> list[str]:
 @cache
 def _library() -> ctypes.CDLL:
     library = native.load(Path(__file__).with_name("program.cpp"), structures=(KernelCall,))
-    library.run.argtypes, library.run.restype = [c_void_p, c_int64, c_void_p, c_int], None
+    library.run.argtypes, library.run.restype = [c_void_p, c_int64, c_void_p, c_int], c_int
     return library

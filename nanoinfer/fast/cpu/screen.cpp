@@ -27,6 +27,7 @@
 
 constexpr int LANES = 16;
 #include <functional>
+#include <new>
 #include <vector>
 
 #include "integers.h"
@@ -155,13 +156,15 @@ void compute(const ScreenCall& call, const Batch& batch, const Rounded& rows, in
     }
 }
 
-// The k-th largest number.
-float kth_largest(const float* numbers, int64_t num, int64_t k) {
+// The k-th largest number. Without memory to find it -infinity, which every number reaches.
+float kth_largest(const float* numbers, int64_t num, int64_t k) try {
     if (k > num) return -INFINITY;
     if (k == 1) return *std::max_element(numbers, numbers + num);
     std::vector<float> falling(numbers, numbers + num);
     std::nth_element(falling.begin(), falling.begin() + k - 1, falling.end(), std::greater<float>());
     return falling[k - 1];
+} catch (const std::bad_alloc&) {
+    return -INFINITY;
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
 inline int may_use_tiles() {
 #if defined(PLAY_TILES)
     return 1;
-#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
     const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, request, tile_data) == 0;
 #else

@@ -1,6 +1,7 @@
 """The kernels with any C++ compiler: which is used, with which options, what it warns about, and the bits that it gives."""
 
 import os
+import platform
 import shutil
 import subprocess
 
@@ -129,11 +130,49 @@ def test_the_compiler_in_CXX_is_used_with_its_options_or_none(only, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("options", "kept", "ours"),
+    [
+        ("-march=haswell", "#define __AVX2__ 1", "#define __AVX512F__ 1"),
+        ("-mtune=haswell", "#define __tune_haswell__ 1", None),
+        ("-mno-avx", None, "#define __AVX__ 1"),
+        ("-O0", None, "#define __OPTIMIZE__ 1"),
+        ("-std=c++20", "#define __cplusplus 202002L", "#define __cplusplus 201703L"),
+    ],
+)
+def test_an_option_in_CXX_replaces_the_one_of_its_kind(options, kept, ours, only, monkeypatch):
+    if platform.machine() != "x86_64":
+        pytest.skip("these are options of x86")
+    only("g++", installed("g++"))
+    monkeypatch.setenv("CXX", f"g++ {options}")
+    macros = native.find_compiler().macros.splitlines()
+    assert kept is None or kept in macros
+    assert ours not in macros
+
+
+@pytest.mark.parametrize("option", ["-march=x86-64-v3", "-mcpu=generic"])
+def test_no_other_processor_is_named_beside_the_one_in_CXX(option, only, monkeypatch):
+    """-mcpu=native would win over -march on ARM, where some compilers refuse the name that is tried first."""
+    only("g++", "#!/bin/sh\n")
+    monkeypatch.setenv("CXX", f"g++ {option}")
+    assert [word for word in native.find_compiler().command if word.startswith(("-march", "-mcpu"))] == [option]
+
+
+@pytest.mark.parametrize("option", ["-ffast-math", "-Ofast", "-ffp-contract=fast", "-funsafe-math-optimizations"])
+def test_an_option_in_CXX_that_changes_bits_is_refused(option, only, monkeypatch):
+    only("g++", installed("g++"))
+    monkeypatch.setenv("CXX", f"g++ {option}")
+    with pytest.raises(UnsupportedError, match=f"g\\+\\+: {option} changes the bits of results, .* leave it out"):
+        native.find_compiler()
+    monkeypatch.setenv("CXX", "g++ -ffp-contract=off")
+    assert native.find_compiler()
+
+
+@pytest.mark.parametrize(
     ("refused", "used"), [([], "-march=native"), (["-march=native"], "-mcpu=native"), (["-march=native", "-mcpu=native"], None)]
 )
 def test_a_compiler_that_does_not_know_this_processor_compiles_for_any(refused, used, only, tmp_path):
     only("g++", refusing(*refused))
-    assert [option for option in native.find_compiler().command if "native" in option] == ([used] if used else [])
+    assert [option for option in native.find_compiler().command if option.endswith("=native")] == ([used] if used else [])
     (tmp_path / "add.cpp").write_text('extern "C" int add(int x) { return x + 2; }')
     assert native.load(tmp_path / "add.cpp").add(1) == 3
 
