@@ -5,21 +5,27 @@ In: the parameters of a request. Out: a GrammarState for each of its answers. ll
 A grammar is a program that comes with a request. It is refused if it is too large, not valid, or too expensive.
 llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
 new grammar is first tried in a process that can be stopped (helper_process.py), whose code is at the end of this file.
+
+A grammar may become expensive later, between the steps of all requests. So each answer has a budget of processor time for its
+masks, and all running grammars together have a number of lexer states. A server refuses a grammar that has reached a limit.
 """
 
 import copy
 import json
+import math
 import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from functools import lru_cache
-from threading import Lock
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
@@ -36,22 +42,39 @@ MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds, memory
 MAX_STOPPED_SECONDS = 4.0  # a trial process that has neither replied nor ended after this time is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
+# Processor time of an answer for each token, and more for each id of the vocabulary, which a mask examines. Ordinary masks take
+# 10 us for 2,000 ids, and 50 us to 1 ms for 150,000. Time that is left is kept for later tokens, up to that of BUDGET_TOKENS.
+TOKEN_SECONDS, TOKEN_SECONDS_PER_ID, BUDGET_TOKENS = 5e-4, 3e-8, 64
+REFUSED_SECONDS = 60.0  # how long a server refuses a grammar that has reached a limit
+MAX_RUNNING_STATES = 200_000  # lexer states of all running grammars
+MIN_LEXER_STATES = 2_000  # of a grammar, however many run. Of 200 ordinary schemas, 3 need more than 1,000
+# Items of a row of the parser. The time for a row grows with their second or third power: 500 take 8 ms, 2,000 take 0.4 s.
+BASE_ITEMS, ITEMS_PER_ALTERNATIVE, MAX_ITEMS = 500, 5, 5_000
 
 # What llguidance may spend on a grammar's lexer and on a mask. It counts in its own unit, of which a us takes 14 to 50.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 50_000,  # and more for many alternatives
     "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
 
+_ALTERNATIVES = re.compile(r'"(?:properties|anyOf|oneOf)": ?(?=[{\[])')
 _LISTING = re.compile(r"\n *\d+ \| ")
 # llguidance's words for what a user can change, and ours.
 _WORDS = (
     ("NoExtensionBias", "no text satisfies it"),
     (r"parser error: Too many items .*", "too many rules apply to one token; write it with less recursion or longer strings"),
+    (
+        r"Parser Error: Current row has (\d+) items; max is (\d+).*",
+        r"\1 rules apply at one place, more than \2; write it with fewer ways to read a text, and lists as `list: list item | item`",
+    ),
+    (
+        r"lexer error: too many (states|expressions).*",
+        r"its regular expressions have too many \1; write them with shorter repetitions",
+    ),
     (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
     (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
     (" <non-verbose/>", ""),
@@ -62,30 +85,67 @@ _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
 
+class _LexerStates:
+    """The number of lexer states that a grammar may have, a part of those of all. Its end gives them back."""
+
+    _lock = RLock()
+    _num_left = MAX_RUNNING_STATES
+
+    def __init__(self) -> None:
+        with self._lock:
+            self.num = min(max(self._num_left // 8, MIN_LEXER_STATES), _LIMITS["max_lexer_states"])
+            _LexerStates._num_left -= self.num
+
+    def __del__(self) -> None:
+        with self._lock:
+            _LexerStates._num_left += self.num
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the answers to a request have in common."""
+
+    end_id: int  # the id that llguidance has for EOS
+    token_seconds: float  # the budget of an answer for each token
+    states: _LexerStates
+    refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
+
+
 class GrammarState:
     """The state of an answer in its grammar."""
 
-    def __init__(self, matcher: "LLMatcher", end_id: int) -> None:
-        """end_id: the id that llguidance has for EOS."""
+    def __init__(self, matcher: "LLMatcher", request: _Request, seconds: float | None = None) -> None:
+        """seconds: the processor time that may be spent before the first token. None: that of BUDGET_TOKENS tokens."""
         self._matcher = matcher
-        self._end_id = end_id
+        self._request = request
+        self._seconds_left = BUDGET_TOKENS * request.token_seconds if seconds is None else seconds
 
     def copy(self) -> "GrammarState":
-        """Return a copy of the GrammarState. All copies share the grammar's lexer and its max_lexer_states."""
-        return GrammarState(self._matcher.deep_copy(), self._end_id)
+        """Return a copy with a whole budget. All copies share the grammar's lexer and its max_lexer_states."""
+        return GrammarState(self._matcher.deep_copy(), self._request)
 
     def advance(self, token_id: int) -> None:
         """Append a token that is neither EOS nor a stop id."""
+        start = time.thread_time()
         self._matcher.consume_token(token_id)
+        earned = self._request.token_seconds
+        self._seconds_left = min(self._seconds_left + earned, BUDGET_TOKENS * earned) - (time.thread_time() - start)
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
         """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
 
         forbidden: [vocab], uint8, written in place.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        forbidden[:] = 1 if self.error else np.unpackbits(~bits, bitorder="little", count=len(forbidden))
-        forbidden[self._end_id : self._end_id + 1] = 1  # the model may lack this id
+        start = time.thread_time()
+        bits = np.frombuffer(b"" if self.error else self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._seconds_left -= time.thread_time() - start
+        if error := self.error:
+            forbidden[:] = 1
+            if not error.endswith(TRY_LATER):
+                self._request.refuse(error)
+            return
+        forbidden[:] = np.unpackbits(~bits, bitorder="little", count=len(forbidden))
+        forbidden[self._request.end_id : self._request.end_id + 1] = 1  # the model may lack this id
         forbidden[list(stop_ids)] = not self._matcher.is_accepting()
 
     @property
@@ -96,7 +156,16 @@ class GrammarState:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed further, such as a limit that was reached. None: tokens can follow."""
-        return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            reason = _reason(self._matcher)
+            if "too many states" in reason and self._request.states.num < _LIMITS["max_lexer_states"]:
+                reason = f"{self._request.states.num} lexer states, all that other grammars leave, are too few; {TRY_LATER}"
+        elif self._seconds_left < 0 and not self._matcher.is_stopped():
+            milliseconds = 1000 * self._request.token_seconds
+            reason = f"its masks take more than {milliseconds:.2g} ms a token; write it with fewer ways to read a text"
+        else:
+            return None
+        return f"structured_outputs: {reason}"
 
 
 class GrammarCompiler:
@@ -111,6 +180,7 @@ class GrammarCompiler:
         self._lock = Lock()
         self._converted: tuple[LLTokenizer, int] | None = None
         self._refusal = ""  # why the tokenizer cannot be converted
+        self._refused: dict[StructuredOutputsParams, tuple[float, str]] = {}  # until when, and why
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
         """Return the GrammarState at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to
@@ -124,13 +194,30 @@ class GrammarCompiler:
             way_out = install_command("structured")
             raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
         tokenizer, end_id = self._convert()
-        grammar = _tried_grammar(params)
-        grammar_state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+        grammar, states = _tried_grammar(params), _LexerStates()
+        limits = LLParserLimits(**_limits(grammar) | {"max_lexer_states": states.num})
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        seconds = TOKEN_SECONDS + TOKEN_SECONDS_PER_ID * self._vocab_size
+        request = _Request(end_id, seconds, states, partial(self._refuse, params))
+        grammar_state = GrammarState(matcher, request, seconds=math.inf)
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
-            raise InvalidValueError(f"{params.kind} cannot be used: {refusal}")
-        return grammar_state
+            error = QueueFullError if refusal.endswith(TRY_LATER) else InvalidValueError
+            raise error(f"{params.kind} cannot be used: {refusal}")
+        return grammar_state.copy()
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Check that no answer has reached a limit of this grammar lately. Raises: InvalidValueError."""
+        until, reason = self._refused.get(params, (0.0, ""))
+        if time.monotonic() < until:
+            raise InvalidValueError(f"{params.kind} cannot be used: it has just reached a limit ({reason})")
+
+    def _refuse(self, params: StructuredOutputsParams, reason: str) -> None:
+        self._refused.pop(params, None)
+        self._refused[params] = time.monotonic() + REFUSED_SECONDS, reason
+        for oldest in list(self._refused)[:-MAX_KEPT]:
+            del self._refused[oldest]
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
         """Convert the tokenizer for llguidance. Returns its EOS too, an added token, since a model may have none or several."""
@@ -229,6 +316,17 @@ def check_schema(name: str, value: object, depth: int = 0) -> None:
         check_schema(name, child, depth + 1)
 
 
+@lru_cache(MAX_KEPT)
+def _limits(grammar: str) -> dict[str, Any]:
+    """Return llguidance's limits. Each alternative and each optional property may need a few items of a row."""
+    num = grammar.count("|")
+    for found in _ALTERNATIVES.finditer(grammar):
+        with suppress(ValueError, RecursionError):  # not JSON, but a text in a grammar
+            num = max(num, len(json.JSONDecoder().raw_decode(grammar, found.end())[0]))
+    max_items = min(BASE_ITEMS + ITEMS_PER_ALTERNATIVE * num, MAX_ITEMS)
+    return _LIMITS | {"max_items_in_row": max_items, "step_max_items": max(20 * max_items, _LIMITS["step_max_items"])}
+
+
 def _reason(matcher: "LLMatcher") -> str:
     """Return the matcher's error on one line, or "". It omits llguidance's listing of the grammar, part of which we wrote."""
     reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
@@ -243,11 +341,12 @@ def _reason(matcher: "LLMatcher") -> str:
 def _prepare() -> Callable[[bytes], str]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**_LIMITS)
+    tokenizer = LLTokenizer("byte")
 
     def reply(request: bytes) -> str:
         """Compile a grammar and follow it for some random bytes. Returns why it is refused, or "" if it is not."""
-        matcher = LLMatcher(tokenizer, json.loads(request), log_level=0, limits=limits)
+        grammar = json.loads(request)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_limits(grammar)))
         rng = random.Random(0)
         for _ in range(TRIAL_TOKENS):
             if matcher.is_stopped():
