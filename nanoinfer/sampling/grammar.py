@@ -46,8 +46,9 @@ TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 # 10 us for 2,000 ids, and 50 us to 1 ms for 150,000. Time that is left is kept for later tokens, up to that of BUDGET_TOKENS.
 TOKEN_SECONDS, TOKEN_SECONDS_PER_ID, BUDGET_TOKENS = 5e-4, 3e-8, 64
 REFUSED_SECONDS = 60.0  # how long a server refuses a grammar that has reached a limit
-MAX_RUNNING_STATES = 200_000  # lexer states of all running grammars
-MIN_LEXER_STATES = 2_000  # of a grammar, however many run. Of 200 ordinary schemas, 3 need more than 1,000
+# Lexer states: those of each grammar, and what all running grammars may have more. Of 200 ordinary schemas, 2 need over 1,000.
+FIRST_STATES, MAX_RUNNING_STATES = 2_000, 400_000
+MAX_REBUILD_SECONDS = 0.01  # a grammar that takes longer to compile is never compiled again between steps, to have more states
 # Items of a row of the parser. The time for a row grows with their second or third power: 500 take 8 ms, 2,000 take 0.4 s.
 BASE_ITEMS, ITEMS_PER_ALTERNATIVE, MAX_ITEMS = 500, 5, 5_000
 
@@ -69,7 +70,7 @@ _WORDS = (
     (r"parser error: Too many items .*", "too many rules apply to one token; write it with less recursion or longer strings"),
     (
         r"Parser Error: Current row has (\d+) items; max is (\d+).*",
-        r"\1 rules apply at one place, more than \2; write it with fewer ways to read a text, and lists as `list: list item | item`",
+        r"\1 rules apply at a place, more than \2; write it with fewer ways to read a text, lists as list: item | list item",
     ),
     (
         r"lexer error: too many (states|expressions).*",
@@ -86,50 +87,79 @@ _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
 
 class _LexerStates:
-    """The number of lexer states that a grammar may have, a part of those of all. Its end gives them back."""
+    """A part of the lexer states that all running grammars have in addition to their FIRST_STATES. Its end gives it back."""
 
     _lock = RLock()
     _num_left = MAX_RUNNING_STATES
 
-    def __init__(self) -> None:
+    def __init__(self, num: int) -> None:
+        """Raises: QueueFullError if so many are not left."""
+        self.num = 0
         with self._lock:
-            self.num = min(max(self._num_left // 8, MIN_LEXER_STATES), _LIMITS["max_lexer_states"])
-            _LexerStates._num_left -= self.num
+            if num > self._num_left:
+                raise QueueFullError(f"{num} lexer states are more than other running grammars leave; {TRY_LATER}")
+            type(self)._num_left -= num
+            self.num = num
 
     def __del__(self) -> None:
         with self._lock:
-            _LexerStates._num_left += self.num
+            type(self)._num_left += self.num
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """What the answers to a request have in common."""
 
+    make_matcher: Callable[[int], "LLMatcher"]  # takes the most lexer states
     end_id: int  # the id that llguidance has for EOS
     token_seconds: float  # the budget of an answer for each token
-    states: _LexerStates
     refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
 
 
 class GrammarState:
     """The state of an answer in its grammar."""
 
-    def __init__(self, matcher: "LLMatcher", request: _Request, seconds: float | None = None) -> None:
-        """seconds: the processor time that may be spent before the first token. None: that of BUDGET_TOKENS tokens."""
-        self._matcher = matcher
+    def __init__(self, request: _Request) -> None:
         self._request = request
-        self._seconds_left = BUDGET_TOKENS * request.token_seconds if seconds is None else seconds
+        self._token_ids: list[int] = []
+        self._seconds_left = math.inf
+        self._refusal = ""  # why there are no more lexer states
+        self._states: _LexerStates | None = None
+        self._num_states = min(FIRST_STATES, _LIMITS["max_lexer_states"])
+        start = time.thread_time()
+        self._matcher = request.make_matcher(self._num_states)
+        if time.thread_time() - start > MAX_REBUILD_SECONDS:
+            self._grow(_LIMITS["max_lexer_states"])
 
     def copy(self) -> "GrammarState":
-        """Return a copy with a whole budget. All copies share the grammar's lexer and its max_lexer_states."""
-        return GrammarState(self._matcher.deep_copy(), self._request)
+        """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
+        state = copy.copy(self)
+        state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
+        state._seconds_left = BUDGET_TOKENS * self._request.token_seconds
+        return state
 
     def advance(self, token_id: int) -> None:
         """Append a token that is neither EOS nor a stop id."""
         start = time.thread_time()
+        self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
         earned = self._request.token_seconds
         self._seconds_left = min(self._seconds_left + earned, BUDGET_TOKENS * earned) - (time.thread_time() - start)
+
+    def _grow(self, num: int) -> None:
+        """Replace the matcher by one with more lexer states, which has read the same tokens."""
+        try:
+            self._states, self._num_states = _LexerStates(num), num
+        except QueueFullError as error:
+            self._refusal = str(error)
+            return
+        self._matcher = self._request.make_matcher(num)
+        self._matcher.consume_tokens(self._token_ids)
+
+    @property
+    def _lacks_states(self) -> bool:
+        has_more = self._num_states < _LIMITS["max_lexer_states"]
+        return has_more and self._matcher.is_error() and "too many states" in self._matcher.get_error()
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
         """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
@@ -137,13 +167,17 @@ class GrammarState:
         forbidden: [vocab], uint8, written in place.
         """
         start = time.thread_time()
-        bits = np.frombuffer(b"" if self.error else self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = self._matcher.compute_bitmask()
+        while self._lacks_states and not self._refusal:
+            self._grow(min(4 * self._num_states, _LIMITS["max_lexer_states"]))
+            mask = self._matcher.compute_bitmask()
         self._seconds_left -= time.thread_time() - start
         if error := self.error:
             forbidden[:] = 1
-            if not error.endswith(TRY_LATER):
+            if not self._lacks_states:
                 self._request.refuse(error)
             return
+        bits = np.frombuffer(mask, dtype=np.uint8)
         forbidden[:] = np.unpackbits(~bits, bitorder="little", count=len(forbidden))
         forbidden[self._request.end_id : self._request.end_id + 1] = 1  # the model may lack this id
         forbidden[list(stop_ids)] = not self._matcher.is_accepting()
@@ -157,9 +191,7 @@ class GrammarState:
     def error(self) -> str | None:
         """Why the grammar cannot be followed further, such as a limit that was reached. None: tokens can follow."""
         if self._matcher.is_error():
-            reason = _reason(self._matcher)
-            if "too many states" in reason and self._request.states.num < _LIMITS["max_lexer_states"]:
-                reason = f"{self._request.states.num} lexer states, all that other grammars leave, are too few; {TRY_LATER}"
+            reason = self._refusal if self._lacks_states else _reason(self._matcher)
         elif self._seconds_left < 0 and not self._matcher.is_stopped():
             milliseconds = 1000 * self._request.token_seconds
             reason = f"its masks take more than {milliseconds:.2g} ms a token; write it with fewer ways to read a text"
@@ -194,12 +226,15 @@ class GrammarCompiler:
             way_out = install_command("structured")
             raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
         tokenizer, end_id = self._convert()
-        grammar, states = _tried_grammar(params), _LexerStates()
-        limits = LLParserLimits(**_limits(grammar) | {"max_lexer_states": states.num})
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        grammar = _tried_grammar(params)
+        limits = _limits(grammar)
+
+        def make_matcher(num_states: int) -> LLMatcher:
+            most = LLParserLimits(**limits | {"max_lexer_states": num_states})
+            return LLMatcher(tokenizer, grammar, log_level=0, limits=most)
+
         seconds = TOKEN_SECONDS + TOKEN_SECONDS_PER_ID * self._vocab_size
-        request = _Request(end_id, seconds, states, partial(self._refuse, params))
-        grammar_state = GrammarState(matcher, request, seconds=math.inf)
+        grammar_state = GrammarState(_Request(make_matcher, end_id, seconds, partial(self._refuse, params)))
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
