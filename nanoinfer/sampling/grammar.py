@@ -175,7 +175,7 @@ class GrammarState:
         if error := self.error:
             forbidden[:] = 1
             if not self._lacks_states:
-                self._request.refuse(error)
+                self._request.refuse(error.partition(": ")[2])
             return
         bits = np.frombuffer(mask, dtype=np.uint8)
         forbidden[:] = np.unpackbits(~bits, bitorder="little", count=len(forbidden))
@@ -238,8 +238,8 @@ class GrammarCompiler:
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
-            error = QueueFullError if refusal.endswith(TRY_LATER) else InvalidValueError
-            raise error(f"{params.kind} cannot be used: {refusal}")
+            error_class = QueueFullError if refusal.endswith(TRY_LATER) else InvalidValueError
+            raise error_class(f"{params.kind} cannot be used: {refusal}")
         return grammar_state.copy()
 
     def check(self, params: StructuredOutputsParams) -> None:

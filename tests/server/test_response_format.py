@@ -176,7 +176,11 @@ def limited(path, number):
     return {
         COMPLETIONS: {"prompt": "x", "max_tokens": 200, "structured_outputs": {"regex": regex}},
         CHAT: {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": named}},
-        "/v1/messages": {"messages": MESSAGES, "max_tokens": 200, "output_config": {"format": named}},
+        "/v1/messages": {
+            "messages": MESSAGES,
+            "max_tokens": 200,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
         "/v1/responses": {"input": "x", "text": {"format": named}},
     }[path]
 
@@ -193,7 +197,8 @@ TOO_MANY_STATES = "its regular expressions have too many states; write them with
 @pytest.mark.parametrize(("path", "field"), LIMITED)
 def test_a_grammar_that_reaches_a_limit_while_answering_is_the_clients_error(server, path, field, monkeypatch):
     monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
-    body, streamed = limited(path, 30), limited(path, 31) | {"stream": True}
+    number = 30 + 2 * LIMITED.index((path, field))
+    body, streamed = limited(path, number), limited(path, number + 1) | {"stream": True}
     response = server.post(path, body)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -232,7 +237,7 @@ def test_a_lack_of_lexer_states_is_429_and_a_row_without_tokens_stays_500(server
     monkeypatch.setattr(grammar, "FIRST_STATES", 150)
     monkeypatch.setattr(grammar._LexerStates, "_num_left", 0)
     for _ in range(2):  # not refused later
-        response = server.post(COMPLETIONS, limited(COMPLETIONS, 32))
+        response = server.post(COMPLETIONS, limited(COMPLETIONS, 40))
         assert response.status_code == 429
         assert "600 lexer states are more than other running grammars leave" in response.json()["error"]["message"]
     response = server.post(
