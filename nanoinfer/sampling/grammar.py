@@ -6,8 +6,8 @@ A grammar is a program that comes with a request. It is refused if it is too lar
 llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
 new grammar is first tried in a process that can be stopped (helper_process.py), whose code is at the end of this file.
 
-A grammar may become expensive later, between the steps of all requests. So each answer has a budget of processor time for its
-masks, and all running grammars together have a number of lexer states. A server refuses a grammar that has reached a limit.
+A grammar may become expensive later, between everyone's steps. So each answer has a budget of processor time for its masks, and
+all running grammars have a number of lexer states together. A server refuses a grammar that has just reached a limit.
 """
 
 import copy
@@ -43,14 +43,15 @@ TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds,
 MAX_STOPPED_SECONDS = 4.0  # a trial process that has neither replied nor ended after this time is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 # Processor time of an answer for each token, and more for each id of the vocabulary, which a mask examines. Ordinary masks take
-# 10 us for 2,000 ids, and 50 us to 1 ms for 150,000. Time that is left is kept for later tokens, up to that of BUDGET_TOKENS.
-TOKEN_SECONDS, TOKEN_SECONDS_PER_ID, BUDGET_TOKENS = 5e-4, 3e-8, 64
+# 10 us for 2,000 ids, and 50 us to 3 ms for 150,000. Time that is left is kept for later tokens, up to that of BUDGET_TOKENS.
+TOKEN_SECONDS, TOKEN_SECONDS_PER_ID, BUDGET_TOKENS = 4e-4, 1e-7, 64
+TOKEN_SECONDS_PER_ITEM = 1e-5  # more for each item beyond BASE_ITEMS: 1,000 optional integers take 13 ms a token
 REFUSED_SECONDS = 60.0  # how long a server refuses a grammar that has reached a limit
 # Lexer states: those of each grammar, and what all running grammars may have more. Of 200 ordinary schemas, 2 need over 1,000.
 FIRST_STATES, MAX_RUNNING_STATES = 2_000, 400_000
 MAX_REBUILD_SECONDS = 0.01  # a grammar that takes longer to compile is never compiled again between steps, to have more states
 # Items of a row of the parser. The time for a row grows with their second or third power: 500 take 8 ms, 2,000 take 0.4 s.
-BASE_ITEMS, ITEMS_PER_ALTERNATIVE, MAX_ITEMS = 500, 5, 5_000
+BASE_ITEMS, ITEMS_PER_PROPERTY, MAX_ITEMS = 500, 5, 5_000
 
 # What llguidance may spend on a grammar's lexer and on a mask. It counts in its own unit, of which a us takes 14 to 50.
 _LIMITS: dict[str, Any] = {
@@ -72,10 +73,7 @@ _WORDS = (
         r"Parser Error: Current row has (\d+) items; max is (\d+).*",
         r"\1 rules apply at a place, more than \2; write it with fewer ways to read a text, lists as list: item | list item",
     ),
-    (
-        r"lexer error: too many (states|expressions).*",
-        r"its regular expressions have too many \1; write them with shorter repetitions",
-    ),
+    (r"lexer error: too many (states|expressions).*", r"its regular expressions have too many \1; repeat fewer times in them"),
     (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
     (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
     (" <non-verbose/>", ""),
@@ -113,6 +111,7 @@ class _Request:
     make_matcher: Callable[[int], "LLMatcher"]  # takes the most lexer states
     end_id: int  # the id that llguidance has for EOS
     token_seconds: float  # the budget of an answer for each token
+    most_seconds: float  # the most that is kept for later tokens
     refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
 
 
@@ -135,7 +134,7 @@ class GrammarState:
         """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
         state = copy.copy(self)
         state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
-        state._seconds_left = BUDGET_TOKENS * self._request.token_seconds
+        state._seconds_left = self._request.most_seconds
         return state
 
     def advance(self, token_id: int) -> None:
@@ -143,8 +142,8 @@ class GrammarState:
         start = time.thread_time()
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        earned = self._request.token_seconds
-        self._seconds_left = min(self._seconds_left + earned, BUDGET_TOKENS * earned) - (time.thread_time() - start)
+        left = min(self._seconds_left + self._request.token_seconds, self._request.most_seconds)
+        self._seconds_left = left - (time.thread_time() - start)
 
     def _grow(self, num: int) -> None:
         """Replace the matcher by one with more lexer states, which has read the same tokens."""
@@ -234,7 +233,9 @@ class GrammarCompiler:
             return LLMatcher(tokenizer, grammar, log_level=0, limits=most)
 
         seconds = TOKEN_SECONDS + TOKEN_SECONDS_PER_ID * self._vocab_size
-        grammar_state = GrammarState(_Request(make_matcher, end_id, seconds, partial(self._refuse, params)))
+        more = TOKEN_SECONDS_PER_ITEM * (limits["max_items_in_row"] - BASE_ITEMS)
+        refuse = partial(self._refuse, params)
+        grammar_state = GrammarState(_Request(make_matcher, end_id, seconds + more, BUDGET_TOKENS * seconds, refuse))
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
@@ -354,11 +355,11 @@ def check_schema(name: str, value: object, depth: int = 0) -> None:
 @lru_cache(MAX_KEPT)
 def _limits(grammar: str) -> dict[str, Any]:
     """Return llguidance's limits. Each alternative and each optional property may need a few items of a row."""
-    num = grammar.count("|")
+    num_properties = 0
     for found in _ALTERNATIVES.finditer(grammar):
         with suppress(ValueError, RecursionError):  # not JSON, but a text in a grammar
-            num = max(num, len(json.JSONDecoder().raw_decode(grammar, found.end())[0]))
-    max_items = min(BASE_ITEMS + ITEMS_PER_ALTERNATIVE * num, MAX_ITEMS)
+            num_properties = max(num_properties, len(json.JSONDecoder().raw_decode(grammar, found.end())[0]))
+    max_items = min(BASE_ITEMS + grammar.count("|") + ITEMS_PER_PROPERTY * num_properties, MAX_ITEMS)
     return _LIMITS | {"max_items_in_row": max_items, "step_max_items": max(20 * max_items, _LIMITS["step_max_items"])}
 
 
