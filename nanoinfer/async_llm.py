@@ -173,6 +173,7 @@ class AsyncLLM:
         self._streams[stream.request_id] = stream
         try:
             stream.prepared = await self.threads.run(prepare, is_large=is_large)
+            self.engine.inputs.check_grammar(stream.prepared.params)  # clients repeat a grammar that has failed
             if stream.prepared.params.structured_outputs is not None:
                 compile_grammar = self.engine.inputs.compile_grammar
                 stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_grammar, stream.prepared)
@@ -326,6 +327,8 @@ class AsyncLLM:
         for stream in streams:
             if (deltas := stream.deliver()) and deltas[-1].output is not None:
                 del self._streams[stream.request_id]
+                if stream.prepared.grammar is not None:
+                    self.threads.return_memory_later()
                 self.on_finished(stream)
 
 

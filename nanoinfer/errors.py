@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 
+TRY_LATER = "try again later"  # the end of an error that is neither the request's nor the server's fault
+
 
 class NanoinferError(Exception):
     """The base class. `except NanoinferError` catches everything that this package raises on purpose."""

@@ -142,6 +142,11 @@ class InputProcessor:
         params = prepared.params.structured_outputs
         return prepared if params is None else replace(prepared, grammar=self._grammars.compile(params))
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Check that no answer has reached a limit of this grammar lately. Raises: InvalidValueError."""
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs)
+
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
         from nanoinfer.sampling.grammar import GrammarCompiler

@@ -5,21 +5,27 @@ In: the parameters of a request. Out: a GrammarState for each of its answers. ll
 A grammar is a program that comes with a request. It is refused if it is too large, not valid, or too expensive.
 llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
 new grammar is first tried in a process that can be stopped (helper_process.py), whose code is at the end of this file.
+
+A grammar may become expensive later, between everyone's steps. So each answer has a budget of processor time for its masks, and
+all running grammars have a number of lexer states together. A server refuses a grammar that has just reached a limit.
 """
 
 import copy
 import json
+import math
 import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from functools import lru_cache
-from threading import Lock
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.sampling.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
@@ -35,22 +41,38 @@ MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds, memory
 MAX_STOPPED_SECONDS = 4.0  # a trial process that has neither replied nor ended after this time is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
+# Processor time of an answer for each token, and more for each id of the vocabulary, which a mask examines. Ordinary masks take
+# 10 us for 2,000 ids, and 50 us to 3 ms for 150,000. Time that is left is kept for later tokens, up to that of BUDGET_TOKENS.
+TOKEN_SECONDS, TOKEN_SECONDS_PER_ID, BUDGET_TOKENS = 4e-4, 1e-7, 64
+TOKEN_SECONDS_PER_ITEM = 1e-5  # more for each item beyond BASE_ITEMS: 1,000 optional integers take 13 ms a token
+REFUSED_SECONDS = 60.0  # how long a server refuses a grammar that has reached a limit
+# Lexer states: those of each grammar, and what all running grammars may have more. Of 200 ordinary schemas, 2 need over 1,000.
+FIRST_STATES, MAX_RUNNING_STATES = 2_000, 400_000
+MAX_REBUILD_SECONDS = 0.01  # a grammar that takes longer to compile is never compiled again between steps, to have more states
+# Items of a row of the parser. The time for a row grows with their second or third power: 500 take 8 ms, 2,000 take 0.4 s.
+BASE_ITEMS, ITEMS_PER_PROPERTY, MAX_ITEMS = 500, 5, 5_000
 
 # What llguidance may spend on a grammar's lexer and on a mask. It counts in its own unit, of which a us takes 14 to 50.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 50_000,  # and more for many alternatives
     "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
 
+_ALTERNATIVES = re.compile(r'"(?:properties|anyOf|oneOf)": ?(?=[{\[])')
 _LISTING = re.compile(r"\n *\d+ \| ")
 # llguidance's words for what a user can change, and ours.
 _WORDS = (
     ("NoExtensionBias", "no text satisfies it"),
     (r"parser error: Too many items .*", "too many rules apply to one token; write it with less recursion or longer strings"),
+    (
+        r"Parser Error: Current row has (\d+) items; max is (\d+).*",
+        r"\1 rules apply at a place, more than \2; write it with fewer ways to read a text, lists as list: item | list item",
+    ),
+    (r"lexer error: too many (states|expressions).*", r"its regular expressions have too many \1; repeat fewer times in them"),
     (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
     (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
     (" <non-verbose/>", ""),
@@ -61,30 +83,101 @@ _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
 
+class _LexerStates:
+    """A part of the lexer states that all running grammars have in addition to their FIRST_STATES. Its end gives it back."""
+
+    _lock = RLock()
+    _num_left = MAX_RUNNING_STATES
+
+    def __init__(self, num: int) -> None:
+        """Raises: QueueFullError if so many are not left."""
+        self.num = 0
+        with self._lock:
+            if num > self._num_left:
+                raise QueueFullError(f"{num} lexer states are more than other running grammars leave; {TRY_LATER}")
+            type(self)._num_left -= num
+            self.num = num
+
+    def __del__(self) -> None:
+        with self._lock:
+            type(self)._num_left += self.num
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the answers to a request have in common."""
+
+    make_matcher: Callable[[int], "LLMatcher"]  # takes the most lexer states
+    end_id: int  # the id that llguidance has for EOS
+    token_seconds: float  # the budget of an answer for each token
+    most_seconds: float  # the most that is kept for later tokens
+    refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
+
+
 class GrammarState:
     """The state of an answer in its grammar."""
 
-    def __init__(self, matcher: "LLMatcher", end_id: int) -> None:
-        """end_id: the id that llguidance has for EOS."""
-        self._matcher = matcher
-        self._end_id = end_id
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+        self._token_ids: list[int] = []
+        self._seconds_left = math.inf
+        self._refusal = ""  # why there are no more lexer states
+        self._states: _LexerStates | None = None
+        self._num_states = min(FIRST_STATES, _LIMITS["max_lexer_states"])
+        start = time.thread_time()
+        self._matcher = request.make_matcher(self._num_states)
+        if time.thread_time() - start > MAX_REBUILD_SECONDS:
+            self._grow(_LIMITS["max_lexer_states"])
 
     def copy(self) -> "GrammarState":
-        """Return a copy of the GrammarState. All copies share the grammar's lexer and its max_lexer_states."""
-        return GrammarState(self._matcher.deep_copy(), self._end_id)
+        """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
+        state = copy.copy(self)
+        state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
+        state._seconds_left = self._request.most_seconds
+        return state
 
     def advance(self, token_id: int) -> None:
         """Append a token that is neither EOS nor a stop id."""
+        start = time.thread_time()
+        self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
+        left = min(self._seconds_left + self._request.token_seconds, self._request.most_seconds)
+        self._seconds_left = left - (time.thread_time() - start)
+
+    def _grow(self, num: int) -> None:
+        """Replace the matcher by one with more lexer states, which has read the same tokens."""
+        try:
+            self._states, self._num_states = _LexerStates(num), num
+        except QueueFullError as error:
+            self._refusal = str(error)
+            return
+        self._matcher = self._request.make_matcher(num)
+        self._matcher.consume_tokens(self._token_ids)
+
+    @property
+    def _lacks_states(self) -> bool:
+        has_more = self._num_states < _LIMITS["max_lexer_states"]
+        return has_more and self._matcher.is_error() and "too many states" in self._matcher.get_error()
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
         """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
 
         forbidden: [vocab], uint8, written in place.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        forbidden[:] = 1 if self.error else np.unpackbits(~bits, bitorder="little", count=len(forbidden))
-        forbidden[self._end_id : self._end_id + 1] = 1  # the model may lack this id
+        start = time.thread_time()
+        mask = self._matcher.compute_bitmask()
+        while self._lacks_states and not self._refusal:
+            self._grow(min(4 * self._num_states, _LIMITS["max_lexer_states"]))
+            mask = self._matcher.compute_bitmask()
+        self._seconds_left -= time.thread_time() - start
+        if error := self.error:
+            forbidden[:] = 1
+            if not self._lacks_states:
+                self._request.refuse(error.partition(": ")[2])
+            return
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        forbidden[:] = np.unpackbits(~bits, bitorder="little", count=len(forbidden))
+        forbidden[self._request.end_id : self._request.end_id + 1] = 1  # the model may lack this id
         forbidden[list(stop_ids)] = not self._matcher.is_accepting()
 
     @property
@@ -95,7 +188,14 @@ class GrammarState:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed further, such as a limit that was reached. None: tokens can follow."""
-        return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            reason = self._refusal if self._lacks_states else _reason(self._matcher)
+        elif self._seconds_left < 0 and not self._matcher.is_stopped():
+            milliseconds = 1000 * self._request.token_seconds
+            reason = f"its masks take more than {milliseconds:.2g} ms a token; write it with fewer ways to read a text"
+        else:
+            return None
+        return f"structured_outputs: {reason}"
 
 
 class GrammarCompiler:
@@ -110,6 +210,7 @@ class GrammarCompiler:
         self._lock = Lock()
         self._converted: tuple[LLTokenizer, int] | None = None
         self._refusal = ""  # why the tokenizer cannot be converted
+        self._refused: dict[StructuredOutputsParams, tuple[float, str]] = {}  # until when, and why
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
         """Return the GrammarState at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to
@@ -124,12 +225,34 @@ class GrammarCompiler:
             raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
         tokenizer, end_id = self._convert()
         grammar = _tried_grammar(params)
-        grammar_state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+        limits = _limits(grammar)
+
+        def make_matcher(num_states: int) -> LLMatcher:
+            most = LLParserLimits(**limits | {"max_lexer_states": num_states})
+            return LLMatcher(tokenizer, grammar, log_level=0, limits=most)
+
+        seconds = TOKEN_SECONDS + TOKEN_SECONDS_PER_ID * self._vocab_size
+        more = TOKEN_SECONDS_PER_ITEM * (limits["max_items_in_row"] - BASE_ITEMS)
+        refuse = partial(self._refuse, params)
+        grammar_state = GrammarState(_Request(make_matcher, end_id, seconds + more, BUDGET_TOKENS * seconds, refuse))
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
-            raise InvalidValueError(f"{params.kind} cannot be used: {refusal}")
-        return grammar_state
+            error_class = QueueFullError if refusal.endswith(TRY_LATER) else InvalidValueError
+            raise error_class(f"{params.kind} cannot be used: {refusal}")
+        return grammar_state.copy()
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Check that no answer has reached a limit of this grammar lately. Raises: InvalidValueError."""
+        until, reason = self._refused.get(params, (0.0, ""))
+        if time.monotonic() < until:
+            raise InvalidValueError(f"{params.kind} cannot be used: it has just reached a limit ({reason})")
+
+    def _refuse(self, params: StructuredOutputsParams, reason: str) -> None:
+        self._refused.pop(params, None)
+        self._refused[params] = time.monotonic() + REFUSED_SECONDS, reason
+        for oldest in list(self._refused)[:-MAX_KEPT]:
+            del self._refused[oldest]
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
         """Convert the tokenizer for llguidance. Returns its EOS too, an added token, since a model may have none or several."""
@@ -214,6 +337,17 @@ def _grammar(params: StructuredOutputsParams) -> str:
         raise InvalidValueError(f"{kind} cannot be used: {first_line(error)}") from error
 
 
+@lru_cache(MAX_KEPT)
+def _limits(grammar: str) -> dict[str, Any]:
+    """Return llguidance's limits. Each alternative and each optional property may need a few items of a row."""
+    num_properties = 0
+    for found in _ALTERNATIVES.finditer(grammar):
+        with suppress(ValueError, RecursionError):  # not JSON, but a text in a grammar
+            num_properties = max(num_properties, len(json.JSONDecoder().raw_decode(grammar, found.end())[0]))
+    max_items = min(BASE_ITEMS + grammar.count("|") + ITEMS_PER_PROPERTY * num_properties, MAX_ITEMS)
+    return _LIMITS | {"max_items_in_row": max_items, "step_max_items": max(20 * max_items, _LIMITS["step_max_items"])}
+
+
 def _reason(matcher: "LLMatcher") -> str:
     """Return the matcher's error on one line, or "". It omits llguidance's listing of the grammar, part of which we wrote."""
     reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
@@ -228,11 +362,12 @@ def _reason(matcher: "LLMatcher") -> str:
 def _prepare() -> Callable[[bytes], str]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**_LIMITS)
+    tokenizer = LLTokenizer("byte")
 
     def reply(request: bytes) -> str:
         """Compile a grammar and follow it for some random bytes. Returns why it is refused, or "" if it is not."""
-        matcher = LLMatcher(tokenizer, json.loads(request), log_level=0, limits=limits)
+        grammar = json.loads(request)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_limits(grammar)))
         rng = random.Random(0)
         for _ in range(TRIAL_TOKENS):
             if matcher.is_stopped():

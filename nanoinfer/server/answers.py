@@ -17,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.errors import TRY_LATER
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
 from nanoinfer.server import schemas
-from nanoinfer.server.errors import ContextLengthError, RequestError, without_paths
+from nanoinfer.server.errors import ContextLengthError, RequestError, subject, without_paths
 from nanoinfer.server.protocol import JsonObject
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that nobody reads
 
 class Answers:
     """The streams of an HTTP request, a stream with n answers for each prompt. With is_prompt_only they count no tokens."""
+
+    format_field = "structured_outputs"  # the client's field for the format of the answer, for errors
 
     def __init__(self, n: int, *, is_prompt_only: bool = False, merges: bool = True) -> None:
         """merges: whether the tokens of an answer that are due together become one delta."""
@@ -73,8 +76,8 @@ class Answers:
         async for _ in self:
             pass
         for answer in (answer for output in self.outputs for answer in output.outputs):
-            if failure := failure_of(answer):
-                raise RequestError(*failure)
+            if failure := self.failure_of(answer):
+                raise failure
             self.num_tokens += len(answer.token_ids)
         return self.outputs
 
@@ -95,19 +98,25 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def failure_of(self, answer: CompletionOutput | Delta) -> RequestError | None:
+        """Return the error of a failed answer. OpenAI has no finish_reason for it."""
+        message = answer.error or ""
+        if answer.finish_reason == "abort":
+            return RequestError(503, message or "the request was aborted")
+        if answer.finish_reason == "timeout":
+            return RequestError(504, message or "the request took longer than its timeout")
+        if answer.finish_reason != "error":
+            return None
+        if subject(message) != "structured_outputs":
+            return RequestError(500, without_paths(message or "the engine failed"))
+        status = 429 if message.endswith(TRY_LATER) else 400  # the client's grammar has reached a limit
+        message = message.replace("structured_outputs", self.format_field, 1)
+        return RequestError(status, message, param=self.format_field.partition(".")[0])
+
     def close(self) -> None:
         """Abort the streams that are unfinished."""
         for stream in self.streams:
             stream.close()
-
-
-def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
-    """Return the status and the message of a failed answer. OpenAI has no finish_reason for it."""
-    if answer.finish_reason == "abort":
-        return 503, answer.error or "the request was aborted"
-    if answer.finish_reason == "timeout":
-        return 504, answer.error or "the request took longer than its timeout"
-    return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None
 
 
 class Reply(ABC):
@@ -133,7 +142,7 @@ class Reply(ABC):
         """Return the server-sent events for the next delta of the choice with this index, or pieces of them."""
 
     @abstractmethod
-    def failure(self, status: int, message: str) -> bytes:
+    def failure(self, error: RequestError) -> bytes:
         """Return the last events of a stream that has failed."""
 
     def end(self) -> bytes:
@@ -145,8 +154,8 @@ class Reply(ABC):
         async for updates in self.answers:
             events: list[bytes] = []
             for index, stream, delta in updates:
-                if failure := failure_of(delta):
-                    yield b"".join(events) + self.failure(*failure)
+                if failure := self.answers.failure_of(delta):
+                    yield b"".join(events) + self.failure(failure)
                     return
                 self.answers.num_tokens += len(delta.token_ids)
                 events += self.chunks(index, stream, delta)

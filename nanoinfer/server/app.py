@@ -234,11 +234,12 @@ class GenerationEndpoints:
             return prepared if adapter is None else prepared.with_adapter(adapter)
 
         adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
+        field = reply.response_format if body.format_field == "response_format" else body.format_field
+        reply.answers.format_field = field
         try:
             params = await self.async_llm.threads.run(to_params, is_large=http.is_large)
             await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
         except InvalidValueError as error:
-            field = reply.response_format if body.format_field == "response_format" else body.format_field
             if (refused := refused_format(str(error), field)) is None:
                 raise
             raise refused from error

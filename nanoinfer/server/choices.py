@@ -217,8 +217,8 @@ class ChoicesReply(Reply):
             events += [self._prefix, to_json(choice), _end_of_event(fields | more) if fields or more else END_OF_EVENT]
         return events
 
-    def failure(self, status: int, message: str) -> bytes:
-        return b"data: " + to_json(error_body(status, message)) + b"\n\n" + DONE
+    def failure(self, error: RequestError) -> bytes:
+        return b"data: " + to_json(error_body(error.status_code, error.detail, param=error.param)) + b"\n\n" + DONE
 
     def end(self) -> bytes:
         shows_usage = self._stream_options is not None and self._stream_options.include_usage

@@ -234,8 +234,8 @@ class MessagesReply(BlockReply):
             yield {"type": "message_delta", "delta": self._stop(delta), "usage": self._usage()}
             yield {"type": "message_stop"}
 
-    def failure(self, status: int, message: str) -> bytes:
-        return render([error_body(status, message, path="/v1/messages")])
+    def failure(self, error: RequestError) -> bytes:
+        return render([error_body(error.status_code, error.detail, param=error.param, path="/v1/messages")])
 
     def _stop(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason, sequence = "end_turn", None

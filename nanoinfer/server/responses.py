@@ -339,10 +339,11 @@ class ResponsesReply(BlockReply):
                 yield self._event("response.content_part.done", part=_part(block), **within)
             yield self._event("response.output_item.done", item=self._item(block), **at)
 
-    def failure(self, status: int, message: str) -> bytes:
+    def failure(self, error: RequestError) -> bytes:
         first = [] if self.has_begun else [self._event("response.created", response=self._response("in_progress"))]
-        error = {"code": "server_error", "message": message}
-        return render([*first, self._event("response.failed", response=self._response("failed") | {"error": error})])
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status_code, "server_error")
+        fields = {"error": {"code": code, "message": error.detail}}
+        return render([*first, self._event("response.failed", response=self._response("failed") | fields)])
 
     def _event(self, name: str, /, **fields: object) -> protocol.JsonObject:
         self._num_events += 1

@@ -53,9 +53,13 @@ class WorkThreads:
         try:
             return await loop.run_in_executor(self._large, function)
         finally:
-            if not self._is_return_planned:
-                self._is_return_planned = True
-                loop.call_later(RETURN_SECONDS, self._return_memory)
+            self.return_memory_later()
+
+    def return_memory_later(self) -> None:
+        """Return freed memory to the system in a while. Called in the event loop, when a request that takes much has ended."""
+        if not self._is_return_planned:
+            self._is_return_planned = True
+            asyncio.get_running_loop().call_later(RETURN_SECONDS, self._return_memory)
 
     def _return_memory(self) -> None:
         self._is_return_planned = False

@@ -1,6 +1,7 @@
 """structured_outputs: masks by brute force, real schemas, every combination of engine features, and grammars that do harm."""
 
 import copy
+import gc
 import itertools
 import json
 import random
@@ -363,6 +364,125 @@ def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monk
     assert [error_after_60_tokens(compiler.compile(answer_format)) for _ in range(20)] == [None] * 20
     one = compiler.compile(answer_format)
     assert any(error_after_60_tokens(one.copy()) for _ in range(20))  # 20 answers to one request would reach it
+
+
+# ---- limits while an answer grows
+
+AMBIGUOUS = {"grammar": 'start: "%s" x\nx: "a" | x x | "a" x "a" | x x x' % ("A" * 70)}  # cheap for 70 characters
+
+
+def clock_with(seconds):
+    """A clock of processor time on which everything takes the same time."""
+    return (i * seconds for i in itertools.count()).__next__
+
+
+def follow(state, num, letters):
+    """Append up to `num` of these letters, while the grammar allows them. Returns how many, and the error."""
+    forbidden = torch.empty(VOCAB_SIZE, dtype=torch.uint8).numpy()
+    for i in range(num):
+        state.write_forbidden(forbidden, ())
+        token_id = ord(letters[i % len(letters)])
+        if state.error is not None or forbidden[token_id]:
+            return i, state.error
+        state.advance(token_id)
+    return num, None
+
+
+def test_an_answer_whose_masks_are_over_its_budget_ends_and_others_go_on(noise, monkeypatch):
+    """A ms for each mask and each token: of a budget of 64 * 0.43 ms, 1.57 ms go with a token. 17 tokens leave it below 0."""
+    monkeypatch.setattr(time, "thread_time", clock_with(0.001))
+    given = [
+        params(max_tokens=60, regex="[ab]*", more={"min_tokens": 60}),
+        params(choice=["yes"]),
+        SamplingParams(max_tokens=60, ignore_eos=True),
+    ]
+    slow, short, free = (output.outputs[0] for output in noise.generate(["x"] * 3, given, use_tqdm=False))
+    assert (slow.finish_reason, len(slow.token_ids)) == ("error", 17)
+    assert slow.error.startswith("structured_outputs: its masks take more than 0.43 ms a token; write it with")
+    assert (short.text, free.finish_reason, len(free.token_ids)) == ("yes", "length", 60)
+    tiny_models.assert_nothing_is_left(noise)
+    monkeypatch.setattr(time, "thread_time", clock_with(0.0002))  # 0.4 ms for a token are within the budget
+    [output] = noise.generate("x", given[0], use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_the_budget_is_that_of_an_answer_and_grows_with_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(time, "thread_time", clock_with(0.001))
+    answer_format = StructuredOutputsParams(regex="a*")
+    state = GrammarCompiler(byte_tokenizer(), VOCAB_SIZE).compile(answer_format)
+    assert [follow(state.copy(), 99, "a")[0] for _ in range(2)] == [17, 17]
+    large = GrammarCompiler(byte_tokenizer(), 60_000).compile(answer_format)  # 6.4 ms a token
+    monkeypatch.setattr(sys.modules[__name__], "VOCAB_SIZE", 60_000)
+    assert follow(large, 99, "a") == (99, None)
+
+
+def test_an_ambiguous_grammar_is_limited_by_the_items_of_a_row_and_long_lists_of_alternatives_are_not(compiler, monkeypatch):
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    num, error = follow(compiler.compile(StructuredOutputsParams(**AMBIGUOUS)), 400, "A" * 70 + "a" * 330)
+    assert 70 < num < 200
+    assert re.search(r"5\d\d rules apply at a place, more than 503; write it with fewer ways", error)
+    names = [f"p{i}" for i in range(1000)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "additionalProperties": False}
+    text = json.dumps(dict.fromkeys(names[:30]), separators=(",", ":"))
+    for answer_format, answer in (
+        ({"choice": [f"word {i}" for i in range(3000)]}, "word 2999"),
+        ({"json": schema}, text),
+        ({"grammar": f'start: "x" %json {json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}})}'}, "x" + text),
+    ):
+        assert follow(compiler.compile(StructuredOutputsParams(**answer_format)), len(answer), answer) == (len(answer), None)
+
+
+def test_a_grammar_that_needs_more_lexer_states_gets_them_and_the_same_masks(compiler, monkeypatch):
+    answer_format, text = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c"), "abbabaabbb" * 20
+    expected = kept_ids_along(compiler.compile(answer_format), text)
+    monkeypatch.setattr(grammar, "FIRST_STATES", 20)
+    assert kept_ids_along(compiler.compile(answer_format), text) == expected
+
+
+def kept_ids_along(state, text):
+    masks = []
+    for letter in text:
+        masks.append(kept_ids(sequence_with(state)))
+        state.advance(ord(letter))
+    assert state.error is None
+    return masks
+
+
+def test_the_lexer_states_of_all_running_grammars_have_one_limit(compiler, monkeypatch):
+    gc.collect()  # what earlier tests have left gives nothing back here
+    monkeypatch.setattr(grammar, "FIRST_STATES", 20)
+    monkeypatch.setattr(grammar._LexerStates, "_num_left", 1000)
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 800)
+    answer_format, text = StructuredOutputsParams(regex="(a|b)*a(a|b){15}c"), "abbabaabbb" * 5
+    one, other = compiler.compile(answer_format), compiler.compile(answer_format)
+    assert follow(one, 50, text)[1] is None
+    num_taken = 1000 - grammar._LexerStates._num_left
+    monkeypatch.setattr(grammar._LexerStates, "_num_left", 0)
+    num, error = follow(other, 50, text)
+    assert num < 50
+    assert error == "structured_outputs: 80 lexer states are more than other running grammars leave; try again later"
+    compiler.check(answer_format)  # the grammar is not to blame
+    del one
+    assert grammar._LexerStates._num_left == num_taken > 0
+    assert follow(compiler.compile(answer_format), 50, text) == (50, None)
+
+
+def test_a_grammar_that_has_reached_a_limit_is_remembered_for_a_while_and_128_of_them(compiler, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 20)
+    hard = StructuredOutputsParams(regex="[ab]*a[ab]{11}")
+    compiler.check(hard)
+    assert follow(compiler.compile(hard), 50, "abbab")[1].endswith("too many states; repeat fewer times in them")
+    with pytest.raises(InvalidValueError, match=r"regex cannot be used: it has just reached a limit \(.* too many states"):
+        compiler.check(hard)
+    compiler.check(StructuredOutputsParams(regex="[ab]*a[ab]{10}"))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + grammar.REFUSED_SECONDS)
+    compiler.check(hard)
+    monkeypatch.undo()
+    for i in range(128):
+        compiler._refuse(StructuredOutputsParams(regex=f"a{i}"), "it costs too much")
+    compiler.check(hard)
+    assert len(compiler._refused) == 128
 
 
 # ---- refusals

@@ -1,17 +1,23 @@
 """Answers with a format over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
 
 import pytest
 
-from nanoinfer import SamplingParams, StructuredOutputsParams
+from nanoinfer import AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.chat.tools import after_thinking
 from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.sampling import grammar
+from nanoinfer.server.app import create_app
+from nanoinfer.server.batch import BatchRequest
+from nanoinfer.server.batch import answer as answer_of_batch
+from nanoinfer.server.settings import ServerSettings
 from tests.helpers.http_server import serving
 
 pytestmark = pytest.mark.slow
@@ -198,3 +204,83 @@ def test_a_format_beside_a_forced_function_is_left_out(tool_server, soon):
     assert response.status_code == 200, response.text
     assert response.json()["output"][-1]["type"] == "function_call"
     assert response.json()["text"] == text
+
+
+def limited(path, number):
+    """A request whose answer reaches the limit of lexer states after 70 letters. number: makes another grammar."""
+    regex = f"A{{70}}[ab]*a[ab]{{{number}}}c"
+    schema = {"type": "object", "properties": {"k": {"type": "string", "pattern": f"^{regex}$"}}, "required": ["k"]}
+    unnamed = {"type": "json_schema", "schema": schema}
+    named = unnamed | {"name": "x"}
+    return {
+        COMPLETIONS: {"prompt": "x", "max_tokens": 200, "structured_outputs": {"regex": regex}},
+        CHAT: {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": named}},
+        "/v1/messages": {
+            "messages": MESSAGES,
+            "max_tokens": 200,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        "/v1/responses": {"input": "x", "text": {"format": named}},
+    }[path]
+
+
+LIMITED = [
+    (COMPLETIONS, "structured_outputs"),
+    (CHAT, "response_format"),
+    ("/v1/messages", "output_config.format"),
+    ("/v1/responses", "text.format"),
+]
+TOO_MANY_STATES = "its regular expressions have too many states; repeat fewer times in them"
+
+
+@pytest.mark.parametrize(("path", "field"), LIMITED)
+def test_a_grammar_that_reaches_a_limit_while_answering_is_the_clients_error(server, path, field, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
+    number = 30 + 2 * LIMITED.index((path, field))
+    body, streamed = limited(path, number), limited(path, number + 1) | {"stream": True}
+    response = server.post(path, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["message"], error["type"]) == (f"{field}: {TOO_MANY_STATES}", "invalid_request_error")
+    assert error["param"] == field.partition(".")[0]
+    response = server.post(path, streamed)
+    assert response.status_code == 200
+    [event] = [line for line in response.text.splitlines() if line.startswith("data") and TOO_MANY_STATES in line]
+    found = json.loads(event.removeprefix("data: "))
+    kind = found["response"]["error"]["code"] if path == "/v1/responses" else found["error"]["type"]
+    assert kind == ("invalid_prompt" if path == "/v1/responses" else "invalid_request_error")
+    monkeypatch.setattr(server.async_llm.engine.inputs, "compile_grammar", None)  # from now on refused before any work
+    for again in (body, streamed):
+        response = server.post(path, again)
+        assert response.status_code == 400
+        assert "it has just reached a limit" in response.json()["error"]["message"]
+
+
+def test_a_batch_has_the_clients_error_too(monkeypatch):
+    async def run():
+        async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24)
+        try:
+            app = create_app(async_llm, ServerSettings(served_model_name=("tiny-qwen3",)))
+            request = BatchRequest(custom_id="one", method="POST", url=CHAT, body=limited(CHAT, 30))
+            return await answer_of_batch(app, request, 0)
+        finally:
+            await async_llm.shutdown()
+
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
+    result = asyncio.run(run())
+    assert result["response"]["status_code"] == 400
+    assert TOO_MANY_STATES in result["error"]["message"]
+
+
+def test_a_lack_of_lexer_states_is_429_and_a_row_without_tokens_stays_500(server, monkeypatch):
+    monkeypatch.setattr(grammar, "FIRST_STATES", 150)
+    monkeypatch.setattr(grammar._LexerStates, "_num_left", 0)
+    for _ in range(2):  # not refused later
+        response = server.post(COMPLETIONS, limited(COMPLETIONS, 40))
+        assert response.status_code == 429
+        assert "600 lexer states are more than other running grammars leave" in response.json()["error"]["message"]
+    response = server.post(
+        COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "abc"}, "bad_words": ["a", "ab", "abc"]}
+    )
+    assert response.status_code == 500
+    assert "mask_bad_words" in response.json()["error"]["message"]
