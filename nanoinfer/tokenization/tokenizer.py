@@ -106,7 +106,13 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     config_file = path / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
     _set_prefix_space(backend, config, path)
-    _add_ends(hf, config, path)
+    ends: dict[str, str | None] = {}
+    for kind, token in (("bos", hf.bos_token), ("eos", hf.eos_token)):
+        is_stated = config.get(f"add_{kind}_token") is True
+        ends[kind] = token if is_stated and token is not None and backend.token_to_id(token) is not None else None
+        if is_stated and ends[kind] is None:
+            logger.warning("%s: add_%s_token is ignored, since %s_token=%s has no id", path, kind, kind, shown(token))
+    add_ends(backend, **ends)
     return hf
 
 
@@ -127,35 +133,23 @@ def _set_prefix_space(backend: "tokenizers.Tokenizer", config: dict[str, Any], p
         logger.warning("%s: add_prefix_space=%s is ignored, since tokenizer.json states otherwise", path, adds_space)
 
 
-def _add_ends(hf: "PreTrainedTokenizerFast", config: dict[str, Any], path: Path) -> None:
-    """Apply add_bos_token and add_eos_token of tokenizer_config.json, where tokenizer.json adds no token at that end."""
-    from tokenizers import Tokenizer, models
+def add_ends(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
+    """Add BOS before every text and EOS after it, where the tokenizer adds no other token. None: not this token."""
+    from tokenizers import Tokenizer, models, processors
 
-    backend, probe = hf.backend_tokenizer, Tokenizer(models.WordLevel({"a": 0}, "a"))
+    probe = Tokenizer(models.WordLevel({"a": 0}, "a"))
     if backend.post_processor is not None:
         probe.post_processor = backend.post_processor
-    is_added = probe.encode("a").special_tokens_mask  # [1, 0] if BOS is added
-    ends = {"bos": None if is_added[0] else hf.bos_token, "eos": None if is_added[-1] else hf.eos_token}
-    for kind, token in ends.items():
-        if config.get(f"add_{kind}_token") is not True:
-            ends[kind] = None
-        elif token is not None and backend.token_to_id(token) is None:
-            logger.warning("%s: add_%s_token is ignored, since tokenizer.json lacks %s", path, kind, shown(token))
-            ends[kind] = None
-    add_template(backend, **ends)
-
-
-def add_template(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
-    """Add BOS before every text and EOS after it, in addition to what the tokenizer adds. None: not this token."""
-    from tokenizers import processors
-
-    if bos is None and eos is None:
-        return
-    special = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
-    single = " ".join(f"{part}:0" for part in (bos, "$A", eos) if part)
-    template = processors.TemplateProcessing(single=single, special_tokens=special)
-    before = backend.post_processor
-    backend.post_processor = template if before is None else processors.Sequence([before, template])
+    encoding = probe.encode("a")
+    parts = [*zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)]  # ("a", 0, 0), ("</s>", 2, 1)
+    if bos is not None and not parts[0][2]:
+        parts.insert(0, (bos, backend.token_to_id(bos), 1))
+    if eos is not None and not parts[-1][2]:
+        parts.append((eos, backend.token_to_id(eos), 1))
+    if len(parts) > len(encoding):
+        single = " ".join(f"token{index}" if is_added else "$A" for index, (_, _, is_added) in enumerate(parts))
+        special = [{"id": f"token{i}", "ids": [part[1]], "tokens": [part[0]]} for i, part in enumerate(parts) if part[2]]
+        backend.post_processor = processors.TemplateProcessing(single, pair=f"{single} $B:1", special_tokens=special)
 
 
 def _lacking_packages(path: Path) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, NanoinferError, UnsupportedError, first_line, shown
-from nanoinfer.tokenization.tokenizer import Tokenizer, add_template, panics_raised
+from nanoinfer.tokenization.tokenizer import Tokenizer, add_ends, panics_raised
 
 if TYPE_CHECKING:
     import tokenizers
@@ -79,7 +79,7 @@ def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
             special[f"{name}_token"] = tokens[token_id]
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split == _LLAMA3)
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    add_template(backend, special["bos_token"] if adds_bos else None, special["eos_token"] if adds_eos else None)
+    add_ends(backend, special["bos_token"] if adds_bos else None, special["eos_token"] if adds_eos else None)
     chat_template = metadata.get("tokenizer.chat_template")
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special))
 
