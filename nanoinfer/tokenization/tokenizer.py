@@ -85,26 +85,30 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     import tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    config_file = path / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     options: dict[str, Any] = {"tokenizer_object": tokenizers.Tokenizer(tokenizers.models.BPE())}
     options |= dict.fromkeys(("tokenizer_file", "vocab_file", "merges_file"), "")
     options |= {"tokenizer_padding": backend.padding, "tokenizer_truncation": backend.truncation}
-    hf = stated = PreTrainedTokenizerFast.from_pretrained(str(path), **options)
-    for _, token in sorted(stated.added_tokens_decoder.items()):  # those that tokenizer_config.json states in addition
-        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    older_files = (path / name for name in ("special_tokens_map.json", "added_tokens.json"))
+    if "added_tokens_decoder" not in config and not any(file.exists() for file in older_files):
+        options["added_tokens_decoder"] = backend.get_added_tokens_decoder()  # for which transformers would parse the file
+    hf = None
     try:
         with panics_raised():
-            of_class = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
-        hf = of_class if getattr(of_class, "is_fast", False) else stated
+            hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
     except Exception as error:
         logger.warning("%s: tokenizer.json is read without its class: %s", path, first_line(error))
+    stated = hf if type(hf) is PreTrainedTokenizerFast else PreTrainedTokenizerFast.from_pretrained(str(path), **options)
+    for _, token in sorted(stated.added_tokens_decoder.items()):  # those that tokenizer_config.json states in addition
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    hf = hf if getattr(hf, "is_fast", False) else stated
     hf._tokenizer = backend
     hf.init_kwargs = {name: value for name, value in hf.init_kwargs.items() if name not in options}  # which are not saved
     backend.encode_special_tokens = hf.split_special_tokens
     if any(backend.token_to_id(token) is None for token in hf.special_tokens_map.values()):
         hf.unk_token = None  # transformers would give the class's eos_token, for example, the id of unk_token
-    config_file = path / "tokenizer_config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
     _set_prefix_space(backend, config, path)
     ends: dict[str, str | None] = {}
     for kind, token in (("bos", hf.bos_token), ("eos", hf.eos_token)):
