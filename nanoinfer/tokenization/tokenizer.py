@@ -94,7 +94,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     older_files = (path / name for name in ("special_tokens_map.json", "added_tokens.json"))
     if "added_tokens_decoder" not in config and not any(file.exists() for file in older_files):
         options["added_tokens_decoder"] = backend.get_added_tokens_decoder()  # for which transformers would parse the file
-    hf = None
+    hf: Any = None
     try:
         with panics_raised():
             hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
@@ -145,7 +145,9 @@ def add_ends(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) 
     if backend.post_processor is not None:
         probe.post_processor = backend.post_processor
     encoding = probe.encode("a")
-    parts = [*zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)]  # ("a", 0, 0), ("</s>", 2, 1)
+    parts: list[Any] = [
+        *zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
+    ]  # ("a", 0, 0), ("</s>", 2, 1)
     if bos is not None and not parts[0][2]:
         parts.insert(0, (bos, backend.token_to_id(bos), 1))
     if eos is not None and not parts[-1][2]:
