@@ -5,6 +5,7 @@ tokenised and checked once, before it reaches the engine. InputProcessor knows t
 the queue nor the cache, so any thread may call it.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from nanoinfer.lora.request import LoRARequest
     from nanoinfer.sampling.grammar import GrammarCompiler, GrammarState
     from nanoinfer.sampling.thinking import Thought
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class InputProcessor:
         self._config = config
         self._accepts_priority = accepts_priority
         self.adapters = adapters
+        self._has_warned = False
 
     def prepare(self, prompt: object, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: the errors of the two methods below."""
@@ -237,7 +241,14 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("no tokenizer is loaded; give token ids, or load the model with a tokenizer")
-            return prompt, self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
+            ids = self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
+            if len(ids) > 1 and not self._has_warned and ids[:1] == ids[1:2] == self.tokenizer.encode("")[:1]:
+                self._has_warned = True
+                text = (
+                    "a prompt begins with %s twice, since the tokenizer adds it to a text that has it; call chat(), or give ids"
+                )
+                logger.warning(text, self.tokenizer.token_text(ids[0]))
+            return prompt, ids
         return None, _token_ids(prompt)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:

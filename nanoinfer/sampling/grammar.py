@@ -269,7 +269,8 @@ class GrammarCompiler:
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.get_vocab()[_END]
                 try:
-                    converted = LLTokenizer(_as_text(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
+                    as_text = _as_text(backend.to_str(), self._vocab_size, self._tokenizer.own_texts)
+                    converted = LLTokenizer(as_text, n_vocab=num_ids, eos_token=end_id)
                     # If a grammar allows only one text, llguidance encodes it, and allows the first of its tokens.
                     if converted.decode_str(converted.tokenize_str(_SAMPLE)) == _SAMPLE:
                         self._converted = converted, end_id
@@ -285,26 +286,37 @@ class GrammarCompiler:
             return self._converted
 
 
-def _as_text(tokenizer_json: str) -> str:
+def _as_text(tokenizer_json: str, vocab_size: int, own_texts: dict[str, str]) -> str:
     """Return the tokenizer with all tags as plain text: Qwen3's <tool_call> as well as the names of special tokens.
 
     llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain. And
-    when it encodes a text that contains the name of a special token, it would offer that token instead of the text.
+    when it encodes a text that contains the name of a special token, it would offer that token instead of the text. So it would
+    with an id that the model lacks, which is from vocab_size on. own_texts: those of the Tokenizer.
     """
     tokenizer = json.loads(tokenizer_json)
-    added, vocab = tokenizer["added_tokens"], tokenizer["model"]["vocab"]
-    if not isinstance(vocab, dict):
-        return tokenizer_json
-    for token in [*added]:
-        name, token_id = token["content"], token["id"]
-        if token["special"] and name != _END:
-            token["content"] = f"<|special token {token_id} of the grammar|>"
-            vocab.pop(name, None)
-            if tokenizer["model"].get("unk_token") == name:
-                tokenizer["model"]["unk_token"] = token["content"]
-        elif _TAG.fullmatch(name):
-            added.remove(token)
-        vocab[token["content"]] = token_id  # otherwise the token would get another id
+    added, model = tokenizer["added_tokens"], tokenizer["model"]
+    vocab = model["vocab"]
+    hidden = {token["id"] for token in added if token["special"] or own_texts.get(token["content"]) in vocab}
+
+    def name(text: str, token_id: int) -> str:
+        if text != _END and (token_id in hidden or token_id >= vocab_size):
+            return f"<|token {token_id} of the grammar|>"
+        return own_texts.get(text, text)
+
+    if isinstance(vocab, list):  # Unigram's, where positions are ids
+        model["vocab"] = [[name(text, token_id), score] for token_id, (text, score) in enumerate(vocab)]
+    else:
+        ids = vocab | {token["content"]: token["id"] for token in added}  # otherwise a token would get another id
+        model["vocab"] = {name(text, token_id): token_id for text, token_id in ids.items()}
+        unknown, prefix = model.get("unk_token"), model.get("continuing_subword_prefix") or ""
+        model["unk_token"] = name(unknown, ids.get(unknown, 0))
+        lost = ids.keys() - model["vocab"].keys()
+        if lost and "merges" in model:
+            model["merges"] = [(a, b) for a, b in model["merges"] if lost.isdisjoint((a, b, a + b.removeprefix(prefix)))]
+        is_text = {token["id"] for token in added if token["content"] in own_texts or _TAG.fullmatch(token["content"])} - hidden
+        added[:] = [token for token in added if token["id"] >= vocab_size or token["id"] not in is_text]
+    for token in added:
+        token["content"] = name(token["content"], token["id"])
     return json.dumps(tokenizer)
 
 

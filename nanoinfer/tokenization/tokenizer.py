@@ -1,22 +1,27 @@
 """Turn text into token ids and back, with the checkpoint's tokenizer files.
 
 In: a checkpoint's folder. Out: a Tokenizer that wraps transformers' fast tokenizer. `load` imports transformers, so that
-importing this module is fast.
+importing this module is fast. The ids are those of the tokenizers library for the folder's tokenizer.json. transformers only
+contributes the special tokens that a class knows and the file lacks, since chat templates read them.
 """
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError, first_line, shown
 
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 # A text with at least this many characters is encoded as a batch of one text, which does not hold Python's lock. `encode` holds
 # it for 25 ms per 100,000 characters. Batches use threads, so tokenizers warns if the process forks later.
@@ -29,6 +34,7 @@ MAX_TOKEN_ID = 2**22  # The library makes tables of this length. The largest voc
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE}
 _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 # How Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
@@ -70,17 +76,136 @@ def _check_ids(path: Path) -> None:
             )
 
 
+def _from_file(path: Path) -> "PreTrainedTokenizerFast":
+    """Read a folder with a tokenizer.json.
+
+    A class of transformers may replace parts of the file, such as its normalizer, or refuse it. So the class is loaded with an
+    empty vocabulary, for its special tokens, and gets the tokenizer of the file afterwards. This is also faster.
+    """
+    import tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    config_file = path / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    options: dict[str, Any] = {"tokenizer_object": tokenizers.Tokenizer(tokenizers.models.BPE())}
+    options |= dict.fromkeys(("tokenizer_file", "vocab_file", "merges_file"), "")
+    options |= {"tokenizer_padding": backend.padding, "tokenizer_truncation": backend.truncation}
+    older_files = (path / name for name in ("special_tokens_map.json", "added_tokens.json"))
+    if "added_tokens_decoder" not in config and not any(file.exists() for file in older_files):
+        options["added_tokens_decoder"] = backend.get_added_tokens_decoder()  # for which transformers would parse the file
+    hf: Any = None
+    try:
+        with panics_raised():
+            hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
+    except Exception as error:
+        logger.warning("%s: tokenizer.json is read without its class: %s", path, first_line(error))
+    stated = hf if type(hf) is PreTrainedTokenizerFast else PreTrainedTokenizerFast.from_pretrained(str(path), **options)
+    for _, token in sorted(stated.added_tokens_decoder.items()):  # those that tokenizer_config.json states in addition
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    hf = hf if getattr(hf, "is_fast", False) else stated
+    hf._tokenizer = backend
+    hf.init_kwargs = {name: value for name, value in hf.init_kwargs.items() if name not in options}  # which are not saved
+    backend.encode_special_tokens = hf.split_special_tokens
+    if any(backend.token_to_id(token) is None for token in hf.special_tokens_map.values()):
+        hf.unk_token = None  # transformers would give the class's eos_token, for example, the id of unk_token
+    _set_prefix_space(backend, config, path)
+    ends: dict[str, str | None] = {}
+    for kind, token in (("bos", hf.bos_token), ("eos", hf.eos_token)):
+        is_stated = config.get(f"add_{kind}_token") is True
+        ends[kind] = token if is_stated and token is not None and backend.token_to_id(token) is not None else None
+        if is_stated and ends[kind] is None:
+            logger.warning("%s: add_%s_token is ignored, since %s_token=%s has no id", path, kind, kind, shown(token))
+    add_ends(backend, **ends)
+    return hf
+
+
+def _set_prefix_space(backend: "tokenizers.Tokenizer", config: dict[str, Any], path: Path) -> None:
+    """Apply add_prefix_space of tokenizer_config.json: whether a space is inserted before a text."""
+    from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+
+    adds_space, pre_tokenizer = config.get("add_prefix_space"), backend.pre_tokenizer
+    steps = b"".join(part.__getstate__() for part in (backend.normalizer, pre_tokenizer) if part is not None)
+    is_added = re.search(rb'"Prepend"|"add_prefix_space":true|"prepend_scheme":"(first|always)"', steps) is not None
+    if not isinstance(adds_space, bool) or adds_space == is_added:
+        return
+    if isinstance(pre_tokenizer, ByteLevel):
+        pre_tokenizer.add_prefix_space = adds_space
+    elif isinstance(pre_tokenizer, Metaspace):
+        pre_tokenizer.prepend_scheme = ("always" if config.get("legacy", True) else "first") if adds_space else "never"
+    else:
+        logger.warning("%s: add_prefix_space=%s is ignored, since tokenizer.json states otherwise", path, adds_space)
+
+
+def add_ends(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
+    """Add BOS before every text and EOS after it, where the tokenizer adds no other token. None: not this token."""
+    from tokenizers import Tokenizer, models, processors
+
+    probe = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    if backend.post_processor is not None:
+        probe.post_processor = backend.post_processor
+    encoding = probe.encode("a")
+    parts: list[Any] = [
+        *zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
+    ]  # ("a", 0, 0), ("</s>", 2, 1)
+    if bos is not None and not parts[0][2]:
+        parts.insert(0, (bos, backend.token_to_id(bos), 1))
+    if eos is not None and not parts[-1][2]:
+        parts.append((eos, backend.token_to_id(eos), 1))
+    if len(parts) > len(encoding):
+        single = " ".join(f"token{index}" if is_added else "$A" for index, (_, _, is_added) in enumerate(parts))
+        special = [{"id": f"token{i}", "ids": [part[1]], "tokens": [part[0]]} for i, part in enumerate(parts) if part[2]]
+        backend.post_processor = processors.TemplateProcessing(single, pair=f"{single} $B:1", special_tokens=special)
+
+
+def _lacking_packages(path: Path) -> list[str]:
+    """Return the packages that a folder's tokenizer.model needs and that are not installed."""
+    if (path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists():
+        return []
+    with (path / "tokenizer.model").open("rb") as file:
+        is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.read(2**10))
+    installed = {distribution.name for distribution in distributions()}
+    return [name for name in (["tiktoken"] if is_tiktoken else ["sentencepiece", "protobuf"]) if name not in installed]
+
+
 def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
     """Change a decoder that removes the first space of a text, as Llama's does, because its tokenizer inserts one there."""
     if backend.decoder is None:
         return
     settings = json.loads(backend.decoder.__getstate__())
-    changes = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
-    for step in settings.get("decoders", [settings]):
-        step |= changes.get(step["type"], {})
+    steps = settings.get("decoders", [settings])
+    for index, step in enumerate(steps):
+        if step["type"] == "Metaspace":
+            step["prepend_scheme"] = "never"
+        elif step["type"] == "Strip" and step["content"] == " " and {"type": "Fuse"} in steps[:index]:  # of the whole text
+            step["start"] = 0
     decoder = backend.decoder
     decoder.__setstate__(json.dumps(settings).encode())
     backend.decoder = decoder
+
+
+def _keep_own_texts(backend: "tokenizers.Tokenizer") -> dict[str, str]:
+    """Let a byte-level decoder write added tokens such as "caf\u00e9" as they are, whose characters it takes for bytes.
+
+    Returns each of them with the byte-level spelling of its text. A token that the model writes for bytes, such as that of a
+    single byte, is none of them.
+    """
+    from tokenizers import Regex, decoders
+
+    if (decoder := backend.decoder) is None or b'"ByteLevel"' not in decoder.__getstate__():
+        return {}
+    added = {backend.id_to_token(i) or "": token.content for i, token in backend.get_added_tokens_decoder().items()}
+    spellings = {
+        name: "".join(_CHARACTER_OF[byte] for byte in added[name].encode())
+        for name in sorted(added, key=len, reverse=True)  # a spelling may be such a token itself, which is longer
+        if not name.isascii()
+        and all(character in _BYTE_OF for character in name)
+        and (backend.model.token_to_id(name) is None or len(backend.model.tokenize(name)) > 1)
+    }
+    if spellings:
+        steps = [decoders.Replace(Regex(rf"\A{re.escape(name)}\z"), spelling) for name, spelling in spellings.items()]
+        backend.decoder = decoders.Sequence([*steps, decoder])
+    return {added[name]: spelling for name, spelling in spellings.items()}
 
 
 class Tokenizer:
@@ -88,6 +213,7 @@ class Tokenizer:
 
     Attributes:
         hf: the tokenizer of transformers.
+        own_texts: added tokens whose characters also stand for bytes, as byte-level tokenizers spell their text.
         backend: a copy of the tokenizers library's object inside hf. Truncation and padding are its state, so without a copy a
             user's call of `hf` with truncation=True would truncate later prompts. The copy keeps the space of a first token: an
             answer continues a prompt, so the space is a part of its text.
@@ -98,7 +224,9 @@ class Tokenizer:
         self.backend: tokenizers.Tokenizer = copy.deepcopy(hf.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.backend.encode_special_tokens = hf.backend_tokenizer.encode_special_tokens
         _keep_first_space(self.backend)
+        self.own_texts = _keep_own_texts(self.backend)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
@@ -110,10 +238,17 @@ class Tokenizer:
         try:
             _check_ids(path)
             with panics_raised():
-                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # else a checkpoint could ask for it
+                if (path / "tokenizer.json").exists():
+                    hf = _from_file(path)
+                else:
+                    hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # else a checkpoint could ask for it
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises many classes for damaged files
+            if packages := _lacking_packages(path):
+                way_out = f"pip install {' '.join(packages)}, or add the model's tokenizer.json"
+                text = f"{path / 'tokenizer.model'} needs {' and '.join(packages)}, not installed here; {way_out}"
+                raise UnsupportedError(text) from error
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"transformers cannot load the tokenizer in {path} ({reason}); download it again") from error
         if not getattr(hf, "is_fast", False):

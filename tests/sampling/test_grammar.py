@@ -10,8 +10,11 @@ import sys
 import time
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -27,6 +30,7 @@ from tests.helpers import tiny_models
 from tests.helpers.byte_tokenizer import EOS, IM_END, TOKENS, byte_tokenizer
 from tests.helpers.sampling_rows import sampling_by
 from tests.helpers.structured_cases import HOSTILE, SCHEMAS, array, enum, hostile, obj
+from tests.helpers.tokenizer_files import byte_level, sentencepiece, unigram
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +132,56 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_sentence_and_tri
         with pytest.raises(UnsupportedError, match=sentence):
             compiler.compile(StructuredOutputsParams(choice=["a"]))
         monkeypatch.setattr(grammar, "_as_text", None)
+
+
+def unigram_of_characters():
+    """In the form that llguidance reads: a normalizer writes the spaces."""
+    backend = unigram()
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    backend.normalizer, backend.decoder = sentencepiece().normalizer, sentencepiece().decoder
+    return backend
+
+
+def mask_of(state, vocab_size):
+    forbidden = np.empty(vocab_size, np.uint8)
+    state.write_forbidden(forbidden, ())
+    return forbidden
+
+
+def answer_of(tokenizer, vocab_size, text):
+    """The ids with which a model of so many rows writes the only answer of a grammar."""
+    state = GrammarCompiler(tokenizer, vocab_size).compile(StructuredOutputsParams(choice=[text]))
+    ids = []
+    while not state.is_complete:
+        forbidden = mask_of(state, vocab_size)
+        ids.append(int(forbidden.argmin()))
+        assert forbidden[ids[-1]] == 0, state.error
+        state.advance(ids[-1])
+    return ids
+
+
+@pytest.mark.parametrize("rows", ["all", "without added tokens", "without words"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, unigram_of_characters])
+def test_an_answer_has_only_ids_that_have_a_row(make, rows):
+    backend = make()
+    of_model, text = backend.get_vocab_size(), "say hello there"
+    backend.add_tokens([AddedToken(token, normalized=False) for token in ("hello", " there")])
+    backend.add_special_tokens(["hell"])
+    vocab_size = {"all": backend.get_vocab_size(), "without added tokens": of_model, "without words": of_model - 3}[rows]
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = answer_of(tokenizer, vocab_size, text)
+    assert tokenizer.decode(ids).strip() == text
+    assert max(ids) < vocab_size
+
+
+def test_an_added_token_of_any_letters_has_its_own_text_in_a_grammar():
+    backend = byte_level()
+    backend.add_tokens(["café", "ünder", "Ã¼nder"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for text in ("café", "a café", "ünder", "Ã¼nder"):
+        assert tokenizer.decode(answer_of(tokenizer, backend.get_vocab_size(), text)) == text
+    state = GrammarCompiler(tokenizer, backend.get_vocab_size()).compile(StructuredOutputsParams(regex="caf.(x|y)"))
+    assert backend.token_to_id("café") in np.flatnonzero(mask_of(state, backend.get_vocab_size()) == 0)
 
 
 SPECIAL_TEXTS = [  # a format, and the texts that it allows

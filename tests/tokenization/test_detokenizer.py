@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
@@ -173,3 +173,53 @@ def test_an_id_that_changes_the_text_before_it_does_not_end_the_stream():
         [stream.step(backend, token_id) for token_id in ids]
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert pieces_of(ids, tokenizer=tokenizer) == ["", "é", "", "\ufffda", "a", ""]
+
+
+# ---- added tokens of a byte-level tokenizer, whose letters also stand for bytes
+
+
+def byte_tokenizer_with(*added, special=()):
+    backend = Backend.from_str(byte_tokenizer().hf.backend_tokenizer.to_str())
+    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
+    backend.add_special_tokens(list(special))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_added_tokens_of_any_letters_keep_their_text():
+    tokens = ["café", "đem", "Ã©", "ÃĥÂ©", "été", "[é]", "naïve\nĠ", "日本é", "plain"]
+    tokenizer = byte_tokenizer_with(*tokens, special=["<|ünd|>"])
+    ids = [tokenizer.backend.token_to_id(token) for token in [*tokens, "<|ünd|>"]]
+    assert [tokenizer.token_text(token_id) for token_id in ids] == [*tokens, "<|ünd|>"]
+    assert [tokenizer.token_bytes(token_id).decode() for token_id in ids] == [*tokens, "<|ünd|>"]
+    text = "a café 你đem\U0001f600Ã© été" + "".join(tokens) + "<|ünd|>é"
+    encoded = tokenizer.encode(text)
+    assert set(ids) <= set(encoded)
+    for skip_special_tokens in (True, False):
+        options = {"skip_special_tokens": skip_special_tokens}
+        expected = text.replace("<|ünd|>", "") if skip_special_tokens else text
+        assert tokenizer.decode(encoded, **options) == expected
+        assert tokenizer.decode(encoded * 4000, **options) == expected * 4000  # as a batch
+        pieces = pieces_of(encoded, tokenizer=tokenizer, **options)
+        assert "".join(pieces) == expected
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_added_token_that_is_also_a_byte_stays_a_byte():
+    """The é of the added token has the id of the byte E9, with which many Chinese characters begin."""
+    tokenizer = byte_tokenizer_with("é", "th")
+    assert tokenizer.own_texts == {}
+    assert tokenizer.decode([*"這the".encode()]) == "這the"
+
+
+def test_other_tokenizers_decode_with_the_decoder_of_their_file():
+    assert type(byte_tokenizer().backend.decoder) is decoders.ByteLevel
+    assert type(byte_tokenizer_with("plain", "日本", special=["<s>"]).backend.decoder) is decoders.ByteLevel
+
+
+def test_only_the_first_space_of_a_text_is_kept():
+    """Not other characters that a decoder strips, nor those of every token."""
+    backend = Backend(models.WordLevel({"##a": 0, " b": 1, "c": 2}, unk_token="c"))
+    for decoder in (decoders.Strip("#", 2, 0), decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Strip("#", 1, 0)])):
+        backend.decoder = decoder
+        tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+        assert tokenizer.decode([0, 1, 1, 2]) == backend.decode([0, 1, 1, 2])

@@ -9,7 +9,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.inputs import InputProcessor
 from nanoinfer.errors import CheckpointError, InvalidPromptError
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
@@ -98,6 +101,22 @@ def test_encode_adds_the_bos_once_and_only_where_the_tokenizer_has_one(tokenizer
     assert BOS not in plain
     assert with_bos.encode("Once upon a time") == [BOS, *plain]
     assert with_bos.encode("Once upon a time", add_special_tokens=False) == plain
+
+
+def test_a_prompt_with_two_bos_is_told_once(bos_path, caplog):
+    """The text of a chat template has a BOS, and the tokenizer adds another one."""
+    info = ExecutorInfo(vocab_size=2000, max_position_embeddings=99, max_model_len=99, num_blocks=4, block_size=16)
+    inputs, params = InputProcessor(info, Tokenizer.load(bos_path), EngineConfig()), SamplingParams()
+    for prompt in ("Once upon a time", "", [BOS, BOS, 5], {"prompt_token_ids": [BOS, BOS]}):
+        inputs.prepare(prompt, params)
+    inputs.prepare(inputs.render_chat(LILY), params)
+    assert not caplog.records
+    for _ in range(2):
+        prepared = inputs.prepare(inputs.render_chat(LILY)["prompt"], params)
+        assert prepared.prompt_token_ids[:2] == [BOS, BOS]
+    assert [record.message for record in caplog.records] == [
+        "a prompt begins with <|endoftext|> twice, since the tokenizer adds it to a text that has it; call chat(), or give ids"
+    ]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, NanoinferError, UnsupportedError, first_line, shown
-from nanoinfer.tokenization.tokenizer import Tokenizer, panics_raised
+from nanoinfer.tokenization.tokenizer import Tokenizer, add_ends, panics_raised
 
 if TYPE_CHECKING:
     import tokenizers
@@ -79,7 +79,7 @@ def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
             special[f"{name}_token"] = tokens[token_id]
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split == _LLAMA3)
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    _add_template(backend, special["bos_token"] if adds_bos else None, special["eos_token"] if adds_eos else None)
+    add_ends(backend, special["bos_token"] if adds_bos else None, special["eos_token"] if adds_eos else None)
     chat_template = metadata.get("tokenizer.chat_template")
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special))
 
@@ -131,14 +131,3 @@ def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], type
     for token_type, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         texts = [token for token, its_type in zip(tokens, types, strict=False) if its_type == token_type and token]
         add([AddedToken(token, normalized=False, special=token_type == _CONTROL) for token in texts])
-
-
-def _add_template(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
-    """Add BOS before every text and EOS after it, if the file asks for them."""
-    from tokenizers import processors
-
-    if bos is None and eos is None:
-        return
-    special = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
-    single = " ".join(f"{part}:0" for part in (bos, "$A", eos) if part)
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
