@@ -390,7 +390,7 @@ class LLM:
         Raises:
             WeightsError: An unknown name, a wrong shape, a dtype that is not a float, or a tied head without its embedding.
             NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
+            UnsupportedError: The weights are rounded, or have adapters merged into them.
         """
         from nanoinfer.training import rollouts
 

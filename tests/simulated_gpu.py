@@ -123,12 +123,12 @@ REACH: dict[str, dict[str, str]] = {
     },
 }
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "block_tables", "sums", "token_ids", "totals"), torch.int64)
+    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
     | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
     | dict.fromkeys(("greedy", "is_undecided"), torch.bool)
-    | {"first_ids": torch.int32}
+    | {"first_ids": torch.int32, "block_tables": torch.int32}
 )
 
 

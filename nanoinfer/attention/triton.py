@@ -23,6 +23,7 @@ is the plain version of both, and `_over_tiles` below has the formula.
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -83,9 +84,9 @@ def _over_tiles(
     for first in range(first_key, last_key, TILE):
         keys = first + tl.arange(0, TILE)
         inside = keys < last_key
-        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0)
         slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
+        offsets = (slots.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
         k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
         v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
@@ -112,9 +113,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     """Attend with ROWS queries of one sequence and one head per program, skipping keys that no query attends to."""
     seq = first_seq + tl.program_id(0)
-    start = tl.load(query_start_loc + seq)
-    num_queries = tl.load(query_start_loc + seq + 1) - start
-    seq_len = tl.load(seq_lens + seq)
+    start = tl.load(query_start_loc + seq).to(tl.int32)
+    num_queries = tl.load(query_start_loc + seq + 1).to(tl.int32) - start
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
     first = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     if first < num_queries:
@@ -156,7 +157,7 @@ def _decode_kernel(
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq_len = tl.load(seq_lens + seq)
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
     begin = 0
     if WINDOW:
         begin = tl.maximum(seq_len - WINDOW, 0)
@@ -226,7 +227,7 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return partial(paged_attention, cache, metadata)
+        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:

@@ -78,8 +78,15 @@ class AddedLinear(nn.Module):
         return add(residual, x, self.linear.weight.t())
 
 
-def compile_for_cuda(trace: Trace) -> int:
-    """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute."""
+# A linear layer -> the layers with which it was merged, and the layer that computes them.
+Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
+
+
+def compile_for_cuda(trace: Trace, merges: Merges) -> int:
+    """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
+
+    merges: what the model's traces have merged so far, to which this trace adds.
+    """
     fuse(trace)
     num_faster = 0
     for node in list(trace.graph.nodes):
@@ -90,24 +97,40 @@ def compile_for_cuda(trace: Trace) -> int:
         elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)
         elif isinstance(module, FusedLinear):
-            faster = _faster_linear(trace, node, module)
+            faster = _faster_linear(trace, node, module, merges)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     return num_faster
 
 
-def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Module | None:
+def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:
     """Return the module that computes a linear layer with others, or with the addition after it. None: it stays as it is."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
-        node.kwargs = {}
-        trace.graph.erase_node(factor)
-        return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
-    if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
+        gate_up = _merged(trace, FusedLinear(*gate.linears, *module.linears), merges)
+        if gate_up is not None:
+            node.kwargs = {}
+            trace.graph.erase_node(factor)
+            return GatedLinear(gate_up)
+    if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
         return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
-    return FewRowsLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
+    merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
+    return None if merged is None else FewRowsLinear(merged)
+
+
+def _merged(trace: Trace, fused: FusedLinear, merges: Merges) -> nn.Linear | None:
+    """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
+
+    None: a layer has to keep its own weight, because it is in another merge, or because the model reads the weight itself.
+    """
+    linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
+    is_new = len(set(linears)) == len(linears) and not any(linear in merges for linear in linears)
+    if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
+        merges |= dict.fromkeys(linears, (linears, fused.merged()))
+    together, merged = merges.get(linears[0], ((), None))
+    return merged if together == linears else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
