@@ -262,7 +262,7 @@ def paged_attention(
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     store(k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    n, sinks = metadata.num_decodes, None if sinks is None else sinks.float()
+    n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
         decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks)
     if n < len(metadata.seq_lens):
