@@ -78,7 +78,7 @@ class AddedLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
         if residual.shape != (len(x), self.linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
-            return residual + self.linear(x)
+            return residual + cast(Tensor, self.linear(x))
         if supports(x, self.linear) and residual.is_contiguous():
             return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
         add = torch.Tensor.addmm_ if self.in_place else torch.addmm

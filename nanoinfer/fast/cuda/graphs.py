@@ -136,14 +136,17 @@ class DecodeGraphs:
             )
             for group in range(num_groups)
         )
-        return ForwardBatch(rows("ids"), rows("positions"), torch.arange(size, device=device), attention, [], tuple(further))
+        return ForwardBatch(rows("ids"), rows("positions"), slice(0, size), attention, [], tuple(further))
 
     def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
         """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
         padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
         for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
-            static_input[len(new) :] = value
-            static_input[tuple(map(slice, new.shape))] = new
+            rows = static_input
+            if (num_rows := new.shape[0]) < static_input.shape[0]:
+                rows = static_input[:num_rows]
+                static_input[num_rows:] = value
+            (rows if new.ndim == 1 else rows[:, : new.shape[1]]).copy_(new)
 
 
 def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:
