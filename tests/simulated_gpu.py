@@ -45,8 +45,11 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 SHARED_MEMORY = {
     75: 64 * 1024,
     80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
+    120: 99 * 1024,
 }  # bytes that a program may have. Source: CUDA's guide, table 30
 MAX_SPILLED = 64  # bytes of a thread that may be kept in memory instead of registers
 MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)

@@ -24,7 +24,8 @@ is the plain version of both, and `_over_tiles` below has the formula.
 
 import os
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -306,7 +307,8 @@ def decode(
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
     rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
     dim, tile, _ = _tile_sizes(q)
-    m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
+    # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
+    m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
@@ -331,5 +333,11 @@ def uses_tensor_cores() -> bool:
     """Whether Triton multiplies 16-bit numbers on tensor cores, which it does from sm_80 on."""
     if not isinstance(_prefill_kernel, JITFunction):  # interpreted
         return True
-    target = triton.runtime.driver.active.get_current_target()
+    return _has_tensor_cores(triton.runtime.driver.active, triton.runtime.driver.active.get_current_device())
+
+
+@cache
+def _has_tensor_cores(driver: Any, device: int) -> bool:
+    """Whether a device has them. The driver reads all of its properties, so each device is asked once."""
+    target = driver.get_current_target()
     return not (target.backend == "cuda" and target.arch < 80)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.cli import inspect
-from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model, read_config
@@ -278,6 +278,11 @@ def run_memory(path):
         assert device.allocated == before
         with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
             LLM(path, device="sim", kv_cache_memory=2**50, **SETTINGS)
+        device.total_bytes = device.allocated + 1000
+        with pytest.raises(
+            OutOfMemoryError, match=r"the weights take .* GB, and 1e-06 GB are free on sim; use a smaller model"
+        ):
+            LLM(path, device="sim", **SETTINGS)
 
 
 def test_the_cache_is_as_large_as_the_devices_memory_allows(tmp_path):

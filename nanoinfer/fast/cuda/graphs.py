@@ -69,7 +69,8 @@ class CUDACapture:
             run()  # compiles kernels and selects algorithms, which cannot be captured
         gpu.current_stream().wait_stream(self._stream)
         graph = gpu.CUDAGraph()
-        with gpu.graph(graph, pool=self._pool, stream=self._stream):
+        # thread_local: other threads, such as a server's, may use the GPU meanwhile.
+        with gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
         taken = (gpu.memory_reserved() - before) / 2**20

@@ -1,11 +1,15 @@
 """Every kernel of a compiled model gives the plain operation's numbers for every layout that the operation allows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("triton")
 
+from nanoinfer.attention import triton
+from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS
@@ -126,6 +130,33 @@ def test_weights_and_angles_in_another_dtype_give_the_dtype_of_the_plain_operati
     x, *others = (torch.randn(shape, device=DEVICE) for shape in shapes)
     assert torch.equal(fused(x.half(), *others), plain(x.half(), *others))
     assert fused(x.half(), *others).dtype is torch.float32
+
+
+class Recorded:
+    """In place of a kernel: keeps the addresses of its arguments."""
+
+    def __init__(self, addresses):
+        self.addresses = addresses
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.addresses.extend(x.data_ptr() for x in given if isinstance(x, torch.Tensor))
+
+
+def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number_of_rows(monkeypatch):
+    """Triton compiles another kernel for other addresses, in the middle of serving."""
+    addresses = []
+    for module, names in ((draw_kernel, ("_largest", "_sum", "_choose")), (triton, ("_decode", "_merge"))):
+        for name in names:
+            monkeypatch.setattr(module, f"{name}_kernel", Recorded(addresses))
+    pages = torch.zeros(4, 16, 1, 16)
+    for num_rows in (1, 2, 3):
+        choose(torch.zeros(num_rows, 40), ParameterColumns(), torch.zeros(num_rows, dtype=torch.float64))
+        lens, tables = torch.ones(num_rows, dtype=torch.int64), torch.zeros(num_rows, 1, dtype=torch.int32)
+        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables)
+        q = torch.zeros(num_rows, 7, 16)
+        triton.decode(q, pages, pages, q.clone(), metadata, 0, None)
+    assert len(addresses) > 30
+    assert all(address % 16 == 0 for address in addresses)
 
 
 def test_the_layout_of_logits_changes_no_token():
