@@ -38,7 +38,7 @@ class SamplerGraphs(Route):
         self._capture = capture
         self._logits = torch.empty(0, 0)  # [max_num_rows, vocab] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
-        self._filled: tuple[ParameterColumns | None, int] = None, 0  # what the columns hold, and in how many rows
+        self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
         self._graphs: dict[tuple[int, tuple[str, ...]], CapturedGraph | None] = {}  # None: the capture failed
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
@@ -71,9 +71,8 @@ class SamplerGraphs(Route):
         self._logits[: len(logits)] = logits
         if "u" in names:
             self._columns["u"][: len(logits)] = batch.u
-        filled, num_rows = self._filled
-        if names and (filled is not batch.columns or num_rows != len(logits)):
-            self._filled = batch.columns, len(logits)
+        if names and self._filled is not batch.columns:
+            self._filled = batch.columns
             for name, (_, off) in _INPUTS.items():
                 column = getattr(batch.columns, name, None)  # None also for "u"
                 if name != "u":
