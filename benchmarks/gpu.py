@@ -18,7 +18,10 @@ TESTS = (
     "tests/attention/test_triton.py",
     "tests/end_to_end/test_gpu.py",
     "tests/fast/cuda/test_fused_kernels.py",
+    "tests/fast/cuda/test_linear_kernel.py",
+    "tests/fast/cuda/test_layouts.py",
     "tests/fast/cuda/test_cuda_compile.py",
+    "tests/fast/sampling/test_few_logits.py",
     "tests/execution/test_model_runner.py",
     "tests/system/test_transfer.py",
 )

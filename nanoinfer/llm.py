@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nanoinfer.arguments import arguments_of, check_argument_names
 from nanoinfer.config import NEUTRAL, EngineArgs
-from nanoinfer.engine.guards import CLOSED, interrupt_deferred
+from nanoinfer.engine.guards import CLOSED, interrupt_deferred, interrupt_handler
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.load import load_engine
@@ -396,7 +396,7 @@ class LLM:
         Raises:
             WeightsError: An unknown name, a wrong shape, a dtype that is not a float, or a tied head without its embedding.
             NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
+            UnsupportedError: The weights are rounded, or have adapters merged into them.
         """
         from nanoinfer.training import rollouts
 
@@ -498,13 +498,14 @@ class LLM:
     def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[Request]:
         """Run requests to their end. After an error or Ctrl-C, all are aborted."""
         engine, requests = self.engine, list[Request]()
-        try:
-            with interrupt_deferred():
-                for request in prepared:
-                    requests.append(engine.submit(request))
-            self._run(requests, use_tqdm)
-        finally:
-            engine.abort(*(request.request_id for request in requests))
+        with interrupt_handler():
+            try:
+                with interrupt_deferred():
+                    for request in prepared:
+                        requests.append(engine.submit(request))
+                self._run(requests, use_tqdm)
+            finally:
+                engine.abort(*(request.request_id for request in requests))
         return requests
 
     def _stream(self, prepared: PreparedRequest) -> Generator[Delta, None, None]:

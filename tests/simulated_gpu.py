@@ -45,8 +45,11 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 SHARED_MEMORY = {
     75: 64 * 1024,
     80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
+    120: 99 * 1024,
 }  # bytes that a program may have. Source: CUDA's guide, table 30
 MAX_SPILLED = 64  # bytes of a thread that may be kept in memory instead of registers
 MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)
@@ -123,12 +126,12 @@ REACH: dict[str, dict[str, str]] = {
     },
 }
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "block_tables", "sums", "token_ids", "totals"), torch.int64)
+    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
     | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
     | dict.fromkeys(("greedy", "is_undecided"), torch.bool)
-    | {"first_ids": torch.int32}
+    | {"first_ids": torch.int32, "block_tables": torch.int32}
 )
 
 

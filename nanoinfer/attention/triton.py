@@ -23,7 +23,9 @@ is the plain version of both, and `_over_tiles` below has the formula.
 """
 
 import os
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -83,9 +85,9 @@ def _over_tiles(
     for first in range(first_key, last_key, TILE):
         keys = first + tl.arange(0, TILE)
         inside = keys < last_key
-        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0)
         slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
+        offsets = (slots.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
         k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
         v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
@@ -112,9 +114,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     """Attend with ROWS queries of one sequence and one head per program, skipping keys that no query attends to."""
     seq = first_seq + tl.program_id(0)
-    start = tl.load(query_start_loc + seq)
-    num_queries = tl.load(query_start_loc + seq + 1) - start
-    seq_len = tl.load(seq_lens + seq)
+    start = tl.load(query_start_loc + seq).to(tl.int32)
+    num_queries = tl.load(query_start_loc + seq + 1).to(tl.int32) - start
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
     first = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     if first < num_queries:
@@ -156,7 +158,7 @@ def _decode_kernel(
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq_len = tl.load(seq_lens + seq)
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
     begin = 0
     if WINDOW:
         begin = tl.maximum(seq_len - WINDOW, 0)
@@ -226,7 +228,7 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return partial(paged_attention, cache, metadata)
+        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
@@ -261,7 +263,7 @@ def paged_attention(
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     store(k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    n, sinks = metadata.num_decodes, None if sinks is None else sinks.float()
+    n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
         decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks)
     if n < len(metadata.seq_lens):
@@ -305,7 +307,8 @@ def decode(
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
     rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
     dim, tile, _ = _tile_sizes(q)
-    m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
+    # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
+    m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
@@ -330,5 +333,11 @@ def uses_tensor_cores() -> bool:
     """Whether Triton multiplies 16-bit numbers on tensor cores, which it does from sm_80 on."""
     if not isinstance(_prefill_kernel, JITFunction):  # interpreted
         return True
-    target = triton.runtime.driver.active.get_current_target()
+    return _has_tensor_cores(triton.runtime.driver.active, triton.runtime.driver.active.get_current_device())
+
+
+@cache
+def _has_tensor_cores(driver: Any, device: int) -> bool:
+    """Whether a device has them. The driver reads all of its properties, so each device is asked once."""
+    target = driver.get_current_target()
     return not (target.backend == "cuda" and target.arch < 80)

@@ -191,7 +191,7 @@ def _compiler() -> str:
 def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """List what LLM(...) would choose by default for a checkpoint in bfloat16 with heads of HEAD_DIM."""
     name, backend = select_backend("auto", device, dtype, HEAD_DIM)
-    remark = ", less weights and a step" if device.type == "cuda" else ""
+    remark = ", less weights, a step and its CUDA graphs" if device.type == "cuda" else ""
     chosen = {
         "device": str(device),
         "dtype of a bfloat16 checkpoint": str(dtype).removeprefix("torch."),

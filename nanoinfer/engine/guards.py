@@ -3,7 +3,8 @@
 Process   An engine works until it is closed, and only in the process that made it: torch's threads do not survive a fork.
 Thread    During a step, another thread's step() is refused, and its add_request() and abort() wait until the step is over.
 Ctrl-C    SIGINT waits until the call is over, because a half-done step would leave blocks that belong to no sequence. For
-          this, the process's SIGINT handler is replaced during the call, in the main thread only.
+          this, the process's SIGINT handler is replaced during the call, in the main thread only. A loop of steps replaces it
+          once (interrupt_handler), and between two steps it interrupts at once.
 Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
 Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
 Trace     Events reach the user's tracer when the step is over, because a tracer may raise.
@@ -13,8 +14,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
+from typing import ClassVar
 
 from nanoinfer.errors import NanoinferError
 
@@ -34,19 +36,16 @@ class EngineGuard:
         self.is_stepping = False
         self.is_closed = False  # set by LLMEngine.close
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Guard a step of the scheduler. Raises: the errors of exclusive()."""
-        with self.exclusive():
-            try:
-                yield
-            except BaseException:
-                self._restart()
-                raise
+        return self.exclusive(restarts=True)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Guard a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
+    def exclusive(self, *, restarts: bool = False) -> Iterator[None]:
+        """Guard a step. restarts: requeue all requests if it raises.
+
+        Raises: NanoinferError in another process, during a step, or if the engine is closed.
+        """
         self._check_usable()
         if self.is_stepping:  # in another thread, or in this one if a tracer calls step()
             raise NanoinferError(
@@ -57,6 +56,10 @@ class EngineGuard:
             self.is_stepping = True
             try:
                 yield
+            except BaseException:
+                if restarts:
+                    self._restart()
+                raise
             finally:
                 try:
                     self._flush_trace()
@@ -96,19 +99,56 @@ class EngineGuard:
             )
 
 
+class _Handler:
+    """A SIGINT handler that keeps a signal until `with handler:` ends, and otherwise passes it to the previous handler."""
+
+    active: "ClassVar[_Handler | None]" = None  # the handler of the main thread. None: none is set
+
+    def __init__(self, previous: Callable[[int, FrameType | None], object]) -> None:
+        self.previous, self.thread, self.depth = previous, threading.get_ident(), 0
+        self.received: list[tuple[int, FrameType | None]] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.depth:
+            self.received.append((number, frame))
+        else:
+            self.previous(number, frame)
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if self.received and not self.depth:
+            received, self.received = self.received, []
+            self.previous(*received[0])
+
+
 @contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Deliver Ctrl-C when the block ends. Until then, the main thread's SIGINT handler is replaced, process-wide."""
+def interrupt_handler(*, is_deferred: bool = False) -> Iterator[None]:
+    """Replace the main thread's SIGINT handler, process-wide, for all interrupt_deferred() in the block.
+
+    is_deferred: deliver Ctrl-C when the block ends. If False, Ctrl-C interrupts the block unless interrupt_deferred() runs.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(previous):
         yield  # only the main thread receives signals, and only a Python handler raises an exception
         return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])
+    outer, handler = _Handler.active, _Handler(previous)
+    with handler if is_deferred else nullcontext():
+        signal.signal(signal.SIGINT, handler)
+        _Handler.active = handler
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            _Handler.active = outer
+
+
+def interrupt_deferred() -> AbstractContextManager[None]:
+    """Make a context that delivers Ctrl-C when it ends."""
+    handler = _Handler.active
+    if handler is not None and handler.thread == threading.get_ident():
+        return handler
+    return interrupt_handler(is_deferred=True)

@@ -52,7 +52,7 @@ class Request:
         self._streaming = streaming
         self._weights_version = weights_version
         self.metrics = RequestMetrics(sequences[0].arrival_time)
-        self._answers = [_Answer(seq, tokenizer) for seq in sequences]
+        self._answers = [_Answer(seq, tokenizer, streaming=streaming) for seq in sequences]
         self.prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._prompt_detokenizer: Detokenizer | None = None  # for the texts of prompt_logprobs
         params, prompt_token_ids = sequences[0].params, sequences[0].prompt_token_ids
@@ -71,10 +71,12 @@ class Request:
         self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None, mask: list[int] | None = None
     ) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
+        answer = self._answers[seq.index]
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
             self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
-        answer = self._answers[seq.index]
+        elif answer.ending_ids is not None and token_id not in answer.ending_ids and len(seq.token_ids) < seq.max_num_tokens:
+            return None  # nothing reads the token before the end
         named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
         if mask is not None:
             answer.masks.append(mask)
@@ -121,7 +123,7 @@ class Request:
         masks: list[list[int]] | None = None,
     ) -> None:
         """Make the output if every answer has finished, and the next Delta of the stream."""
-        if all(answer.stop for answer in self._answers):
+        if answer.stop and all(answer.stop for answer in self._answers):
             self.metrics.finished_time = time.perf_counter()
             self.metrics.num_output_tokens = self.num_output_tokens
             self.metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
@@ -146,7 +148,7 @@ class Request:
 class _Answer:
     """A sequence of the request as text. stop: why it ended. None: it runs."""
 
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
         self.seq, self._tokenizer = seq, tokenizer
         self.stop: Stop | None = None
         self.shown = ""  # the text that the newest token released
@@ -160,6 +162,12 @@ class _Answer:
         if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
             self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
         self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
+        params, state = seq.params, (seq.grammar, seq.thought, self.detokenizer, self._logprobs)
+        reads_tokens = streaming or params.stop or params.return_sampling_mask or params.repetition_detection
+        # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
+        self.ending_ids: frozenset[int] | None = None
+        if not reads_tokens and all(reader is None for reader in state):
+            self.ending_ids = seq.eos_token_ids.union(params.stop_token_ids or ())
 
     def advance(self, token_id: int, logprobs: LogprobsOnePosition | None) -> None:
         seq = self.seq

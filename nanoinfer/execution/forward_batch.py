@@ -34,7 +34,8 @@ class ForwardBatch:
     """The input of a step.
 
     Attributes:
-        logits_indices: the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows.
+        logits_indices: the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows, or a
+            slice of all tokens.
         attention: the metadata of all layers, or of the first KV group. further_groups has that of the others.
         adapters: the adapters of requests, as runs of packed tokens.
         hidden_slots: as in StepPlan, for a drafter's step.
@@ -42,7 +43,7 @@ class ForwardBatch:
 
     input_ids: Int[Tensor, " num_tokens"]
     positions: Int[Tensor, " num_tokens"]
-    logits_indices: Int[Tensor, " num_rows"]
+    logits_indices: Int[Tensor, " num_rows"] | slice
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
@@ -71,17 +72,21 @@ class ForwardBatch:
         query_start_loc = [0, *accumulate(packed.query_lens)]
         block_tables = _padded([seq.block_table for seq in packed.sequences])
         logits_indices = [index for _, index in plan.rows]
+        all_tokens = list(range(len(packed.input_ids)))
+        has_all_rows = logits_indices == all_tokens
         if tracer is not None:
             tracer.emit(describe(packed, query_start_loc, logits_indices))
         ids, positions, starts, lens, tables, slots, rows, placeholders, previous_rows = integers_on_device(
             [
                 packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
-                logits_indices, packed.placeholders, packed.previous_rows,
+                [] if has_all_rows else logits_indices, packed.placeholders, packed.previous_rows,
             ],
             device,
         )  # fmt: skip
-        if previous is not None and packed.placeholders:
-            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)  # -1 is no token, and its row is dropped later
+        if previous is not None and packed.previous_rows == all_tokens and len(previous.token_ids) == len(all_tokens):
+            ids = previous.token_ids.clamp(min=0)  # -1 is no token, and its row is dropped later
+        elif previous is not None and packed.placeholders:
+            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)
         attention = AttentionMetadata(
             query_start_loc=starts,
             seq_lens=lens,
@@ -95,13 +100,14 @@ class ForwardBatch:
             states=_states_of(plan),
         )
         groups = [attention]
-        for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
+        for tables_of_group in zip(*[seq.more_block_tables for seq in packed.sequences], strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
         adapters = tuple((seq.adapter, start, stop) for seq, start, stop in runs if seq.adapter is not None)
         if has_single_queries:
             groups = list(map(single_queries, groups))
-        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)
+        indices = slice(0, len(logits_indices)) if has_all_rows else rows
+        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:
@@ -129,7 +135,7 @@ def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
     updates, start = [], 0
     for item in plan.scheduled:
-        seq, stop = item.sequence, start + item.num_packed_tokens
+        seq, stop = item.sequence, start + item.num_new_tokens + len(item.draft_token_ids)
         if seq.state_writes:
             writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
             updates.append(StateUpdate(start, stop, seq.state_slot, writes))

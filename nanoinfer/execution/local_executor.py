@@ -22,10 +22,10 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
+from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, SamplerOutput
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
+from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
@@ -93,10 +93,8 @@ class LocalExecutor:
             prompt_logprobs = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
             tokens, top_logprobs, traced = self._sample(rows, plan)
             sampled = time.perf_counter() - forwarded - traced
-        reads_tokens = any(
-            seq.num_free_tokens == 0 or seq.params.logprobs is not None or seq.params.return_sampling_mask
-            for seq, _ in plan.rows
-        )
+        sampling = None if tokens is None else self._previous_sampling_batch
+        reads_tokens = sampling is not None and sampling.reads_tokens
         must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens
         seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
         return LaunchedStep(plan, tokens, prompt_logprobs, top_logprobs, must_sync, seconds)
@@ -110,21 +108,10 @@ class LocalExecutor:
         with self._in_step():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        outputs, end = [], 0  # end: the index after the previous sequence's rows
-        for first, (seq, _) in enumerate(step.plan.rows):
-            if first < end:
-                continue  # this row belongs to a draft
-            item = drafting.get(seq)
-            end = first + 1 + (len(item.draft_token_ids) if item else 0)
-            if error := sampled.errors.get(first):
-                outputs.append(SequenceOutput(seq, error=error))
-                continue
-            num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
-            # If the row of a draft has failed, it is computed again, without drafts.
-            rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
-            logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
-            masks = [sampled.masks[row] for row in rows if row in sampled.masks]
-            outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs, masks=masks))
+        if drafting or sampled.errors or sampled.logprobs or sampled.masks:
+            outputs = _outputs_of(step.plan, sampled, drafting)
+        else:
+            outputs = [SequenceOutput(seq, [id_]) for (seq, _), id_ in zip(step.plan.rows, sampled.token_ids, strict=True)]
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
@@ -173,6 +160,26 @@ class LocalExecutor:
                 logprobs = self.prompt_logprobs(hidden, chunk, self.info.vocab_size if num_top == -1 else num_top)
                 found.append(PromptLogprobs(seq, chunk.position + 1, logprobs))
         return found
+
+
+def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence, ScheduledSequence]) -> list[SequenceOutput]:
+    """Return the result of each sequence. drafting: the items with drafts, by sequence."""
+    outputs, end = [], 0  # end: the index after the previous sequence's rows
+    for first, (seq, _) in enumerate(plan.rows):
+        if first < end:
+            continue  # this row belongs to a draft
+        item = drafting.get(seq)
+        end = first + 1 + (len(item.draft_token_ids) if item else 0)
+        if error := sampled.errors.get(first):
+            outputs.append(SequenceOutput(seq, error=error))
+            continue
+        num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
+        # If the row of a draft has failed, it is computed again, without drafts.
+        rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
+        logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
+        masks = [sampled.masks[row] for row in rows if row in sampled.masks]
+        outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs, masks=masks))
+    return outputs
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:

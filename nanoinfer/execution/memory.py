@@ -4,6 +4,7 @@ In: a Runtime and an EngineConfig. Out: an ExecutorInfo.
 """
 
 import logging
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
@@ -149,18 +150,27 @@ class _NoAttention(DenseAttention):
 def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
     """Return the bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
-    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
+    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve. The graphs of decode steps have
+    memory of their own: the activations of the largest of them, the block tables of all KV groups, and the padding block.
     """
-    num_rows, device, model = config.max_num_rows, runtime.device, runtime.model
-    attend = _NoAttention(runtime.sizes.state_shapes)
+    num_rows, num_graph_rows, model = config.max_num_rows, runtime.num_graph_rows, runtime.model
+    attend, device = _NoAttention(runtime.sizes.state_shapes), runtime.device
     gpu = torch.get_device_module(device)
-    gpu.reset_peak_memory_stats(device)
-    before = gpu.memory_allocated(device)
-    ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
-    hidden = model(ids, ids, attend)
-    logits = model.compute_logits(hidden[:num_rows]).float()
-    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in runtime.routes)
-    needed = gpu.max_memory_allocated(device) - before + sampler
-    del hidden, logits
+
+    def peak_of(num_tokens: int, *, has_head: bool) -> tuple[int, int]:
+        """Run a step. Returns the most bytes that it takes, and the bytes of the logits in fp32."""
+        gpu.reset_peak_memory_stats(device)
+        before = gpu.memory_allocated(device)
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        hidden = model(ids, ids, attend)
+        logits_bytes = model.compute_logits(hidden[:num_rows]).float().nbytes if has_head else 0
+        return gpu.max_memory_allocated(device) - before, logits_bytes
+
+    needed, logits_bytes = peak_of(config.scheduler.max_num_batched_tokens + num_rows, has_head=True)
+    needed += LOGITS_COPIES * logits_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
+    if num_graph_rows:
+        longest = min(config.max_model_len or sys.maxsize, model.config.max_position_embeddings)
+        num_entries = num_graph_rows * len(runtime.sizes.groups) * -(-longest // runtime.block_size)
+        needed += peak_of(num_graph_rows, has_head=False)[0] + num_entries * torch.int32.itemsize + runtime.bytes_per_block
     gpu.empty_cache()
     return int(needed)

@@ -39,6 +39,13 @@ def pack(plan: StepPlan, block_size: int, sampled: dict[Sequence, int] | None) -
             placeholders.append(len(input_ids))
             previous_rows.append(sampled[seq])
             input_ids.append(0)
+        if item.num_new_tokens == 1 and not item.draft_token_ids:  # as below, for most rows of most steps
+            positions += (start,)
+            slots += (seq.block_table[start // block_size] * block_size + start % block_size,)
+            query_lens += (1,)
+            seq_lens += (end,)
+            sequences += (seq,)
+            continue
         num_drafts = len(item.draft_token_ids)
         input_ids += item.draft_token_ids
         positions += range(start, end + num_drafts)

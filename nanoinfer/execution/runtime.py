@@ -45,6 +45,7 @@ class Runtime:
         cache_dtype: the dtype of keys and values: the model's, or torch.int8.
         routes: the sampler's fast routes, in the order in which they are tried.
         make_decode_graphs: returns the object that replays decode steps, given the cache's size. None: every step runs eagerly.
+        num_graph_rows: the most rows of a step that make_decode_graphs captures. 0: every step runs eagerly.
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
             runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
@@ -64,6 +65,7 @@ class Runtime:
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
     make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
+    num_graph_rows: int = 0
     is_batch_independent: bool = False
     report: CompileReport | None = None
     reserved_bytes: int = 0

@@ -66,12 +66,16 @@ class FusedLinear(nn.Module):
         return ((linear, end - linear.out_features) for linear, end in zip(self.linears, ends, strict=True))
 
     def merged(self) -> nn.Linear:
-        """Return a layer that computes all of `linears`. If there are several, its weight is a copy."""
+        """Return a layer that computes all of `linears`. The weights of several become views of its weights."""
         if len(self.linears) == 1:
             return self.linears[0]
         merged = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         merged.weight = nn.Parameter(torch.cat([linear.weight for linear in self.linears]), requires_grad=False)
         merged.register_parameter("bias", self.merged_bias())
+        for linear, start in self.starts():
+            for name, joined in merged.named_parameters():
+                part = joined.narrow(0, start, linear.out_features)
+                linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
         return merged
 
     def merged_bias(self) -> nn.Parameter | None:

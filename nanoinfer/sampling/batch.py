@@ -9,7 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanoinfer.sampling.grammar_mask import GrammarMask
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_NUM_AHEAD = 8  # the steps whose uniform numbers are computed together, if the same rows go on
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -90,6 +91,17 @@ class StageEntries:
     repeated_ngrams: TokenEntries | None = None  # the ids that would repeat an n-gram
 
 
+_NO_ENTRIES = StageEntries()
+
+
+class _Draws(NamedTuple):
+    """The seed and the position of each row, and u of the next steps if the same rows go on. None: it was not computed."""
+
+    seeds: tuple[int, ...]
+    positions: tuple[int, ...]
+    ahead: Float[Tensor, "steps batch"] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
     """The parameters and state of a step's rows, for the sampler. columns and row_groups depend on params alone."""
@@ -98,10 +110,11 @@ class SamplingBatch:
     params: tuple[SamplingParams, ...] = ()  # the parameters of each row
     columns: ParameterColumns
     row_groups: RowGroups = RowGroups()
-    entries: StageEntries = StageEntries()
+    entries: StageEntries = _NO_ENTRIES
     with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> the sequence, for rows with logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
     is_stateful: bool = False  # whether a row may have entries or processors, in any step
+    draws: _Draws | None = None  # what u was computed of. None: all rows are greedy
 
     @classmethod
     def build(
@@ -114,7 +127,7 @@ class SamplingBatch:
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same. If these
                 are also greedy and have no state, the batch itself is returned. None: nothing is reused.
         """
-        params = tuple(seq.params for seq in sequences)
+        params = tuple([seq.params for seq in sequences])
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
             columns, groups, is_stateful = last.columns, last.row_groups, last.is_stateful
             if groups.all_greedy and not is_stateful:
@@ -122,21 +135,28 @@ class SamplingBatch:
         else:
             columns, groups = _columns_and_groups(params, vocab_size, device)
             is_stateful = any(_is_stateful(seq) for seq in sequences)
-        positions = sampled_positions(sequences)
+        positions = tuple(sampled_positions(sequences))
         if groups.all_greedy:
-            u = torch.zeros(len(sequences), dtype=torch.float64)
+            u, draws = on_device(torch.zeros(len(sequences), dtype=torch.float64), device), None
         else:
-            u = uniform([seq.seed for seq in sequences], positions)
+            u, draws = _uniform(tuple([seq.seed for seq in sequences]), positions, None if last is None else last.draws, device)
         return cls(
             sequences=tuple(sequences),
             params=params,
             columns=columns,
             row_groups=groups,
-            entries=_entries(sequences, positions, vocab_size, device) if is_stateful else StageEntries(),
-            with_processors={row: seq for row, seq in enumerate(sequences) if seq.params.logits_processors},
-            u=on_device(u, device),
+            entries=_entries(sequences, positions, vocab_size, device) if is_stateful else _NO_ENTRIES,
+            with_processors={row: seq for row, seq in enumerate(sequences) if is_stateful and seq.params.logits_processors},
+            u=u,
             is_stateful=is_stateful,
+            draws=draws,
         )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the host must have the tokens of this step before it can prepare the next step."""
+        returns_more = bool(self.row_groups.logprobs or self.row_groups.masks)
+        return returns_more or (self.is_stateful and any(seq.num_free_tokens == 0 for seq in self.sequences))
 
     @property
     def masks_logits(self) -> bool:
@@ -151,6 +171,8 @@ class SamplingBatch:
     @property
     def changes_logits(self) -> bool:
         """Whether a stage before the temperature may change logits."""
+        if self.entries is _NO_ENTRIES and not self.with_processors:
+            return False
         return self.masks_logits or self.entries.logit_bias is not None or self.entries.token_counts is not None
 
     def only_rows(self, rows: Int[Tensor, " rows"] | slice) -> "SamplingBatch":
@@ -159,6 +181,22 @@ class SamplingBatch:
         picked = {name: column[rows] for name, column in used.items() if column is not None}
         columns = ParameterColumns(max_top_k=self.columns.max_top_k, **picked)
         return SamplingBatch(columns=columns, u=self.u[rows])
+
+
+def _uniform(
+    seeds: tuple[int, ...], positions: tuple[int, ...], last: _Draws | None, device: torch.device
+) -> tuple[Float[Tensor, " batch"], _Draws]:
+    """Compute the uniform numbers of a step, and those of the next steps with them if the step before had the same rows.
+
+    In numpy the numbers of _NUM_AHEAD steps take little more time than those of one.
+    """
+    if last is None or seeds != last.seeds or positions != tuple([position + 1 for position in last.positions]):
+        return on_device(uniform(seeds, positions), device), _Draws(seeds, positions, None)
+    ahead = last.ahead
+    if ahead is None or not len(ahead):
+        later = [position + i for i in range(_NUM_AHEAD) for position in positions]
+        ahead = on_device(uniform(seeds * _NUM_AHEAD, later).view(_NUM_AHEAD, -1), device)
+    return ahead[0], _Draws(seeds, positions, ahead[1:])
 
 
 def _is_stateful(seq: Sequence) -> bool:
@@ -172,7 +210,7 @@ def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
     positions: list[int] = []
     previous = None
     for seq in sequences:
-        positions.append(positions[-1] + 1 if seq is previous else seq.num_tokens)
+        positions += (positions[-1] + 1 if seq is previous else len(seq.token_ids) + seq.num_pending_tokens,)
         previous = seq
     return positions
 
@@ -220,7 +258,7 @@ def _columns_and_groups(
     return columns, groups
 
 
-def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, device: torch.device) -> StageEntries:
+def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: int, device: torch.device) -> StageEntries:
     """Gather the lists of ids: those of the parameters, and those that grow with the output."""
     entries: defaultdict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = defaultdict(list)
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):

@@ -74,6 +74,7 @@ class BlockManager:
         index: the prefix cache.
         state_slots: assigns the state slots. None: the model keeps no states.
         stored: moves blocks between memory and a store. None: there is no store.
+        acts_each_step: whether cache_finished_blocks has something to do when no block was filled.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.tracer = tracer
         self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
+        self.acts_each_step = self._has_windows or layout.num_state_slots > 0 or store is not None
         self.blocks = Pool(num_blocks)
         groups = [CacheGroup(window, self.blocks) for window in layout.windows]
         self.state_slots = self.stored = None
@@ -179,6 +181,23 @@ class BlockManager:
             for block in table[first:]:
                 num_missing += ref_counts[block] > 1  # shared, so it will be copied
         return num_missing <= self.num_free_blocks
+
+    def next_slots(self, sequences: ListLike[Sequence]) -> list[bool] | None:
+        """Return for each sequence whether the slot of its single new token is in a block that it has alone.
+
+        `allocate` changes nothing for such a sequence, and takes one block for each of the others. None: a sequence has more
+        new tokens, the model has windows or states, or the free blocks may not suffice.
+        """
+        if self._has_windows or self.state_slots is not None:
+            return None
+        block_size, ref_counts = self.block_size, self.blocks.ref_counts
+        found: list[bool] = []
+        for seq in sequences:
+            start, table = seq.num_computed_tokens, seq.block_table
+            if len(seq.token_ids) + seq.num_pending_tokens != start + 1:
+                return None
+            found += (start < len(table) * block_size and ref_counts[table[start // block_size]] == 1,)
+        return found if found.count(False) <= self.num_free_blocks else None
 
     def num_freed_blocks(self, seq: Sequence, prefix: Prefix) -> int:
         """Return how many blocks would be free if the sequence ended, not counting those of another sequence's prefix."""

@@ -145,7 +145,8 @@ class Scheduler:
         """Decide one step, and give every scheduled sequence its blocks."""
         start = time.perf_counter()
         selection = _Selection(self.config.max_num_batched_tokens)
-        self._continue_running(selection)
+        if not self._continue_decodes(selection):
+            self._continue_running(selection)
         has_place = len(self.running) < self.config.max_num_seqs or type(self).to_preempt is not Scheduler.to_preempt
         if self.waiting and not selection.preempted and has_place:
             self._start_waiting(selection)
@@ -155,7 +156,8 @@ class Scheduler:
                     "must return one that may_start accepts"
                 )
         self._make_forks_wait(selection.scheduled)
-        scheduled = sorted(selection.scheduled, key=lambda item: item.num_new_tokens > 1)  # stable: each group by arrival
+        single = [item for item in selection.scheduled if item.num_new_tokens == 1]  # each group by arrival
+        scheduled = [*single, *(item for item in selection.scheduled if item.num_new_tokens > 1)]
         plan = StepPlan(
             scheduled=tuple(scheduled),
             rows=rows_of(scheduled),
@@ -175,14 +177,17 @@ class Scheduler:
 
         The forward pass may still be in flight, because later launches run after it.
         """
+        manager = self.block_manager
         for item in plan.scheduled:
-            item.sequence.num_computed_tokens += item.num_new_tokens
-            num_known = min(item.sequence.num_computed_tokens, len(item.sequence.token_ids))  # pending tokens have no id yet
-            self.block_manager.cache_finished_blocks(item.sequence, num_known)
-            if item.sequence.forks and item.sequence.num_new_tokens == 0:
-                self._fork(item.sequence)
+            seq = item.sequence
+            num_computed = seq.num_computed_tokens = seq.num_computed_tokens + item.num_new_tokens
+            fills_block = manager.enable_prefix_caching and num_computed // manager.block_size > len(seq.prefix_keys)
+            if fills_block or manager.acts_each_step:
+                manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # pending tokens have no id yet
+            if seq.forks and seq.num_new_tokens == 0:
+                self._fork(seq)
         if not plan.num_top_logprobs:
-            for seq in dict.fromkeys(seq for seq, _ in plan.rows):  # each sequence once, whatever the number of its drafts
+            for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
                 seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
@@ -238,6 +243,23 @@ class Scheduler:
                 selection.budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, selection):
                 self._select(selection, seq, num_new)
+
+    def _continue_decodes(self, selection: _Selection) -> bool:
+        """Do what _continue_running does, in less time, if each sequence has a single new token and blocks suffice for all.
+
+        Returns whether this is so.
+        """
+        slots = self.block_manager.next_slots(self.running)
+        for seq, slot in zip(self.running, slots or (), strict=slots is not None):
+            if seq.num_pending_tokens and seq.num_computed_tokens + 1 >= seq.max_num_tokens:
+                pass  # the pending token is its last token
+            elif slot:
+                seq.as_decode = seq.as_decode or ScheduledSequence(seq, 1)
+                selection.scheduled += (seq.as_decode,)
+                selection.copies[seq] = []
+            else:
+                self._select(selection, seq, 1)
+        return slots is not None
 
     def _start_waiting(self, selection: _Selection) -> None:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from nanoinfer.sampling.thinking import Thought
+    from nanoinfer.scheduling.step_plan import ScheduledSequence
 
 
 class SequenceStatus(Enum):
@@ -89,6 +90,7 @@ class Sequence:
     prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the keys of its full, cached blocks: the block manager
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING: set by the engine, taken by the scheduler
     sampling_state: object = field(default=None, init=False)  # sampling/state.py
+    as_decode: "ScheduledSequence | None" = field(default=None, init=False)  # its item in steps with one token: the scheduler
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

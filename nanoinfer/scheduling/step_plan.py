@@ -81,11 +81,11 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        return sum(item.num_packed_tokens for item in self.scheduled if item.num_new_tokens == 1)
+        return sum([1 + len(item.draft_token_ids) for item in self.scheduled if item.num_new_tokens == 1])
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(item.num_packed_tokens for item in self.scheduled) - self.num_decode_tokens
+        return sum([item.num_new_tokens for item in self.scheduled if item.num_new_tokens > 1])
 
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
@@ -93,14 +93,17 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
     The drafts of a sequence follow it, with their own indices.
     """
-    rows = []
+    rows: list[tuple[Sequence, int]] = []
     end = 0
     for item in scheduled:
+        seq = item.sequence
         end += item.num_new_tokens
-        if item.num_new_tokens == item.sequence.num_new_tokens:
-            rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
+        if seq.num_computed_tokens + item.num_new_tokens == len(seq.token_ids) + seq.num_pending_tokens:
+            rows += ((seq, end - 1),)
+            for fork in seq.forks:
+                rows += ((fork, end - 1),)
         for _ in item.draft_token_ids:
-            rows.append((item.sequence, end))
+            rows.append((seq, end))
             end += 1
     return tuple(rows)
 
@@ -111,9 +114,10 @@ def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, 
     start = 0
     for item in scheduled:
         seq = item.sequence
-        end = len(seq.prompt_token_ids) - (seq.reader is None)
-        num = min(item.num_new_tokens, end - seq.num_computed_tokens)
-        if seq.wants_prompt_rows and num > 0:
-            rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
-        start += item.num_packed_tokens
+        if (seq.reader is not None or seq.params.prompt_logprobs is not None) and seq.wants_prompt_rows:
+            end = len(seq.prompt_token_ids) - (seq.reader is None)
+            num = min(item.num_new_tokens, end - seq.num_computed_tokens)
+            if num > 0:
+                rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
+        start += item.num_new_tokens + len(item.draft_token_ids)
     return tuple(rows)

@@ -4,6 +4,7 @@ An ordinary copy from the host's memory waits for all work in the GPU's queue, w
 keeps freed pinned memory, and reuses it when the copies from it have ended.
 """
 
+from array import array
 from itertools import chain
 
 import torch
@@ -18,9 +19,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int[Tensor, "..."]]:
     """Return a tensor of each list, as slices of a single tensor that is copied in one transfer."""
-    if device.type == "cpu":
-        return list(torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64).split(list(map(len, lists))))
     # Each starts at a multiple of 16 bytes, because Triton compiles a separate kernel for other pointers.
-    even = [numbers + [0] * (len(numbers) % 2) for numbers in lists]
-    slices = on_device(torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64), device).split(list(map(len, even)))
-    return [padded[: len(numbers)] for padded, numbers in zip(slices, lists, strict=True)]
+    parts = [part for numbers in lists for part in (numbers, [0] * (len(numbers) % 2))]
+    joined = array("q", list(chain.from_iterable(parts)))  # takes a third of torch.tensor's time
+    return list(on_device(torch.frombuffer(joined, dtype=torch.int64), device).split(list(map(len, parts))))[::2]

@@ -60,8 +60,6 @@ def origin_of(weights: HeldWeights) -> Origin:
         way_out = f"are rounded by quantization={config.quantization!r}; load the model without it"
     elif config.lora:
         way_out = "have adapters merged into them; load the model without lora=, and give it merged weights"
-    elif weights.tensors()[0].device.type != "cpu" and not config.enforce_eager:
-        way_out = "are merged into larger matrices for a GPU; use enforce_eager=True there, or device='cpu'"
     if way_out is not None:
         raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {way_out}")
     return origin

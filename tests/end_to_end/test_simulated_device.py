@@ -3,6 +3,7 @@
 Each function `run_...` is called in a process of its own, because the device is known to its process for good.
 """
 
+import gc
 import random
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -14,9 +15,11 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
-from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.cli import inspect
+from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
+from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import read_config
+from nanoinfer.loading.loader import load_model, read_config
 from nanoinfer.lora.request import LoRARequest
 from tests.helpers import forked, lora_adapters, tiny_models
 
@@ -193,21 +196,39 @@ def test_adapters_give_the_tokens_of_the_cpu(tmp_path):
 
 def run_updates(path, other):
     with simulated():
-        llm = LLM(path, device="sim", kv_cache_memory=2**20, enforce_eager=True, **SETTINGS)
-        assert tokens_of(llm) == expected_tokens(path)
-        llm.update_weights_from_path(str(other))
-        assert tokens_of(llm) == expected_tokens(other)
-        with pytest.raises(UnsupportedError, match="a model on a CPU"):
-            llm.sleep()
-        llm.close()
-        llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
-        with pytest.raises(UnsupportedError, match="are merged into larger matrices for a GPU"):
+        for enforce_eager in (True, False):
+            llm = LLM(path, device="sim", kv_cache_memory=2**20, enforce_eager=enforce_eager, **SETTINGS)
+            assert tokens_of(llm) == expected_tokens(path)
             llm.update_weights_from_path(str(other))
+            assert tokens_of(llm) == expected_tokens(other)
+            with pytest.raises(UnsupportedError, match="a model on a CPU"):
+                llm.sleep()
+            llm.close()
 
 
-def test_weights_are_replaced_where_they_are_not_merged_and_the_engine_does_not_sleep(tmp_path):
-    other = tiny_models.save("qwen2", tmp_path / "other", seed=1, **SMALL["qwen2"])
-    in_own_process(run_updates, save("qwen2", tmp_path / "model"), other)
+def test_weights_are_replaced_for_plain_and_for_compiled_models_and_the_engine_does_not_sleep(tmp_path):
+    other = tiny_models.save("qwen3", tmp_path / "other", seed=1, **SMALL["qwen3"])
+    in_own_process(run_updates, save("qwen3", tmp_path / "model"), other)
+
+
+def run_weights(paths):
+    with simulated() as device:
+        for path in paths:
+            before = device.allocated
+            model = load_model(Checkpoint.open(str(path)), "float16", "sim")
+            gc.collect()
+            plain = device.allocated
+            compiled = compile_model(model)
+            gc.collect()
+            assert device.allocated == plain > before, path
+            num_bytes = inspect.examine(str(path), dtype="float16").num_weight_bytes
+            assert num_bytes == sum(weight.nbytes for weight in model.parameters())
+            del model, compiled
+            gc.collect()
+
+
+def test_a_compiled_model_takes_the_bytes_of_the_plain_one_whatever_its_family(tmp_path):
+    in_own_process(run_weights, [save(family, tmp_path / family) for family in FAMILIES])
 
 
 def run_routes(path):
@@ -257,6 +278,11 @@ def run_memory(path):
         assert device.allocated == before
         with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
             LLM(path, device="sim", kv_cache_memory=2**50, **SETTINGS)
+        device.total_bytes = device.allocated + 1000
+        with pytest.raises(
+            OutOfMemoryError, match=r"the weights take .* GB, and 1e-06 GB are free on sim; use a smaller model"
+        ):
+            LLM(path, device="sim", **SETTINGS)
 
 
 def test_the_cache_is_as_large_as_the_devices_memory_allows(tmp_path):

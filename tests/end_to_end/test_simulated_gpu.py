@@ -45,6 +45,7 @@ def lines_of(code, *arguments):
     ("model", "arch", "dtype", "num_kernels"),
     [
         ("Qwen3-0.6B", "90", "bfloat16", 12),
+        *(pytest.param("Qwen3-0.6B", arch, "bfloat16", 12, marks=pytest.mark.long) for arch in ("86", "89", "120")),
         pytest.param("Llama-3.2-1B", "75", "float16", 11, marks=pytest.mark.long),  # a T4, whose linear layers are torch's
         pytest.param("head_dim 256", "80", "float32", 11, marks=pytest.mark.long),
         pytest.param("gpt-oss-20b", "100", "bfloat16", 11, marks=pytest.mark.long),  # its MLP has no kernel

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from nanoinfer.engine.guards import EngineGuard, interrupt_deferred
+from nanoinfer.engine.guards import EngineGuard, interrupt_deferred, interrupt_handler
 from nanoinfer.errors import NanoinferError
 
 
@@ -108,6 +108,27 @@ def test_ctrl_c_waits_for_the_end_of_the_block_and_the_handler_is_put_back(log):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert log == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loop_of_steps_sets_the_handler_once_and_between_its_steps_ctrl_c_interrupts_at_once(guard, log, monkeypatch):
+    before, set_handler = signal.getsignal(signal.SIGINT), signal.signal
+    monkeypatch.setattr(signal, "signal", lambda *given: (log.append("handler"), set_handler(*given))[1])
+    with interrupt_handler():
+        for _ in range(3):
+            with guard.step():
+                pass
+        assert log == ["handler", "flush", "flush", "flush"]
+        with pytest.raises(KeyboardInterrupt), guard.exclusive():
+            log.append(signal.raise_signal(signal.SIGINT))
+        assert log[4:] == [None, "flush"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with interrupt_handler(), pytest.raises(KeyboardInterrupt), guard.step():
+            signal.raise_signal(signal.SIGINT)
+        with guard.step():
+            log.append("next")
+    assert log[-2:] == ["flush", "handler"]
     assert signal.getsignal(signal.SIGINT) is before
 
 

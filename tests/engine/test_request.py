@@ -388,3 +388,17 @@ def test_one_token_has_a_ttft_and_no_tpot():
     advance(one, one.sequences[0], ord("a"))
     assert one.output.metrics.ttft > 0
     assert one.output.metrics.tpot is None
+
+
+@pytest.mark.parametrize(("ids", "reason"), [([5, 6, EOS], "stop"), ([5, 6, 7, 9], "stop"), ([5, 6, 7, 8], "length")])
+def test_an_answer_that_nothing_reads_before_its_end_ends_as_one_that_is_read(ids, reason):
+    outputs = []
+    for streaming in (False, True):
+        seq = Sequence("r7", PROMPT, SamplingParams(detokenize=False, stop_token_ids=[9]), 0, len(PROMPT) + 4, frozenset([EOS]))
+        one = Request([seq], None, byte_tokenizer(), streaming=streaming)
+        stops = [advance(one, seq, token_id) for token_id in ids]
+        assert [stop is None for stop in stops] == [True] * (len(ids) - 1) + [False]
+        assert one.metrics.first_token_time is not None
+        outputs.append(one.output.outputs)
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0].finish_reason == reason

@@ -56,7 +56,7 @@ def test_a_draft_is_a_query_of_its_sequence_at_the_next_position():
     batch = build(ScheduledSequence(sequence([1, 2, 3], computed=2, table=[6, 2]), 1, (30, 31)))
     assert batch.input_ids.tolist() == [3, 30, 31]
     assert batch.positions.tolist() == [2, 3, 4]
-    assert batch.logits_indices.tolist() == [0, 1, 2]
+    assert batch.logits_indices == slice(0, 3)  # the rows of all tokens
     assert batch.attention.slot_mapping.tolist() == [26, 27, 8]
     assert batch.attention.seq_lens.tolist() == [3, 4, 5]
     assert batch.attention.block_tables.tolist() == [[6, 2]] * 3
@@ -76,6 +76,18 @@ def test_a_token_that_only_the_device_knows_is_taken_from_the_step_before():
     batch = build(ScheduledSequence(known, 1), ScheduledSequence(pending, 1), previous=previous)
     assert batch.input_ids.tolist() == [6, 41]
     assert batch.positions.tolist() == [1, 3]
+
+
+def test_a_step_of_the_rows_of_the_step_before_reads_its_tokens_in_the_order_of_the_rows():
+    rows = [sequence([1, 2, 3], computed=3, table=[i]) for i in range(3)]
+    for seq in rows:
+        seq.num_pending_tokens = 1
+    token_ids = torch.tensor([40, -1, 42])
+    previous = PreviousTokens(token_ids, {seq: row for row, seq in enumerate(rows)})
+    for used, expected in ((rows, [40, 0, 42]), (rows[::-1], [42, 0, 40]), (rows[:2], [40, 0])):
+        batch = build(*(ScheduledSequence(seq, 1) for seq in used), previous=previous)
+        assert batch.input_ids.tolist() == expected
+    assert token_ids.tolist() == [40, -1, 42]
 
 
 def test_a_further_kv_group_has_its_own_blocks_and_slots():

@@ -1,6 +1,8 @@
 """How many blocks a cache gets, and the longest sequence that they hold, by hand."""
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +116,22 @@ def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypat
     assert memory_for_cache(cuda, None, 0.9, step_bytes=120, lora_bytes=80) == 300
     with pytest.raises(InvalidValueError, match="600 bytes, but 599 are free on cuda"):
         memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
+
+
+def test_a_gpus_step_counts_the_tables_the_activations_and_the_padding_block_of_its_graphs(model, monkeypatch):
+    """The device says that a step takes 1000 bytes, whatever its size."""
+    peak = {"allocated": 0}
+    gpu = SimpleNamespace(
+        reset_peak_memory_stats=lambda device: None,
+        memory_allocated=lambda device: peak["allocated"],
+        max_memory_allocated=lambda device: peak["allocated"] + 1000,
+        empty_cache=lambda: None,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    config = EngineConfig(cache=CacheConfig(block_size=8), max_model_len=50)
+    runtime = plain_runtime(model, config)
+    without, with_graphs = (memory.peak_step_bytes(replace(runtime, num_graph_rows=num_rows), config) for num_rows in (0, 32))
+    assert with_graphs - without == 1000 + 32 * 7 * 4 + runtime.bytes_per_block
 
 
 def test_the_cache_never_takes_more_than_is_free():

@@ -41,8 +41,8 @@ PLANTED = {
         ("forks without room wait at the end", "self.waiting.extendleft(reversed(too_many))", "self.waiting.extend(too_many)"),
         (
             "long sequences are first in a step",
-            "key=lambda item: item.num_new_tokens > 1)",
-            "key=lambda item: (item.num_new_tokens > 1, -item.sequence.num_tokens))",
+            "scheduled = [*single, *(item for item in selection.scheduled if item.num_new_tokens > 1)]",
+            "scheduled = sorted(selection.scheduled, key=lambda item: (item.num_new_tokens > 1, -item.sequence.num_tokens))",
         ),
         ("a failed step turns the order round", "for seq in reversed(self.running):", "for seq in self.running:"),
         (

@@ -434,6 +434,12 @@ device = Device()
 stream = Stream()
 
 
+def _graph(graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global") -> Any:
+    if capture_error_mode != "thread_local":
+        raise DeviceError("another thread that uses the device would end the capture")
+    return capturing(graph)
+
+
 def _reset_peak(of: object = None) -> None:
     device.peak = device.allocated
 
@@ -459,7 +465,7 @@ MODULE = SimpleNamespace(
     current_stream=lambda of=None: stream,
     stream=lambda of: ExitStack(),
     CUDAGraph=Graph,
-    graph=lambda graph, pool=None, stream=None: capturing(graph),
+    graph=_graph,
 )
 
 

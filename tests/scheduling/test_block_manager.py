@@ -1,7 +1,7 @@
 """Blocks: by hand with blocks of two tokens, then a state machine (helpers/block_machine.py)."""
 
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.block_machine import BlockMachine, check_block_manager
 
@@ -160,3 +160,31 @@ class OwnBlocks(BlockMachine):
 
 def test_random_sequences_keep_every_token_and_lose_no_block():
     check_block_manager(BlockManager, OwnBlocks, max_examples=150)
+
+
+def test_a_sequence_has_its_next_slot_if_allocating_would_change_nothing():
+    manager = BlockManager(num_blocks=6, block_size=2)
+    seq, prompt = start(manager, sequence([5, 6, 7])), start(manager, sequence([5, 5]))
+    seq.token_ids.append(8)
+    prompt.token_ids.append(1)
+    assert manager.next_slots([seq, prompt]) == [True, False]  # a block is full
+    child = sequence([5, 6, 7, 8])
+    child.num_computed_tokens = 3
+    manager.fork(seq, child)
+    assert manager.next_slots([seq, child]) == [False, False]  # they share the block
+    run(manager, seq)
+    assert manager.next_slots([child, prompt]) == [True, False]
+    start(manager, sequence([1, 2, 3, 4]))
+    assert manager.num_free_blocks == 0
+    assert manager.next_slots([child]) == [True]
+    assert manager.next_slots([child, prompt]) is None  # no block is free
+    child.num_computed_tokens -= 1
+    assert manager.next_slots([child]) is None  # two new tokens
+
+
+def test_a_sequence_with_windows_has_no_next_slot_that_is_known():
+    manager = BlockManager(num_blocks=8, block_size=2, layout=CacheLayout((None, 4)))
+    seq = sequence([5, 6, 7])
+    run(manager, seq)
+    seq.token_ids.append(8)
+    assert manager.next_slots([seq]) is None

@@ -44,6 +44,14 @@ FAULTS = {
         ("a freed sequence keeps its tables", "table.clear()", "pass"),
         ("a prefix needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
         ("a copy needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
+        (
+            "a decode writes a shared block",
+            "ref_counts[table[start // block_size]] == 1",
+            "ref_counts[table[start // block_size]] >= 1",
+        ),
+        ("a full block has a slot", "start < len(table) * block_size and", "start <= len(table) * block_size and"),
+        ("two tokens are one", "seq.num_pending_tokens != start + 1", "seq.num_pending_tokens < start + 1"),
+        ("more blocks are taken than are free", "found.count(False) <= self.num_free_blocks", "True"),
         ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
     ],
     "scheduling/prefix_index.py": [

@@ -37,7 +37,7 @@ def compile_model(model: nn.Module) -> CompiledModel:
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    compile_modules(report.model, compile_for_cuda, report)
+    compile_modules(report.model, partial(compile_for_cuda, merges={}), report)
     return report
 
 
@@ -53,4 +53,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
         graphs = (SamplerGraphs(num_graph_rows, CUDACapture(runtime.device)),) if num_graph_rows else ()
         routes = (*graphs, FewLogits())
     model = cast(Model, report.model)
-    return replace(runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)
+    num_graph_rows = 0 if make_decode_graphs is None else num_graph_rows
+    return replace(
+        runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, num_graph_rows=num_graph_rows, report=report
+    )

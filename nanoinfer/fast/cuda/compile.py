@@ -5,6 +5,8 @@ kernel computes faster stays as it is, such as GPT-2: its linear layers have a b
 torch's own operators compute LayerNorm and GELU in one kernel each.
 """
 
+from typing import cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
@@ -17,25 +19,30 @@ from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm
 
 
 class KernelRMSNorm(nn.Module):
-    """RMSNorm in one kernel."""
+    """RMSNorm in one kernel, if its weight has the dtype of x."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
+        self.norm = norm
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        return rms_norm(x, self.weight, self.eps)
+        norm = self.norm
+        return rms_norm(x, norm.weight, norm.eps) if x.dtype is norm.weight.dtype else norm(x)
 
 
 class KernelRotation(nn.Module):
-    """FusedRotation in one kernel."""
+    """FusedRotation in one kernel, if each token has an angle for each number of a head, and all have the dtype of x."""
 
     def __init__(self, fused: FusedRotation) -> None:
         super().__init__()
-        self.norm = fused.norm
+        self.fused = fused
 
     def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
-        return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
+        weight, eps = (None, 0.0) if self.fused.norm is None else (self.fused.norm.weight, self.fused.norm.eps)
+        is_supported = x.ndim == 3 and cos.shape == sin.shape == (len(x), 1, x.shape[-1])
+        if is_supported and x.dtype == cos.dtype == sin.dtype and (weight is None or weight.dtype is x.dtype):
+            return rotate(x, cos, sin, weight, eps)
+        return cast(Tensor, self.fused(x, cos, sin))
 
 
 class FewRowsLinear(nn.Module):
@@ -45,8 +52,8 @@ class FewRowsLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
-        return few_rows_linear(x, self.linear.weight, self.linear.bias) if supports(x) else self.linear(x)
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        return few_rows_linear(x, self.linear.weight, self.linear.bias) if supports(x, self.linear) else self.linear(x)
 
 
 class GatedLinear(nn.Module):
@@ -56,8 +63,8 @@ class GatedLinear(nn.Module):
         super().__init__()
         self.gate_up = gate_up
 
-    def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
-        if supports(x):
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        if supports(x, self.gate_up):
             return few_rows_linear(x, self.gate_up.weight, self.gate_up.bias, gated=True)
         return silu_and_mul(self.gate_up(x))
 
@@ -69,17 +76,24 @@ class AddedLinear(nn.Module):
         super().__init__()
         self.linear, self.in_place = linear, in_place
 
-    def forward(
-        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "*rows out"]
-    ) -> Float[Tensor, "num_tokens out"]:
-        if supports(x) and residual.shape == (len(x), self.linear.out_features) and residual.is_contiguous():
+    def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
+        if residual.shape != (len(x), self.linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
+            return residual + cast(Tensor, self.linear(x))
+        if supports(x, self.linear) and residual.is_contiguous():
             return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
         add = torch.Tensor.addmm_ if self.in_place else torch.addmm
         return add(residual, x, self.linear.weight.t())
 
 
-def compile_for_cuda(trace: Trace) -> int:
-    """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute."""
+# A linear layer -> the layers with which it was merged, and the layer that computes them.
+Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
+
+
+def compile_for_cuda(trace: Trace, merges: Merges) -> int:
+    """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
+
+    merges: what the model's traces have merged so far, to which this trace adds.
+    """
     fuse(trace)
     num_faster = 0
     for node in list(trace.graph.nodes):
@@ -90,24 +104,40 @@ def compile_for_cuda(trace: Trace) -> int:
         elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)
         elif isinstance(module, FusedLinear):
-            faster = _faster_linear(trace, node, module)
+            faster = _faster_linear(trace, node, module, merges)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     return num_faster
 
 
-def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Module | None:
+def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:
     """Return the module that computes a linear layer with others, or with the addition after it. None: it stays as it is."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
-        node.kwargs = {}
-        trace.graph.erase_node(factor)
-        return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
-    if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
+        gate_up = _merged(trace, FusedLinear(*gate.linears, *module.linears), merges)
+        if gate_up is not None:
+            node.kwargs = {}
+            trace.graph.erase_node(factor)
+            return GatedLinear(gate_up)
+    if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
         return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
-    return FewRowsLinear(module.merged()) if len(module.linears) > 1 and not node.kwargs else None
+    merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
+    return None if merged is None else FewRowsLinear(merged)
+
+
+def _merged(trace: Trace, fused: FusedLinear, merges: Merges) -> nn.Linear | None:
+    """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
+
+    None: a layer has to keep its own weight, because it is in another merge, or because the model reads the weight itself.
+    """
+    linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
+    is_new = len(set(linears)) == len(linears) and not any(linear in merges for linear in linears)
+    if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
+        merges |= dict.fromkeys(linears, (linears, fused.merged()))
+    together, merged = merges.get(linears[0], ((), None))
+    return merged if together == linears else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:

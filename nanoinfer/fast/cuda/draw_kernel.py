@@ -225,7 +225,8 @@ def choose(
     maxima = torch.empty(batch, num_parts, dtype=torch.float32, device=device)
     first_ids = torch.empty(batch, num_parts, dtype=torch.int32, device=device)
     sums = torch.empty(batch, num_parts, dtype=torch.int64, device=device)
-    token_ids, totals = torch.empty(2, batch, dtype=torch.int64, device=device)
+    # Two allocations: in one, an odd number of rows would move the second off 16 bytes, and Triton would compile again.
+    token_ids, totals = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     largest = torch.empty(batch, dtype=torch.float32, device=device)
     parameters = columns.greedy, columns.temperature, columns.min_p
     _largest_kernel[(batch, num_parts)](logits, maxima, first_ids, vocab, part, num_parts, num_warps=_PART_WARPS)

@@ -36,7 +36,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """Rotate a head of a token: its two halves, normed together if there is a weight, turn by the token's angles.
 
-    first, second = first * cos - second * sin, second * cos + first * sin
+    first, second = first * cos - second * sin, second * cos + first * sin, each half with its own half of cos and sin
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, HALF_PADDED)
@@ -49,10 +49,12 @@ def _rotate_kernel(
         shrink = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
         first = tl.load(weight + pairs, mask=inside, other=0.0).to(tl.float32) * first * shrink
         second = tl.load(weight + HALF + pairs, mask=inside, other=0.0).to(tl.float32) * second * shrink
-    c = tl.load(cos + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)  # both halves have the same angles
-    s = tl.load(sin + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
     end = out + (token * NUM_HEADS + head) * 2 * HALF
+    c = tl.load(cos + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
     tl.store(end + pairs, (first * c - second * s).to(dtype), mask=inside)
+    c = tl.load(cos + token * 2 * HALF + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * 2 * HALF + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
     tl.store(end + HALF + pairs, (second * c + first * s).to(dtype), mask=inside)
 
 
@@ -69,34 +71,34 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*rows size"]:
     """Compute layers.RMSNorm in one kernel."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
     size = x.shape[-1]
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, size, triton.next_power_of_2(size))
     return out
 
 
 def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"] | None = None, eps: float = 0.0) -> Heads:
-    """Compute layers.apply_rotary in one kernel.
+    """Compute layers.apply_rotary in one kernel, for cos and sin of the shape [num_tokens, 1, head_dim].
 
     Args:
         weight: the weight of an RMSNorm over each head before the rotation. None: no norm.
         eps: the epsilon of that norm.
     """
     num_tokens, num_heads, head_dim = x.shape
-    x = with_whole_heads(x)
+    x, cos, sin = with_whole_heads(x), cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = head_dim // 2
     _rotate_kernel[(num_tokens, num_heads)](
-        x, x if weight is None else weight, cos, sin, out, x.stride(0), eps,
+        x, x if weight is None else weight.contiguous(), cos, sin, out, x.stride(0), eps,
         num_heads, half, triton.next_power_of_2(half), weight is not None,
     )  # fmt: skip
     return out
 
 
-def silu_and_mul(gate_up: Float[Tensor, "num_tokens two_sizes"]) -> Float[Tensor, "num_tokens size"]:
+def silu_and_mul(gate_up: Float[Tensor, "*rows two_sizes"]) -> Float[Tensor, "*rows size"]:
     """Compute silu(gate) * up in one kernel, where gate is the first half of each row and up the second."""
-    num_tokens, size, tile = len(gate_up), gate_up.shape[1] // 2, 1024
-    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](gate_up, out, size, tile)
+    gate_up, size, tile = gate_up.contiguous(), gate_up.shape[-1] // 2, 1024
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(out.numel() // size, triton.cdiv(size, tile))](gate_up, out, size, tile)
     return out

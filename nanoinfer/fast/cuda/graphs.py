@@ -3,8 +3,8 @@
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
 CapturedGraph. A decode step of a small model, or the sampling of its tokens, launches hundreds of kernels of microseconds each,
 and Python cannot launch them fast enough. Whatever changes from step to step is copied into static input tensors before a
-replay. The number of rows is padded to one of a few sizes, each of which is captured on first use. The padding rows of a decode
-step read and write a block of their own, which no sequence has.
+replay. The number of rows is padded to one of a few sizes, each of which is captured on first use and reads the first rows of
+the same tensors. The padding rows of a decode step read and write a block of their own, which no sequence has.
 """
 
 import logging
@@ -69,7 +69,8 @@ class CUDACapture:
             run()  # compiles kernels and selects algorithms, which cannot be captured
         gpu.current_stream().wait_stream(self._stream)
         graph = gpu.CUDAGraph()
-        with gpu.graph(graph, pool=self._pool, stream=self._stream):
+        # thread_local: other threads, such as a server's, may use the GPU meanwhile.
+        with gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
         taken = (gpu.memory_reserved() - before) / 2**20
@@ -90,7 +91,8 @@ class DecodeGraphs:
         self._padding_block = info.num_blocks
         self._padding_slot = info.num_blocks * info.block_size
         self._capture = capture
-        # Number of rows -> the tensors that the graph reads, and the graph, which is None if it could not be captured.
+        self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read, for the largest size
+        # Number of rows -> the graph's rows of these tensors, and the graph, which is None if it could not be captured.
         self._graphs: dict[int, tuple[ForwardBatch, CapturedGraph | None]] = {}
 
     def supports(self, batch: ForwardBatch) -> bool:
@@ -114,33 +116,38 @@ class DecodeGraphs:
         return graph.out[:num_rows]
 
     def _make_static_inputs(self, size: int, num_groups: int, device: torch.device) -> ForwardBatch:
-        """Make new tensors that contain only padding rows."""
+        """Return the first rows of the tensors that graphs read, which the first call makes."""
 
-        def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
-            return torch.full((size, *shape), value, dtype=torch.int64, device=device)
+        def rows(name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Int[Tensor, "..."]:
+            if name not in self._rows:
+                self._rows[name] = torch.zeros(self.sizes[-1], *shape, dtype=dtype, device=device)
+            return self._rows[name][:size]
 
         attention, *further = (
             AttentionMetadata(
                 query_start_loc=torch.arange(size + 1, device=device),
-                seq_lens=rows(1),
-                block_tables=rows(self._padding_block, self._max_blocks),
-                slot_mapping=rows(self._padding_slot),
+                seq_lens=rows(f"lengths {group}"),
+                block_tables=rows(f"tables {group}", self._max_blocks, dtype=torch.int32),
+                slot_mapping=rows(f"slots {group}"),
                 max_query_len=1,
                 max_seq_len=self._max_model_len,
                 num_decodes=size,
                 query_start_loc_cpu=list(range(size + 1)),
                 seq_lens_cpu=[self._max_model_len] * size,
             )
-            for _ in range(num_groups)
+            for group in range(num_groups)
         )
-        return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [], tuple(further))
+        return ForwardBatch(rows("ids"), rows("positions"), slice(0, size), attention, [], tuple(further))
 
     def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
         """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
         padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
         for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
-            static_input[len(new) :] = value
-            static_input[tuple(map(slice, new.shape))] = new
+            rows = static_input
+            if (num_rows := new.shape[0]) < static_input.shape[0]:
+                rows = static_input[:num_rows]
+                static_input[num_rows:] = value
+            (rows if new.ndim == 1 else rows[:, : new.shape[1]]).copy_(new)
 
 
 def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:

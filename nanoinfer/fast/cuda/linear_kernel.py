@@ -8,7 +8,7 @@ further launches or slower ones: its product with a residual took 14 us on an H2
 import triton
 import triton.language as tl
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
 
@@ -51,9 +51,14 @@ def _linear_kernel(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
 
 
-def supports(x: Tensor) -> bool:
-    """Whether the kernel computes these rows on this GPU: few, and of 16 bits. Tensor cores do not multiply fp32 exactly."""
-    return x.ndim == 2 and len(x) <= MAX_ROWS and x.stride(1) == 1 and x.element_size() == 2 and uses_tensor_cores()
+def supports(x: Tensor, linear: nn.Linear) -> bool:
+    """Whether the kernel computes a layer for these rows on this GPU: few, and of 16 bits, with contiguous weights.
+
+    Tensor cores do not multiply fp32 exactly.
+    """
+    is_contiguous = linear.weight.is_contiguous() and (linear.bias is None or linear.bias.is_contiguous())
+    has_rows = x.ndim == 2 and len(x) <= MAX_ROWS and x.stride(1) == 1
+    return has_rows and is_contiguous and x.element_size() == 2 and uses_tensor_cores()
 
 
 def few_rows_linear(
@@ -65,7 +70,7 @@ def few_rows_linear(
     gated: bool = False,
     in_place: bool = False,
 ) -> Float[Tensor, "num_tokens out"]:
-    """Compute a linear layer for x that `supports` accepts.
+    """Compute a linear layer for x that `supports` accepts. All tensors but x are contiguous.
 
     Args:
         weight: its rows are the outputs. If gated, those of the gate and then as many of up.

@@ -38,6 +38,7 @@ class SamplerGraphs(Route):
         self._capture = capture
         self._logits = torch.empty(0, 0)  # [max_num_rows, vocab] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
+        self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
         self._graphs: dict[tuple[int, tuple[str, ...]], CapturedGraph | None] = {}  # None: the capture failed
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
@@ -68,9 +69,14 @@ class SamplerGraphs(Route):
             for name, (dtype, off) in _INPUTS.items():
                 self._columns[name] = torch.full((self.sizes[-1],), off, dtype=dtype, device=logits.device)
         self._logits[: len(logits)] = logits
-        for name in names:
-            column = batch.u if name == "u" else getattr(batch.columns, name)
-            self._columns[name][: len(logits)] = _INPUTS[name][1] if column is None else column
+        if "u" in names:
+            self._columns["u"][: len(logits)] = batch.u
+        if names and self._filled is not batch.columns:
+            self._filled = batch.columns
+            for name, (_, off) in _INPUTS.items():
+                column = getattr(batch.columns, name, None)  # None also for "u"
+                if name != "u":
+                    self._columns[name][: len(logits)] = off if column is None else column
 
     def _draw(self, size: int, names: tuple[str, ...]) -> Int[Tensor, " size"]:
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""

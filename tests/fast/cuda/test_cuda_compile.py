@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers import tiny_models
 
@@ -115,6 +116,67 @@ def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_p
     model = compile_model(model).model
     with pytest.raises(AssertionError):
         assert_same_logits(path, dtype, model)
+
+
+class TwoMerges(nn.Module):
+    """`a` stands in a product with b, and in another with c."""
+
+    num_kernels = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 6, bias=False) for name in "abc"}).requires_grad_(False)
+
+    def forward(self, x):
+        a, b, c = self.layers.values()
+        y = x * 2
+        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), c(y))
+
+
+class OwnGate(TwoMerges):
+    """The gate and up are one layer."""
+
+    def forward(self, x):
+        a, b, c = self.layers.values()
+        return (nn.functional.silu(a(x)) * a(x)) ** 2 + torch.maximum(b(x), c(x))
+
+
+class ReadWeight(TwoMerges):
+    """The model reads a weight itself."""
+
+    num_kernels = 0
+
+    def forward(self, x):
+        a, b, c = self.layers.values()
+        return torch.maximum(a(x), b(x)) + nn.functional.linear(x, a.weight) ** 2 + c(x) ** 2
+
+
+class CalledTwice(TwoMerges):
+    """Two layers are called with two inputs, and one merged layer computes both. The third product adds a residual."""
+
+    num_kernels = 3
+
+    def forward(self, x):
+        a, b, c = self.layers.values()
+        y = x * 2
+        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), b(y)) + c(x + y)
+
+
+@pytest.mark.parametrize("model_class", [TwoMerges, OwnGate, ReadWeight, CalledTwice])
+def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(model_class):
+    torch.manual_seed(0)
+    model, x = model_class(), torch.randn(3, 8)
+    compiled = compile_model(model)
+    assert compiled.compiled.get("", 0) == model_class.num_kernels
+    computing = [module.linear for module in compiled.model.modules() if isinstance(module, compile.FewRowsLinear)]
+    weights = [*model.parameters(), *(linear.weight for linear in computing)]
+    kept = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    assert sum(kept.values()) == 3 * 8 * 6 * 4
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(compiled.model(x), model_class.forward(model, x))
+            for weight in model.parameters():
+                weight.copy_(torch.randn_like(weight))
 
 
 def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_path, monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.helpers import triton_interpreter  # noqa: F401
 
@@ -57,9 +58,15 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows():
     assert torch.equal(together[5:6], few_rows_linear(x[5:6], weight, None))
 
 
-def test_more_rows_and_fp32_are_torchs():
-    assert supports(torch.empty(MAX_ROWS, 4, dtype=torch.bfloat16))
-    assert not supports(torch.empty(MAX_ROWS + 1, 4, dtype=torch.bfloat16))
-    assert not supports(torch.empty(1, 4))
-    assert not supports(torch.empty(1, 2, 4, dtype=torch.bfloat16))  # rows with more axes
-    assert not supports(torch.empty(4, 2, dtype=torch.bfloat16).t())
+def test_more_rows_fp32_and_weights_that_are_not_contiguous_are_torchs():
+    linear = nn.Linear(4, 6, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.empty(MAX_ROWS, 4, dtype=torch.bfloat16)
+    assert supports(x, linear)
+    assert not supports(torch.empty(MAX_ROWS + 1, 4, dtype=torch.bfloat16), linear)
+    assert not supports(torch.empty(1, 4), linear)
+    assert not supports(torch.empty(1, 2, 4, dtype=torch.bfloat16), linear)  # rows with more axes
+    assert not supports(torch.empty(4, 2, dtype=torch.bfloat16).t(), linear)
+    linear.bias = nn.Parameter(torch.empty(12, dtype=torch.bfloat16)[::2], requires_grad=False)
+    assert not supports(x, linear)
+    linear.bias, linear.weight = None, nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+    assert not supports(x, linear)

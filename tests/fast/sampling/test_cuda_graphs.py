@@ -1,12 +1,14 @@
 """A replayed draw gives the tokens of the plain stages, whatever its static inputs held before. Captures are simulated."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
@@ -99,6 +101,20 @@ def test_replayed_draws_are_those_of_the_plain_stages(vocab_size, num_steps):
     sampler = sampling_by(SamplerGraphs(20, capture))
     assert num_disagreeing(random_steps(vocab_size, num_steps, 20), sampler) == 0
     assert capture.num_replays == num_steps  # no step ran without a graph
+
+
+def test_the_columns_of_rows_that_go_on_are_copied_once(monkeypatch):
+    rows = [sequence(seed, **params) for seed, params in enumerate(SUPPORTED.values())]
+    graphs, copied, last = SamplerGraphs(20, SimulatedCapture()), [], None
+    sampler, generator = sampling_by(graphs), torch.Generator().manual_seed(0)
+    for step in range(6):
+        used = rows if step != 4 else rows[:3]
+        last = SamplingBatch.build(used, 50, torch.device("cpu"), last)
+        assert num_disagreeing([(torch.randn(len(used), 50, generator=generator), last)], sampler) == 0
+        copied.append(graphs._columns["temperature"]._version)
+        for seq in used:
+            seq.token_ids.append(1)
+    assert [after > before for before, after in pairwise(copied)] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])

@@ -85,6 +85,13 @@ def test_a_part_of_make_gpu_that_fails_does_not_stop_the_others(monkeypatch, tmp
     assert gpu.PAGE.read_text().count("**failed**") == 3
 
 
+def test_make_gpu_runs_every_test_file_that_chooses_a_gpu_where_there_is_one():
+    choosing = ('"cuda" if torch.cuda.is_available()', "    if torch.cuda.is_available():")
+    files = [path for path in (gpu.PAGE.parent / "tests").rglob("test_*.py") if path.parent.name not in ("cli", "bench")]
+    found = {path for path in files if any(text in path.read_text(encoding="utf-8") for text in choosing)}
+    assert {path.relative_to(gpu.PAGE.parent).as_posix() for path in found} <= set(gpu.TESTS)
+
+
 def test_make_gpu_runs_files_that_exist_and_needs_a_device(monkeypatch):
     assert [path for path in gpu.TESTS if not (gpu.PAGE.parent / path).is_file()] == []
     assert gpu.PAGE.is_file()

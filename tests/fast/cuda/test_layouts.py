@@ -1,0 +1,165 @@
+"""Every kernel of a compiled model gives the plain operation's numbers for every layout that the operation allows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from nanoinfer.attention import triton
+from nanoinfer.fast.cuda import draw_kernel
+from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation
+from nanoinfer.fast.cuda.draw_kernel import choose
+from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS
+from nanoinfer.fast.fuse import FusedRotation
+from nanoinfer.models.layers import RMSNorm, apply_rotary
+from nanoinfer.sampling.batch import ParameterColumns
+from nanoinfer.sampling.draw import argmax
+from tests.helpers import triton_interpreter  # noqa: F401
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02}  # of numbers around 1
+
+
+def layouts(x):
+    """The same numbers in memory in other ways, and numbers that are the same along an axis. The last are broadcast."""
+    yield x
+    yield torch.stack((x, x + 1), dim=-1)[..., 0]
+    yield torch.cat((x, x + 1), dim=-1)[..., : x.shape[-1]]
+    yield torch.cat((x + 1, x))[len(x) :]
+    yield torch.stack((x, x + 1), dim=1).flatten(0, 1)[::2]
+    for axis in range(x.ndim - 1):
+        yield x.transpose(axis, -1).contiguous().transpose(axis, -1)
+    for axis in range(x.ndim):
+        yield x.narrow(axis, 0, 1).expand_as(x)
+
+
+def rotated(x, cos, sin, weight):
+    return apply_rotary(normed(x, weight), cos, sin)
+
+
+def normed(x, weight):
+    return norm_of(weight)(x)
+
+
+def norm_of(weight):
+    norm = RMSNorm(len(weight), 1e-6)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+def linear_of(weight, bias=None):
+    linear = nn.Linear(*reversed(weight.shape), device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return linear
+
+
+def gated(x, weight, bias):
+    gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def added(x, weight, residual):
+    return residual + nn.functional.linear(x, weight)
+
+
+def added_in_place(x, weight, residual):
+    """The residual is another kernel's result, or an embedding's. Either is contiguous."""
+    return AddedLinear(linear_of(weight), in_place=True)(x, residual.contiguous().clone())
+
+
+# name -> the plain operation, the kernel's, the dtype and the shapes of their arguments
+CASES = {
+    "a norm": (normed, lambda x, weight: KernelRMSNorm(norm_of(weight))(x), torch.float32, [(3, 5, 24), (24,)]),
+    "a rotation": (
+        rotated,
+        lambda x, cos, sin, weight: KernelRotation(FusedRotation(norm_of(weight)))(x, cos, sin),
+        torch.float32,
+        [(5, 3, 16), (5, 1, 16), (5, 1, 16), (16,)],
+    ),
+    "merged layers": (
+        nn.functional.linear,
+        lambda *given: FewRowsLinear(linear_of(*given[1:]))(given[0]),
+        torch.float16,
+        [(5, 48), (20, 48), (20,)],
+    ),
+    "merged layers, 3 axes": (
+        nn.functional.linear,
+        lambda *given: FewRowsLinear(linear_of(*given[1:]))(given[0]),
+        torch.float16,
+        [(2, 3, 48), (20, 48), (20,)],
+    ),
+} | {
+    f"{name}, {len(shape)} axes, {shape[0]} rows": (plain, fused, torch.float16, [shape, *others(shape)])
+    for shape in ((5, 32), (MAX_ROWS + 1, 32), (2, 3, 32))
+    for name, plain, fused, others in (
+        ("a gate", gated, lambda *given: GatedLinear(linear_of(*given[1:]))(given[0]), lambda shape: [(24, 32), (24,)]),
+        (
+            "a residual",
+            added,
+            lambda x, weight, residual: AddedLinear(linear_of(weight), in_place=False)(x, residual),
+            lambda shape: [(18, 32), (*shape[:-1], 18)],
+        ),
+        ("a residual in place", added, added_in_place, lambda shape: [(18, 32), (*shape[:-1], 18)]),
+        ("a shared residual in place", added, added_in_place, lambda shape: [(18, 32), (1, 18)]),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layout_of_no_argument_changes_a_number(name):
+    plain, fused, dtype, shapes = CASES[name]
+    torch.manual_seed(0)
+    given = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    for i, argument in enumerate(given):
+        for other in layouts(argument):
+            arguments = [*given[:i], other, *given[i + 1 :]]
+            expected = plain(*(x.double() for x in arguments))
+            got = fused(*arguments)
+            assert (got.dtype, got.shape) == (dtype, expected.shape)
+            error = (got.double() - expected).abs().max() / expected.abs().max()
+            assert error < TOLERANCE[dtype], (i, other.shape, other.stride(), error)
+
+
+@pytest.mark.parametrize("name", ["a norm", "a rotation"])
+def test_weights_and_angles_in_another_dtype_give_the_dtype_of_the_plain_operation(name):
+    plain, fused, _, shapes = CASES[name]
+    x, *others = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    assert torch.equal(fused(x.half(), *others), plain(x.half(), *others))
+    assert fused(x.half(), *others).dtype is torch.float32
+
+
+class Recorded:
+    """In place of a kernel: keeps the addresses of its arguments."""
+
+    def __init__(self, addresses):
+        self.addresses = addresses
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.addresses.extend(x.data_ptr() for x in given if isinstance(x, torch.Tensor))
+
+
+def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number_of_rows(monkeypatch):
+    """Triton compiles another kernel for other addresses, in the middle of serving."""
+    addresses = []
+    for module, names in ((draw_kernel, ("_largest", "_sum", "_choose")), (triton, ("_decode", "_merge"))):
+        for name in names:
+            monkeypatch.setattr(module, f"{name}_kernel", Recorded(addresses))
+    pages = torch.zeros(4, 16, 1, 16)
+    for num_rows in (1, 2, 3):
+        choose(torch.zeros(num_rows, 40), ParameterColumns(), torch.zeros(num_rows, dtype=torch.float64))
+        lens, tables = torch.ones(num_rows, dtype=torch.int64), torch.zeros(num_rows, 1, dtype=torch.int32)
+        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables)
+        q = torch.zeros(num_rows, 7, 16)
+        triton.decode(q, pages, pages, q.clone(), metadata, 0, None)
+    assert len(addresses) > 30
+    assert all(address % 16 == 0 for address in addresses)
+
+
+def test_the_layout_of_logits_changes_no_token():
+    torch.manual_seed(0)
+    for logits in layouts(torch.randn(3, 40, device=DEVICE)):
+        assert torch.equal(choose(logits, ParameterColumns(), None)[0], argmax(logits))
