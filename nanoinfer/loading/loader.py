@@ -27,7 +27,6 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
-from nanoinfer.loading.identity import sampled_digest
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
@@ -159,6 +158,8 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         model, weights = shards.split(model, weights)
     for_kernels = device.type == "cpu" and not config.enforce_eager
     if for_kernels and not config.lora:
+        from nanoinfer.loading.identity import sampled_digest
+
         version = repr((states, sampled_digest(checkpoint), checkpoint.config, type(model), model.weight_rules))
         part = (0, 1) if shards is None else (shards.rank, shards.size)
         weights.identity = Identity([*map(str, paths)], part, version)
