@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from nanoinfer.errors import OutOfThreadsError
-from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
 LARGE = 2**14  # a request is large from this many bytes on, and a prompt from this many characters or ids
@@ -62,6 +61,8 @@ class WorkThreads:
             asyncio.get_running_loop().call_later(RETURN_SECONDS, self._return_memory)
 
     def _return_memory(self) -> None:
+        from nanoinfer.system.process import return_freed_memory  # imports torch
+
         self._is_return_planned = False
         with suppress(RuntimeError):  # close() has been called
             self._large.submit(return_freed_memory)
