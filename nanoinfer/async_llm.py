@@ -274,9 +274,9 @@ class AsyncLLM:
         start = clock()
         while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(POLL_SECONDS)
-        try:  # not in asyncio's own pool, to end which asyncio.run() starts another thread
+        try:  # asyncio's own pool would not do: asyncio.run() starts another thread to end it
             await self.threads.run(self._free, is_large=False)  # meanwhile the last deltas are delivered
-        except RuntimeError:  # there is no thread for it, or it is closed already
+        except RuntimeError:  # no thread can be started, or an earlier call has closed the threads
             self._free()
 
     def _free(self) -> None:

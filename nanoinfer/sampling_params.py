@@ -397,7 +397,7 @@ class SamplingParams(_CheckedParams):
 
 
 def over_default(default: SamplingParams, **given: object) -> SamplingParams:
-    """Return a checkpoint's default with the parameters of a request. Its max_tokens wins over the default's min_tokens."""
+    """Return a checkpoint's default with a request's parameters. The request's max_tokens wins over the default min_tokens."""
     if isinstance(most := given.get("max_tokens"), int):
         given.setdefault("min_tokens", min(default.min_tokens, most))
     return replace(default, **given)  # type: ignore[arg-type]

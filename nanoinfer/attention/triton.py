@@ -338,6 +338,6 @@ def uses_tensor_cores() -> bool:
 
 @cache
 def _has_tensor_cores(driver: Any, device: int) -> bool:
-    """Whether a device has them. The driver reads all of its properties, so each device is asked once."""
+    """Whether a device has tensor cores for 16-bit numbers. Cached, because the driver reads all properties of the device."""
     target = driver.get_current_target()
     return not (target.backend == "cuda" and target.arch < 80)

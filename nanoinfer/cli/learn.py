@@ -49,19 +49,27 @@ All {number} passed. It is your engine now:
 
 
 class WitnessedCommand(Command):
-    """A command in a child process, whose status 0 counts only after its end, because the workbook's code may exit."""
+    """A command that runs in a child process. Status 0 counts only if the child came to the command's end.
+
+    The workbook's code may exit.
+    """
 
     def invoke(self, ctx: Any) -> object:
         if sys.stdout is not sys.__stdout__ or not hasattr(os, "fork"):  # called by a test, or on Windows
             return super().invoke(ctx)
-        report, reporting = os.pipe()
+        read_end, write_end = os.pipe()
         if not (child := os.fork()):
             super().invoke(ctx)
-            return os.write(reporting, b"!")
+            os.write(write_end, b"!")
+            return None
         signal.signal(signal.SIGTERM, lambda number, _: os.kill(child, number))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.write(reporting, b".")  # so that there is something to read
-        if status == 0 and os.read(report, 1) != b"!":
+        try:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except KeyboardInterrupt:  # a terminal sends it to the child, too, but another program does not
+            os.kill(child, signal.SIGTERM)
+            raise
+        os.write(write_end, b".")  # so that there is something to read
+        if status == 0 and os.read(read_end, 1) != b"!":
             raise NanoinferError(
                 "the workbook's code ended the process before the command's end; remove calls such as sys.exit"
             )

@@ -124,7 +124,9 @@ class InputProcessor:
         thought = self._thought(token_ids, params)
         given = prompt if isinstance(prompt, dict) else {}
         salt = f"/{given['cache_salt']}" if given.get("cache_salt") else None  # the user's salt
-        ends = frozenset(i for i in _token_ids(given.get("eos_token_ids", [])) if 0 <= i < self._info.vocab_size)
+        # render_chat gives the tokenizer's EOS, for which the model may lack a row.
+        given_ends = _token_ids(given.get("eos_token_ids", []), "eos_token_ids of a prompt")
+        ends = frozenset(i for i in given_ends if 0 <= i < self._info.vocab_size)
         prepared = PreparedRequest(
             text, token_ids, params, bad_words, error, int(priority or 0), thought=thought, cache_salt=salt, eos_token_ids=ends
         )
@@ -208,8 +210,9 @@ class InputProcessor:
                 _check_type(given)
                 arguments = {"tools": None if tool_choice == "none" else schemas, **rendering}
                 prompt = self.render_chat(chat, **arguments)
-                form = None if must_call else given.structured_outputs
-                form = None if form is None or form.grammar is not None else form
+                form = given.structured_outputs
+                if must_call or (form is not None and form.grammar is not None):
+                    form = None
                 if form is not None and (begun := begun_message(prompt["prompt"] or "")) and not begun[1]:
                     prompt = self.render_chat(chat, **arguments, answer_begin=FINAL)
                 prompts.append(prompt)
@@ -399,13 +402,15 @@ def with_prompt_index(index: int) -> Iterator[None]:
         raise type(error)(f"prompt {index}: {error}") from error
 
 
-def _token_ids(ids: object) -> list[int]:
-    """Return a new list of plain ints. numpy's integers are accepted."""
+def _token_ids(ids: object, name: str = "") -> list[int]:
+    """Return a new list of plain ints. numpy's integers are accepted. name: what has the ids, for the error. "": a prompt."""
     if isinstance(ids, list | tuple):
         if all(type(i) is int for i in ids):
             return list(ids)
         if all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
             return [int(i) for i in ids]
+    if name:
+        raise InvalidTypeError(f"{name} must be a list of token ids, got {shown(ids)}; leave it out")
     raise InvalidTypeError(
         f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
         f"prompt_token_ids, got {shown(ids)}"

@@ -29,10 +29,11 @@ MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B 
 _DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _DEFAULTS |= {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 _DEFAULTS |= {"no_repeat_ngram_size": "no_repeat_ngram_size", "bad_words_ids": "bad_words"}
-# Its other fields that change transformers' answers -> the value that changes nothing, as None and empty lists do.
-_NOT_APPLIED = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), -1)
-_NOT_APPLIED |= dict.fromkeys(("force_words_ids", "constraints", "sequence_bias"), -1)
-_NOT_APPLIED |= dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), -1)
+# Its other fields that change transformers' answers -> the value that changes nothing, as None, [] and {} do for all.
+_NOT_APPLIED: dict[str, int | None] = dict.fromkeys(
+    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id force_words_ids constraints sequence_bias "
+    "exponential_decay_length_penalty watermarking_config dola_layers".split()
+)
 _NOT_APPLIED |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "token_healing", "top_h", "max_time"), 0)
 _NOT_APPLIED |= dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1)
 _NOT_APPLIED |= {"guidance_scale": 1, "min_length": 0, "max_length": 20}

@@ -23,11 +23,11 @@ MAX_PAGES = 512
 
 
 def sampled_digest(checkpoint: Checkpoint) -> str:
-    """Return a digest of the tables of tensors, and of the page in the middle of each tensor.
+    """Return a digest of the index, of the tables of tensors, and of the page in the middle of each tensor.
 
     Small neighbours share a page. Of more than MAX_PAGES pages, as many as that count, at even distances.
     """
-    digest, pages = hashlib.sha256(), []
+    digest, pages = hashlib.sha256(repr(checkpoint.weight_map).encode()), []
     for path in checkpoint.weight_files:
         table, middles = _tensors(path, checkpoint.gguf)
         digest.update(table)

@@ -171,13 +171,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         num_stored_bits = 8 * sum(size for _, size, *_ in states) / num_parameters
         _compare_memory(model, config, num_stored_bits, num_ranks=1 if shards is None else shards.size)
     else:
-        needed = sum(weight.nbytes for weight in model.parameters())
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-        if needed > free:
-            raise OutOfMemoryError(
-                f"the weights take {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free on {device}; use a smaller model, "
-                "or tensor_parallel_size= for several GPUs"
-            )
+        _check_gpu_memory(model, device)
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
@@ -188,6 +182,17 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         shards.join(model, vocab_size)
     model.to(device).eval()
     return model, held, num_parameters
+
+
+def _check_gpu_memory(model: nn.Module, device: torch.device) -> None:
+    """Refuse weights that exceed a GPU's free memory, before they are read. Raises: OutOfMemoryError."""
+    needed = sum(weight.nbytes for weight in model.parameters())
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the weights take {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free on {device}; use a smaller model, "
+            "or tensor_parallel_size= for several GPUs"
+        )
 
 
 def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: float, num_ranks: int) -> None:

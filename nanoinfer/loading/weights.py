@@ -118,7 +118,7 @@ class WeightFiles(Weights):
 
     Args:
         paths: the files.
-        weight_map: the name of the file from which a tensor is read, although other files have a copy. None: no index.
+        weight_map: the index: tensor -> the name of the file from which it is read if several files have it. None: no index.
     """
 
     def __init__(self, paths: list[Path], weight_map: dict[str, str] | None = None) -> None:

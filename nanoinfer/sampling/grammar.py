@@ -233,8 +233,9 @@ class GrammarCompiler:
 
         seconds = TOKEN_SECONDS + TOKEN_SECONDS_PER_ID * self._vocab_size
         more = TOKEN_SECONDS_PER_ITEM * (limits["max_items_in_row"] - BASE_ITEMS)
-        refuse = partial(self._refuse, params)
-        grammar_state = GrammarState(_Request(make_matcher, end_id, seconds + more, BUDGET_TOKENS * seconds, refuse))
+        most, refuse = max(seconds + more, BUDGET_TOKENS * seconds), partial(self._refuse, params)
+        request = _Request(make_matcher, end_id, token_seconds=seconds + more, most_seconds=most, refuse=refuse)
+        grammar_state = GrammarState(request)
         forbidden = np.empty(self._vocab_size, dtype=np.uint8)
         grammar_state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
         if refusal := grammar_state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
@@ -291,7 +292,7 @@ def _as_text(tokenizer_json: str, vocab_size: int, own_texts: dict[str, str]) ->
 
     llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain. And
     when it encodes a text that contains the name of a special token, it would offer that token instead of the text. So it would
-    with an id that the model lacks, which is from vocab_size on. own_texts: those of the Tokenizer.
+    with an id that the model lacks, which is from vocab_size on. own_texts: as in Tokenizer.
     """
     tokenizer = json.loads(tokenizer_json)
     added, model = tokenizer["added_tokens"], tokenizer["model"]

@@ -18,12 +18,14 @@ MAX_UNIQUE, MAX_ORDERS = 5, 1500  # values whose orders are written out, and ord
 FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())  # llguidance's
 _ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment id".split())
 _MAPS = ("properties", "patternProperties")
+# Keywords whose value is a schema or a list of schemas.
 _HOLDERS = frozenset("items prefixItems additionalItems additionalProperties propertyNames allOf oneOf anyOf".split())
 _TYPES = {"string": str, "integer": int, "number": int, "boolean": bool, "null": type(None)}
+# The type that a keyword's value must have before it is read here.
 _KINDS = dict.fromkeys(_MAPS, dict) | dict.fromkeys(("required", "anyOf", "enum"), list) | {"maxProperties": int}
 _UNENFORCED = dict.fromkeys("not if then else contains dependencies dependentRequired dependentSchemas".split(), "") | {
     "propertyNames": " other than an enum or a pattern, or beside properties",  # in which uses it cannot be enforced
-    "uniqueItems": f" over items other than the values of an enum, at most {MAX_UNIQUE}",
+    "uniqueItems": f" over items other than the values of an enum, at most {MAX_UNIQUE}, or in more than a dozen such arrays",
 }
 # An escaped character, a class of characters, or what llguidance cannot follow.
 _REGEX_PART = re.compile(r"\\[^bB<>1-9k]|\[\^?\]?(?:\\.?|[^\]\\])*(?:\]|\Z)|(?P<looks>\(\?<?[=!]|\\[bB<>1-9k])", re.DOTALL)
@@ -54,6 +56,8 @@ def _check_size(place: str, value: object, depth: int = 0) -> None:
 
 
 class _Rewriter:
+    """Rewrites a schema in place, and remembers the parts that were visited and why they are refused."""
+
     def __init__(self, place: str, root: dict[str, Any]) -> None:
         self.place, self.root, self.num_orders = place, root, 0
         self.refusals: dict[int, InvalidValueError | None] = {}  # by the id of a part that was visited
@@ -80,7 +84,7 @@ class _Rewriter:
             schema["properties"] = named | dict.fromkeys(map(str, schema.get("required", ())), True) | named
         if "propertyNames" in schema:
             self.write_out_names(schema)
-        if "uniqueItems" in schema and self.num_orders < MAX_ORDERS:
+        if "uniqueItems" in schema:
             self.write_out_items(schema)
         unenforced = {keyword: _UNENFORCED[keyword] for keyword in sorted(schema.keys() & _UNENFORCED.keys())}
         patterns = [*schema.get("patternProperties", ()), str(schema.get("pattern", ""))]
@@ -120,7 +124,7 @@ class _Rewriter:
         names = given if isinstance(given := schema["propertyNames"], dict) else {} if given is True else {"not": {}}
         said = names.keys() - _ANNOTATIONS - ({"type"} if names.get("type") == "string" else set())
         keys = [re.escape(key) for key in self.values(names) if isinstance(key, str)]
-        if said:  # what a name's pattern leaves to a format is an annotation
+        if said:  # a format beside the pattern is an annotation
             pattern = f"^(?:{'|'.join(keys)})$" if keys else str(names["pattern"]) if said - {"format"} == {"pattern"} else ""
             if not pattern or schema.keys() & {*_MAPS}:
                 return
@@ -134,10 +138,16 @@ class _Rewriter:
         values = self.values(schema.get("items"))
         if schema["uniqueItems"] is False:
             del schema["uniqueItems"]
-        elif schema.get("type") == "array" and 0 < len(values) <= MAX_UNIQUE and not schema.keys() & {"prefixItems", "allOf"}:
+        elif (
+            self.num_orders < MAX_ORDERS
+            and schema.get("type") == "array"
+            and 0 < len(values) <= MAX_UNIQUE
+            and not schema.keys() & {"prefixItems", "allOf"}
+        ):
             orders = [{"type": "array", "items": [{"const": value} for value in order]} for order in permutations(values)]
             self.num_orders += len(orders)
-            schema["allOf"] = [{"type": "array", "maxItems": len(values), "anyOf": orders}]  # a shorter list begins one
+            # A shorter list is the beginning of an order.
+            schema["allOf"] = [{"type": "array", "maxItems": len(values), "anyOf": orders}]
             del schema["uniqueItems"], schema["items"]
 
     def values(self, schema: Any) -> list[Any]:
@@ -151,7 +161,7 @@ class _Rewriter:
         return [*{json.dumps(value): value for value in values}.values()] if is_plain else []
 
     def target(self, reference: object) -> tuple[Any, str]:
-        """Return what a reference such as #/$defs/A names, and its place. None: it is for llguidance to find or refuse."""
+        """Return what a reference such as #/$defs/A names, and its place. None: not found here, but perhaps by llguidance."""
         part: Any = self.root
         start, *names = [name.replace("~1", "/").replace("~0", "~") for name in unquote(str(reference)).split("/")]
         for name in names:

@@ -211,6 +211,7 @@ class Scheduler:
             self.waiting.remove(seq)
         self._free(seq)
         seq.status = SequenceStatus.FINISHED
+        seq.as_decode = None  # it refers to the sequence, whose memory would wait for the garbage collector
 
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
         """Return the number of tokens up to the next multiple of the chunk grid or the sequence's end.

@@ -205,7 +205,7 @@ def refused_format(message: str, field: str) -> RequestError | None:
     elif not message.startswith("tools["):
         return None
     param = field.partition(".")[0] if named.startswith(field) else subject(message)
-    return RequestError(400, named[:MAX_MESSAGE], param=param)  # other paths are the client's, such as a regex
+    return RequestError(400, named[:MAX_MESSAGE], param=param)  # a path in it is the client's own, such as a regex
 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = "") -> Response:

@@ -82,7 +82,7 @@ class RequestLimits:
             refused = error_response(error.status_code, error.detail, code=error.code, path=scope["path"])
             await refused(scope, receive, send_with_id)
         else:
-            if scope["method"] == "HEAD":  # answered like GET, and the HTTP server, which has the first scope, omits the body
+            if scope["method"] == "HEAD":  # answered like GET. By the method in its own scope uvicorn leaves the body out
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive_limited, send_with_id)
 
@@ -124,7 +124,7 @@ class StrictRequest(Request):
         self._model = model
 
     async def body(self) -> bytes:
-        """Return the body. FastAPI does not pass an empty body to json(), which refuses it, so it becomes a space."""
+        """Return the body, or a space if it is empty, because FastAPI calls json(), which refuses it, only for a body."""
         return await super().body() or b" "
 
     async def json(self) -> Any:

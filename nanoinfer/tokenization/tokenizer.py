@@ -145,9 +145,8 @@ def add_ends(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) 
     if backend.post_processor is not None:
         probe.post_processor = backend.post_processor
     encoding = probe.encode("a")
-    parts: list[Any] = [
-        *zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
-    ]  # ("a", 0, 0), ("</s>", 2, 1)
+    # (text, id, whether the post-processor added it), such as ("a", 0, 0), ("</s>", 2, 1)
+    parts: list[Any] = list(zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True))
     if bos is not None and not parts[0][2]:
         parts.insert(0, (bos, backend.token_to_id(bos), 1))
     if eos is not None and not parts[-1][2]:
@@ -213,7 +212,7 @@ class Tokenizer:
 
     Attributes:
         hf: the tokenizer of transformers.
-        own_texts: added tokens whose characters also stand for bytes, as byte-level tokenizers spell their text.
+        own_texts: the text of an added token whose characters a byte-level decoder takes for bytes -> its byte-level spelling.
         backend: a copy of the tokenizers library's object inside hf. Truncation and padding are its state, so without a copy a
             user's call of `hf` with truncation=True would truncate later prompts. The copy keeps the space of a first token: an
             answer continues a prompt, so the space is a part of its text.

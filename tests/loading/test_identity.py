@@ -1,5 +1,6 @@
 """Other weights in any tensor have another digest, although only some pages are read."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def test_tensors_with_each_others_names_have_another_digest(qwen3):
     assert swapped != header
     path.write_bytes(size + swapped + data)
     assert digest(qwen3) != first
+
+
+def test_an_index_that_gives_a_tensor_to_another_shard_changes_the_digest(qwen3):
+    tensors = load_file(qwen3 / "model.safetensors")
+    (qwen3 / "model.safetensors").unlink()
+    name = next(iter(tensors))
+    save_file(tensors, qwen3 / "a.safetensors", {"format": "pt"})
+    save_file({name: tensors[name] + 1}, qwen3 / "b.safetensors", {"format": "pt"})
+
+    def digest_with(shard):
+        weight_map = dict.fromkeys(tensors, "a.safetensors") | {"moved": "b.safetensors", name: shard}
+        (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return digest(qwen3)
+
+    assert digest_with("a.safetensors") != digest_with("b.safetensors")
 
 
 def test_no_more_than_the_most_pages_are_read_and_they_come_from_all_files(qwen3, monkeypatch):

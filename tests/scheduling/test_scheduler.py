@@ -1,5 +1,8 @@
 """Who runs: by hand, then the state machine of machines.py, which checks the rules at every step of random loads."""
 
+import gc
+import weakref
+
 import pytest
 
 from nanoinfer.config import SchedulerConfig
@@ -114,6 +117,22 @@ def test_finishing_twice_or_before_running_frees_everything_once():
         scheduler.finish(seq)
     assert scheduler.num_unfinished == 0
     assert scheduler.block_manager.num_free_blocks == 64
+
+
+def test_nothing_refers_to_a_finished_sequence_so_its_memory_needs_no_garbage_collector():
+    scheduler = make()
+    scheduler.add(seq := sequence("a", 4))
+    while seq.num_output_tokens < 3:
+        step(scheduler)
+    scheduler.finish(seq)
+    seq.sampling_state = type("Kept", (), {})()  # a sequence itself has no weak references
+    remembered = weakref.ref(seq.sampling_state)
+    gc.disable()
+    try:
+        del seq
+        assert remembered() is None
+    finally:
+        gc.enable()
 
 
 def test_a_sequence_that_can_never_fit_is_the_callers_mistake():

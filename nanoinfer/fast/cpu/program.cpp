@@ -37,7 +37,7 @@ class Team {
     typedef std::function<void(Member&)> Job;
 
     // Do a job. While another thread has the team, the caller does it alone: it waits for nobody, and the bits are the same.
-    // Returns whether the system has started fewer threads: they do the job.
+    // Returns true if the system has started fewer threads, which then do the whole job.
     bool run(int num_wanted, const Job& job) {
         std::unique_lock lock(in_use_, std::try_to_lock);
         if (!lock) return Team().run(1, job);

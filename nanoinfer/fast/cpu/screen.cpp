@@ -156,7 +156,7 @@ void compute(const ScreenCall& call, const Batch& batch, const Rounded& rows, in
     }
 }
 
-// The k-th largest number. Without memory to find it -infinity, which every number reaches.
+// The k-th largest number. Without memory to find it, it is -infinity, which every number reaches.
 float kth_largest(const float* numbers, int64_t num, int64_t k) try {
     if (k > num) return -INFINITY;
     if (k == 1) return *std::max_element(numbers, numbers + num);

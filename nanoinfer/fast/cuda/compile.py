@@ -122,7 +122,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Mer
             trace.graph.erase_node(factor)
             return GatedLinear(gate_up)
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
-        return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
+        return AddedLinear(module.linears[0], in_place=_is_last_use(trace, residual, node))
     merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
     return None if merged is None else FewRowsLinear(merged)
 

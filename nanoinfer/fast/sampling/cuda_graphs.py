@@ -73,10 +73,9 @@ class SamplerGraphs(Route):
             self._columns["u"][: len(logits)] = batch.u
         if names and self._filled is not batch.columns:
             self._filled = batch.columns
-            for name, (_, off) in _INPUTS.items():
-                column = getattr(batch.columns, name, None)  # None also for "u"
-                if name != "u":
-                    self._columns[name][: len(logits)] = off if column is None else column
+            for name in _INPUTS.keys() - {"u"}:
+                column, (_, off) = getattr(batch.columns, name), _INPUTS[name]
+                self._columns[name][: len(logits)] = off if column is None else column
 
     def _draw(self, size: int, names: tuple[str, ...]) -> Int[Tensor, " size"]:
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
