@@ -7,7 +7,8 @@ A prompt that is only too long for the engine raises no error. Its result has fi
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 
 TRY_LATER = "try again later"  # the end of an error that is neither the request's nor the server's fault
@@ -71,6 +72,18 @@ class OutOfMemoryError(NanoinferError, MemoryError):
 
 class OutOfThreadsError(NanoinferError, RuntimeError):
     """The system starts no more threads for this process."""
+
+
+MORE_THREADS = "raise the limit of processes (a container's pids limit, ulimit -u), or lower OMP_NUM_THREADS"
+
+
+@contextmanager
+def starting_threads() -> Iterator[None]:
+    """Raise OutOfThreadsError where Python cannot start a thread."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutOfThreadsError(f"the system starts no more threads; {MORE_THREADS}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

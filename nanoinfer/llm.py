@@ -308,7 +308,7 @@ class LLM:
             if not has_tokenizer:
                 given.pop("stop", None)
             params = SamplingParams(**{"max_tokens": None} | given, detokenize=has_tokenizer)
-            params.max_tokens = params.max_tokens or max(params.min_tokens, SamplingParams.max_tokens)
+            params.max_tokens = params.max_tokens or max(params.min_tokens, 16)  # 16 is the default of SamplingParams
             if params.bad_words:
                 self.engine.inputs.prepare([0], params)  # refuses ids that the model lacks
             self._default_params = params

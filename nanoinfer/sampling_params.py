@@ -400,6 +400,8 @@ def over_default(default: SamplingParams, **given: object) -> SamplingParams:
     """Return a checkpoint's default with a request's parameters. The request's max_tokens wins over the default min_tokens."""
     if isinstance(most := given.get("max_tokens"), int):
         given.setdefault("min_tokens", min(default.min_tokens, most))
+    if given.get("structured_outputs") is not None:
+        given.setdefault("no_repeat_ngram_size", 0)  # it would forbid what the structure needs
     return replace(default, **given)  # type: ignore[arg-type]
 
 

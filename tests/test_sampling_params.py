@@ -229,6 +229,13 @@ def test_a_requests_max_tokens_wins_over_the_min_tokens_of_the_checkpoint():
         over_default(default, max_tokens=5, min_tokens=6)
 
 
+def test_a_structured_answer_may_repeat_what_the_checkpoint_would_forbid():
+    default, structured = SamplingParams(no_repeat_ngram_size=1), StructuredOutputsParams(regex="(ab ){6}")
+    assert over_default(default, structured_outputs=structured).no_repeat_ngram_size == 0
+    assert over_default(default, structured_outputs=structured, no_repeat_ngram_size=2).no_repeat_ngram_size == 2
+    assert over_default(default, structured_outputs=None).no_repeat_ngram_size == 1
+
+
 def test_stop_strings_without_text_are_refused_and_no_stop_strings_are_not():
     with pytest.raises(InvalidValueError, match=r"stop=\('END',\) needs text, but detokenize=False; use stop_token_ids"):
         SamplingParams(stop="END", detokenize=False)

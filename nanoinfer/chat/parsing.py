@@ -189,7 +189,7 @@ class ChatParser:
             self._parse_next = self._parse_arguments
             return True
         body, end, rest = self._buffer.partition(END_TOOL_CALL)
-        may_have_calls = not is_first or body.lstrip()[:1] in ("", "{", "[")
+        may_have_calls = not is_first or _BETWEEN_CALLS.sub("", body, count=1)[:1] in ("", "{")
         if may_have_calls and not end and not self._is_last:
             return False
         calls, unread = _read_calls(body if is_first else _without_rest_of_object(body)) if may_have_calls else ([], "")

@@ -72,32 +72,35 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
     def as_parts(text: str) -> object:
         return [{"type": "text", "text": text}]
 
-    def reads_parts(role: str, arguments: dict[str, Any]) -> bool:
-        """Whether the template writes a content of the role only if it is a list of parts, found with a text of ours."""
+    def reads_parts(index: int, arguments: dict[str, Any]) -> bool:
+        """Whether the template writes contents of a message's role only as lists of parts, found with a text of ours."""
+        role, probe = str(arguments["conversation"][index].get("role")), "40417"
         key = tokenizer.get_chat_template(arguments["chat_template"], tools=arguments.get("tools")), role
-        if key in known:
-            return known[key]
-        probe = "Does the template write this?"
 
-        def writes(content: Callable[[str], object]) -> bool:
-            message, question = {"role": role, "content": content(probe)}, {"role": "user", "content": content("?")}
-            around = {"user": [message], "system": [message, question], "developer": [message, question]}
-            probing = arguments | {"conversation": around.get(role, [question, message]), "continue_final_message": False}
+        def writes(as_content: Callable[[str], object], as_others: Callable[[str], object]) -> bool:
+            texts = ((other, other.get("content")) for other in arguments["conversation"])
+            messages = [other | {"content": as_others(text)} if isinstance(text, str) else other for other, text in texts]
+            messages[index] = messages[index] | {"content": as_content(probe)}
             with suppress(Exception):  # a template may raise anything
-                return probe in tokenizer.apply_chat_template(**probing, tokenize=False)
+                probing = arguments | {"conversation": messages, "continue_final_message": False}
+                text = tokenizer.apply_chat_template(**probing, tokenize=False)
+                return probe in text and not any(listed in text for listed in ("'type': 'text'", '"type": "text"'))
             return False
 
         if len(known) > 100:  # a request may bring its own template
             known.clear()
-        known[key] = not writes(str) and writes(as_parts)
-        return known[key]
+        for forms in ((str, str), (as_parts, str), (as_parts, as_parts)) if key not in known else ():
+            if writes(*forms):  # otherwise the template refuses these messages, but perhaps not others
+                known[key] = forms[0] is as_parts
+                break
+        return known.get(key, False)
 
     def reply(request: bytes) -> dict[str, str]:
         try:
             tokenizer.chat_template, arguments = json.loads(request)
-            for message in arguments["conversation"]:
-                content, role = message.get("content"), str(message.get("role"))
-                if isinstance(content, str) and reads_parts(role, arguments):
+            for index, message in enumerate(arguments["conversation"]):
+                content = message.get("content")
+                if isinstance(content, str) and reads_parts(index, arguments):
                     message["content"] = as_parts(content)
             text = tokenizer.apply_chat_template(**arguments, tokenize=False)
         except MemoryError:

@@ -16,8 +16,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.errors import first_line
-from nanoinfer.system.work_threads import starting_threads
+from nanoinfer.errors import first_line, starting_threads
 
 logger = logging.getLogger(__name__)
 

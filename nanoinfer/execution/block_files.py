@@ -31,7 +31,7 @@ from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError, first_line, starting_threads
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
@@ -44,7 +44,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
 from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
-from nanoinfer.system.work_threads import ThreadPool, starting_threads
+from nanoinfer.system.work_threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 

@@ -107,7 +107,7 @@ class Checkpoint:
         samples = given.get("do_sample")
         if not isinstance(samples, bool | None):
             raise CheckpointError(f"do_sample must be true or false, got {shown(samples)}")
-        defaults = {ours: given[theirs] for theirs, ours in _DEFAULTS.items() if given.get(theirs) is not None}
+        defaults = {ours: given[theirs] for theirs, ours in _DEFAULTS.items() if given.get(theirs) not in (None, "", [""])}
         return defaults | ({"temperature": 0.0} if samples is False else {})
 
     def settings_not_applied(self) -> str:

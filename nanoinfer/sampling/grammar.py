@@ -35,7 +35,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CHARACTERS = 2**16  # characters of a schema, a regular expression, all choices, or a grammar
+MAX_CHARACTERS = 2**17  # characters of a schema, a regular expression, all choices, or a grammar
 MAX_KEPT = 128  # the number of grammars that need no second trial
 MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # limits of a trial: processor seconds, memory
@@ -192,7 +192,7 @@ class GrammarState:
             reason = self._refusal if self._lacks_states else _reason(self._matcher)
         elif self._seconds_left < 0 and not self._matcher.is_stopped():
             milliseconds = 1000 * self._request.token_seconds
-            reason = f"its masks take more than {milliseconds:.2g} ms a token; write it with fewer ways to read a text"
+            reason = f"the masks of its grammar take more than {milliseconds:.2g} ms a token; write fewer ways to read a text"
         else:
             return None
         return f"structured_outputs: {reason}"

@@ -38,7 +38,7 @@ def enforceable(place: str, schema: object, **options: object) -> dict[str, Any]
     """
     _check_size(place, schema)
     root: dict[str, Any] = json.loads(json.dumps(schema))
-    if not isinstance(given := root.get("x-guidance", {}), dict):
+    if not isinstance(given := root.get("x-guidance") or {}, dict):
         raise InvalidValueError(f'{place}.x-guidance must be an object such as {{"lenient": true}}, got {given!r:.99}')
     root["x-guidance"] = given | options
     _Rewriter(place, root).visit(root, place)
@@ -126,7 +126,7 @@ class _Rewriter:
         keys = [re.escape(key) for key in self.values(names) if isinstance(key, str)]
         if said:  # a format beside the pattern is an annotation
             pattern = f"^(?:{'|'.join(keys)})$" if keys else str(names["pattern"]) if said - {"format"} == {"pattern"} else ""
-            if not pattern or schema.keys() & {*_MAPS}:
+            if not pattern or schema.keys() & {*_MAPS} or schema.get("minProperties", 0) not in (0, 1):  # a name may come twice
                 return
             schema |= {"patternProperties": {pattern: schema.get("additionalProperties", True)}, "additionalProperties": False}
             if keys:  # a grammar that requires all of them must end after them

@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.errors import shown
 from nanoinfer.server.errors import RequestError, error_response, invalid_body
 from nanoinfer.server.listen import is_allowed
 from nanoinfer.server.settings import ServerSettings
@@ -32,6 +31,7 @@ MAX_HEADER_BYTES, MAX_URL_BYTES = 2**15, 2**13
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
 FILE = "application/octet-stream"
+CODINGS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # of a body that is compressed
 _REQUEST_ID = re.compile(r"[!-~]{1,200}")  # a client's X-Request-Id that the response repeats. Others get a new one
 
 
@@ -150,7 +150,8 @@ class StrictRequest(Request):
 
 def _parse(body: bytes, model: type[M]) -> M:
     body = body.removeprefix(BOM_UTF8)  # a parser may ignore it (RFC 8259)
-    if got := "an empty body" if not body.strip() else "UTF-16 or UTF-32" if 0 in body[:4] else "":
+    is_packed = body.startswith(b"\x1f\x8b")
+    if got := "nothing" if not body.strip() else "gzip" if is_packed else "UTF-16 or UTF-32" if 0 in body[:4] else "":
         raise RequestError(400, f"the body must be a JSON object in UTF-8, got {got}")
     if len(body) > LARGE:
         for kind, num, most in zip(
@@ -160,7 +161,8 @@ def _parse(body: bytes, model: type[M]) -> M:
                 raise RequestError(400, f"the body has {num} {kind}; at most {most} are read")
     try:
         if not isinstance(value := from_json(body, allow_inf_nan=False), dict):
-            raise RequestError(400, f"the body must be one JSON object, got {shown(value)}; send each request on its own")
+            way_out = "; send each request on its own" if isinstance(value, list) else ""
+            raise RequestError(400, f"the body must be one JSON object, got {body[:60].decode(errors='replace')}{way_out}")
         return model.model_validate(value)
     except ValidationError as error:
         raise invalid_body(error) from error
@@ -194,8 +196,8 @@ class StrictRoute(APIRoute):
             if request.method == "POST" and kind not in kinds:  # a page of any origin may send text/plain and forms
                 allowed = " or ".join(f"Content-Type: {name}" for name in kinds)
                 raise RequestError(415, f"the body must be JSON, with {allowed}, got {kind[:100]!r}")
-            if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-                raise RequestError(415, f"a body with Content-Encoding: {coding[:100]} is not read; send it uncompressed")
+            if (coding := request.headers.get("content-encoding", "").strip().lower()) in CODINGS:
+                raise RequestError(415, f"a body with Content-Encoding: {coding} is not read; send it uncompressed")
             return await handler(StrictRequest(request.scope, request.receive, model))
 
         return strict

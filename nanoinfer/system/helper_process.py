@@ -14,8 +14,7 @@ from collections.abc import Callable
 from threading import Lock, Timer
 from typing import Any
 
-from nanoinfer.errors import HelperProcessError, QueueFullError
-from nanoinfer.system.work_threads import starting_threads
+from nanoinfer.errors import HelperProcessError, QueueFullError, starting_threads
 
 MAX_ATTEMPTS = 2
 MAX_START_SECONDS = 30.0

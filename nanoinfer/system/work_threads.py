@@ -4,28 +4,18 @@ In: a function, and whether its request is large. Out: its result, in the event 
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TypeVar
 
-from nanoinfer.errors import OutOfThreadsError
+from nanoinfer.errors import starting_threads
+from nanoinfer.system.process import return_freed_memory
 
 T = TypeVar("T")
 LARGE = 2**14  # a request is large from this many bytes on, and a prompt from this many characters or ids
 NUM_SMALL_THREADS = 4
 RETURN_SECONDS = 1.0  # seconds after a large request until freed memory is returned to the system
-
-WAY_OUT = "raise the limit of processes (a container's pids limit, ulimit -u), or lower OMP_NUM_THREADS"
-
-
-@contextmanager
-def starting_threads() -> Iterator[None]:
-    """Raise OutOfThreadsError where Python cannot start a thread."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OutOfThreadsError(f"the system starts no more threads; {WAY_OUT}") from error
 
 
 class ThreadPool(ThreadPoolExecutor):
@@ -61,8 +51,6 @@ class WorkThreads:
             asyncio.get_running_loop().call_later(RETURN_SECONDS, self._return_memory)
 
     def _return_memory(self) -> None:
-        from nanoinfer.system.process import return_freed_memory  # imports torch
-
         self._is_return_planned = False
         with suppress(RuntimeError):  # close() has been called
             self._large.submit(return_freed_memory)

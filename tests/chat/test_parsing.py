@@ -54,6 +54,7 @@ CASES = {
     "a think tag later is content": ("", "Use <think> and </think>.", ("", "Use <think> and </think>.", [])),
     "a call named in the reasoning": ("", "<think><tool_call></think>\n" + NIGHT, ("<tool_call>", "", [("night", "{}")])),
     "no arguments (vllm #28806)": ("", NIGHT, ("", "", [("night", "{}")])),
+    "a comma before a call": ("", f"{NIGHT.replace('>', '>,', 1)}", ("", "", [("night", "{}")])),
     "arguments are left out": ("", '<tool_call>{"name": "night"}</tool_call>', ("", "", [("night", "{}")])),
     "thinking, content and a call": ("", f"<think>a</think>\n\nb\n\n{WEATHER}", ("a", "b", [("weather", '{"city": "Paris"}')])),
     "two calls": ("", f"{WEATHER}\n{NIGHT}\n", ("", "", [("weather", '{"city": "Paris"}'), ("night", "{}")])),

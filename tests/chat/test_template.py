@@ -73,6 +73,9 @@ PARTS = {
 PARTS["a loop for users only"] = (
     "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
 )
+PARTS["a loop after a system message alone"] = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS["a loop"]
+)
 STRINGS = ["{{ message.content | trim }}", "{% if message.content is string %}{{ message.content }}{% else %}list{% endif %}"]
 
 
@@ -91,6 +94,14 @@ def test_a_content_is_written_whether_the_template_reads_strings_or_lists_of_par
     assert text == "[system]Be brief.[user]How warm?[assistant][tool]12[assistant]It is"
     more = {"add_generation_prompt": False, "continue_final_message": True}
     assert apply_chat_template(tokenizer, chat, template, bos_token="", **more) == text
+
+
+@pytest.mark.parametrize("content", ["content[:10]", "content if messages[0].content | length < 10 else ''"])
+def test_a_template_that_cuts_or_measures_a_string_gets_no_list(tokenizer, content):
+    template = "{% for message in messages %}{{ messages[0]." + content + " }}{% endfor %}"
+    for text in ("How warm?", "How warm is it there?"):
+        expected = text[:10] if "[:10]" in content else text if len(text) < 10 else ""
+        assert apply_chat_template(tokenizer, [{"role": "user", "content": text}], template) == expected
 
 
 def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):

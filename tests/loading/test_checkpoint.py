@@ -325,6 +325,7 @@ def test_defaults_are_generation_configs_by_our_names_and_do_sample_false_is_gre
         ({"temperature": 0.5, "do_sample": True}, {"temperature": 0.5}),
         ({"temperature": 0.5, "do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": False}, {"temperature": 0.0}),
+        ({"min_p": "", "top_k": None}, {}),
     ):
         write_json(folder / "generation_config.json", given | more)
         assert Checkpoint.open(str(folder)).sampling_defaults == ours | defaults

@@ -146,6 +146,10 @@ def test_a_rewritten_schema_allows_what_satisfies_it_and_nothing_else(rule):
     assert json.dumps(schema) == before  # it is the client's
 
 
+def test_no_options_are_none():
+    assert enforceable("json", {"x-guidance": None}, whitespace_flexible=True)["x-guidance"] == {"whitespace_flexible": True}
+
+
 def test_items_that_may_repeat_are_free_after_as_many_sets_as_are_written_out():
     sets = {f"p{number}": array(1, 2, 3, 4, 5) for number in range(13)}
     free = array(1, 2) | {"uniqueItems": False}
@@ -171,6 +175,7 @@ REFUSED = {
     "look-around in a name": ({"patternProperties": {"(?<=a)": {}}}, "json", '"patternProperties" with look-around'),
     "names by look-around": ({"propertyNames": LOOKS}, "json.propertyNames", '"pattern" with look-around'),
     "names of a format": ({"propertyNames": {"format": "date"}}, "json", '"propertyNames" other than'),
+    "two names of an enum": (KEYED | {"propertyNames": COLOR, **WITH_COLOR, "minProperties": 2}, "json", "propertyNames"),
     "names and properties": (CLOSED | {"propertyNames": {"enum": ["a"]}}, "json", "beside properties"),
     "definition": (
         {"properties": {"x": {"$ref": "#/$defs/a~1b"}}, "$defs": {"a/b": {"items": LOOKS}}},

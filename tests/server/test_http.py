@@ -110,20 +110,21 @@ def test_a_body_that_is_no_json_object_in_utf_8_is_refused_by_what_it_is(server,
         return client.post(path, content=content, headers=given)
 
     for content, words in [
-        (b"", "the body must be a JSON object in UTF-8, got an empty body"),
-        (b" \r\n", "got an empty body"),
-        (iter([b""]), "got an empty body"),  # chunked
+        (b"", "the body must be a JSON object in UTF-8, got nothing"),
+        (b" \r\n", "got nothing"),
+        (iter([b""]), "got nothing"),  # chunked
         (text.encode("utf-16"), "got UTF-16 or UTF-32"),
         (text.encode("utf-16-be"), "got UTF-16 or UTF-32"),
         (text.encode("utf-32"), "got UTF-16 or UTF-32"),
-        (f"[{text}]".encode(), f"the body must be one JSON object, got [{body!r}]"),
-        (b"null", "the body must be one JSON object, got None"),
-        (b'"x"', "got 'x'"),
+        (f"[{text}]".encode(), f"the body must be one JSON object, got [{text}"[:90]),
+        (b"null", "the body must be one JSON object, got null"),
+        (b'"x"', 'got "x"'),
+        (gzip.compress(text.encode()), "got gzip"),
     ]:
         refused = answer(content)
         assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True), refused.text
     refused = answer(gzip.compress(text.encode()), Content_Encoding="gzip")
     assert (refused.status_code, "Content-Encoding: gzip is not read" in refused.json()["error"]["message"]) == (415, True)
-    for accepted in (answer(text.encode("utf-8-sig")), answer(text.encode(), Content_Encoding="identity")):
+    for accepted in (answer(text.encode("utf-8-sig")), answer(text.encode(), Content_Encoding="utf-8")):
         assert accepted.status_code == 200
     client.close()

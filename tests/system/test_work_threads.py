@@ -54,7 +54,7 @@ def test_one_thread_works_on_large_requests_and_several_on_small_ones(is_large):
 
 def test_memory_is_returned_once_after_several_large_requests(monkeypatch):
     returned = []
-    monkeypatch.setattr("nanoinfer.system.process.return_freed_memory", lambda: returned.append(1))
+    monkeypatch.setattr("nanoinfer.system.work_threads.return_freed_memory", lambda: returned.append(1))
 
     async def main(threads):
         loop = asyncio.get_running_loop()

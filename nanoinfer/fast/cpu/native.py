@@ -254,6 +254,8 @@ def find_compiler() -> Compiler:
         raise UnsupportedError(
             f"CXX must be a compiler and its options, as in a shell, got {os.environ['CXX']!r}: {error}"
         ) from error
+    if option := next(filter(CHANGING_BITS.fullmatch, given[1:]), None):
+        raise UnsupportedError(f"{option} in CXX changes the bits of results, which are those of all machines; leave it out")
     for name, *options in [given] if given else [["g++"], ["clang++"], ["c++"]]:
         path = shutil.which(name)
         if path is None:
@@ -269,11 +271,10 @@ def find_compiler() -> Compiler:
 @cache
 def _examine(path: str, *given: str) -> Compiler:
     """Let a compiler print its macros. It needs its headers for that, which some installations lack."""
-    if option := next(filter(CHANGING_BITS.fullmatch, given), None):
-        raise UnsupportedError(f"{option} changes the bits of results, which must be those of other machines; leave it out")
     names_target = any(option.startswith(("-march=", "-mcpu=")) for option in given)
     for target in ((),) if names_target else TARGETS:
-        options = (path, *OPTIONS, *target, *given)  # the last one of a kind counts
+        # The last option of a kind counts. The given words stay first, too: a compiler may be among them, as in "ccache g++".
+        options = (path, *given, *OPTIONS, *target, *(option for option in given if option.startswith(("-m", "-O", "-std="))))
         try:
             return Compiler(options, _run([*options, "-E", "-dM", "-include", "cstdint", "-x", "c++", os.devnull]))
         except UnsupportedError as error:

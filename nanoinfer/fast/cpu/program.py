@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.errors import OutOfMemoryError
+from nanoinfer.errors import MORE_THREADS, OutOfMemoryError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.threads import num_threads
-from nanoinfer.system.work_threads import WAY_OUT
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def _explain(state: int) -> None:
     """Raise an error or log a line, for what a program returned (program.cpp). Raises: OutOfMemoryError."""
     if state == 1:
         raise OutOfMemoryError("memory ran out in a step; lower max_num_batched_tokens or kv_cache_memory, or raise ulimit -v")
-    logger.warning("the kernels have fewer than %d threads, because the system starts no more; %s", num_threads(), WAY_OUT)
+    logger.warning("the kernels have fewer than %d threads, because the system starts no more; %s", num_threads(), MORE_THREADS)
 
 
 def _address_of(array: Tensor | ctypes.Structure | None) -> int:

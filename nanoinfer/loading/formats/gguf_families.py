@@ -266,11 +266,16 @@ def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, objec
 
 def _rope(file: GGUFFile, head_dim: object) -> dict[str, object]:
     """Return rope_parameters. As in llama.cpp, a factor without a type is that of a linear scaling, and 0 scales nothing."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
+    base, kind = file.get("rope.freq_base", 10_000.0), file.get("rope.scaling.type", "linear")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(base)}
     prefix, known = f"{file.architecture}.rope.", _ROPE | ({"freq_base_swa"} if file.architecture == "gemma3" else set())
-    if unknown := {key for key in file.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in known}:
+    if kind == "none":
+        known |= {f"scaling.{key}" for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier")}
+    neutral = {f"{prefix}scaling.attn_factor": 1, f"{prefix}freq_base_swa": base}  # values that change nothing
+    given = {key for key in file.metadata if key.startswith(prefix) and file.metadata[key] != neutral.get(key)}
+    if unknown := {key for key in given if key.removeprefix(prefix) not in known}:
         raise UnsupportedError(f"{first_ten(sorted(unknown))} in {file.path} is not supported")
-    kind, factor = file.get("rope.scaling.type", "linear"), file.get("rope.scaling.factor", file.get("rope.scale_linear"))
+    factor = file.get("rope.scaling.factor", file.get("rope.scale_linear"))
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(f"{prefix}scaling.type={shown(kind)} in {file.path} is not supported; none, linear and yarn are")
     if kind != "none" and factor not in (None, 0, 1):

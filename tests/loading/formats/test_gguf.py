@@ -328,6 +328,8 @@ FACTORS = [  # as llama.cpp's load_hparams reads them
     ({"scaling.type": "linear"}, ("default", None)),
     ({"scaling.type": "yarn"}, ("default", None)),
     ({"scale_linear": 1.0, "dimension_count": 16, "scaling.finetuned": True}, ("default", None)),
+    ({"scaling.attn_factor": 1.0, "freq_base": 5e5, "freq_base_swa": 5e5}, ("default", None)),  # they say nothing
+    ({"scaling.type": "none", "scaling.yarn_log_multiplier": 0.1}, ("default", None)),
 ]
 
 
@@ -352,7 +354,7 @@ def test_a_file_with_the_old_key_of_a_linear_scaling_has_transformers_logits(tmp
     [
         ({"scaling.type": "longrope"}, r"llama\.rope\.scaling\.type='longrope' in .*; none, linear and yarn are"),
         ({"scaling.attn_factor": 1.2}, r"llama\.rope\.scaling\.attn_factor in .* is not supported"),
-        ({"scaling.type": "none", "scaling.yarn_log_multiplier": 0.1}, r"yarn_log_multiplier in .* is not supported"),
+        ({"scaling.type": "linear", "scaling.yarn_log_multiplier": 0.1}, r"yarn_log_multiplier in .* is not supported"),
         ({"freq_base_swa": 1e6}, r"llama\.rope\.freq_base_swa in .* is not supported"),
         ({"dimension_count_swa": 8}, r"rotates 8 of the 16 numbers of a head"),
     ],
