@@ -45,6 +45,7 @@ NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the proce
 HOLD_SECONDS_PER_STREAM = 0.001
 MAX_HOLD_SECONDS = 0.05
 POLL_SECONDS = 0.02  # seconds between two checks whether all requests have ended
+REFUSAL_SECONDS = 0.25  # the wait before a grammar that has failed is refused again
 
 T = TypeVar("T")
 
@@ -173,7 +174,11 @@ class AsyncLLM:
         self._streams[stream.request_id] = stream
         try:
             stream.prepared = await self.threads.run(prepare, is_large=is_large)
-            self.engine.inputs.check_grammar(stream.prepared.params)  # clients repeat a grammar that has failed
+            try:
+                self.engine.inputs.check_grammar(stream.prepared.params)
+            except InvalidValueError:  # clients repeat such requests at once, and many in a row would slow the engine's thread
+                await asyncio.sleep(REFUSAL_SECONDS)
+                raise
             if stream.prepared.params.structured_outputs is not None:
                 compile_grammar = self.engine.inputs.compile_grammar
                 stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_grammar, stream.prepared)

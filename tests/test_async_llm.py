@@ -58,6 +58,21 @@ async def submit(async_llm, prompt, its_params, request_id=None, priority=0):
     return await async_llm.submit(prepare, num_answers=its_params.n, request_id=request_id)
 
 
+def test_a_grammar_that_has_failed_is_refused_after_a_wait_since_clients_repeat_it(monkeypatch):
+    waits, sleep = [], asyncio.sleep
+    form = StructuredOutputsParams(regex="a")
+
+    async def scenario(async_llm):
+        async_llm.engine.inputs._grammars._refuse(form, "a limit")
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, waits.append(seconds)))
+        with pytest.raises(InvalidValueError, match="it has just reached a limit"):
+            await submit(async_llm, "x", SamplingParams(structured_outputs=form))
+        assert waits == [async_llm_module.REFUSAL_SECONDS]
+        monkeypatch.undo()
+
+    serve(scenario)
+
+
 async def final(async_llm, prompt, params):
     async for output in async_llm.generate(prompt, replace(params, output_kind="final_only")):
         result = output

@@ -261,7 +261,7 @@ def test_a_batch_has_the_clients_error_too(monkeypatch):
         async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24)
         try:
             app = create_app(async_llm, ServerSettings(served_model_name=("tiny-qwen3",)))
-            request = BatchRequest(custom_id="one", method="POST", url=CHAT, body=limited(CHAT, 30))
+            request = BatchRequest(custom_id="one", method="POST", url=CHAT, body=limited(CHAT, 450))
             return await answer_of_batch(app, request, 0)
         finally:
             await async_llm.shutdown()
@@ -276,7 +276,7 @@ def test_a_lack_of_lexer_states_is_429_and_a_row_without_tokens_stays_500(server
     monkeypatch.setattr(grammar, "FIRST_STATES", 150)
     monkeypatch.setattr(grammar._LexerStates, "_num_left", 0)
     for _ in range(2):  # not refused later
-        response = server.post(COMPLETIONS, limited(COMPLETIONS, 40))
+        response = server.post(COMPLETIONS, limited(COMPLETIONS, 460))
         assert response.status_code == 429
         assert "600 lexer states are more than other running grammars leave" in response.json()["error"]["message"]
     response = server.post(
