@@ -20,10 +20,6 @@ SAME = {
         "eight_bits",
         "line 3: (groups / scales.unsqueeze(2)).round() + 128 -> (groups / scales.unsqueeze(2)).round() - 128",
     ): "-128 and +128 are equal in 8 bits",
-    (
-        "held_text",
-        "line 7: len(self.text) - held -> len(self.text) + held",
-    ): "the loop takes longer, and max() keeps the longest",
     ("ngram_draft", "line 10: self._num_indexed = len(token_ids) -> pass"): "it enters again what it has",
     ("repetition_penalty", "line 11: old > 0 -> old >= 0"): "0 / penalty is 0 * penalty",
     ("stop_string", "line 11: 1 -> 2"): "any number beyond the text will do",
