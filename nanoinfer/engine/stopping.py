@@ -110,12 +110,8 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        # It does not begin in text that was shown, which is certain. So each place is tried until it fails, and not again.
-        start = self._num_shown if self._stops else len(self.text)
-        while start < len(self.text):
-            if self.text[start] in self._firsts:
-                rest = self.text[start:]
-                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
-                    break
-            start += 1
-        return len(self.text) - start
+        for start in range(self._num_shown if self._stops else len(self.text), len(self.text)):  # what was shown is certain
+            rest = self.text[start:]
+            if rest[0] in self._firsts and any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
+                return len(rest)
+        return 0

@@ -93,17 +93,14 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
     The drafts of a sequence follow it, with their own indices.
     """
-    rows: list[tuple[Sequence, int]] = []
+    rows = []
     end = 0
     for item in scheduled:
-        seq = item.sequence
         end += item.num_new_tokens
-        if seq.num_computed_tokens + item.num_new_tokens == len(seq.token_ids) + seq.num_pending_tokens:
-            rows += ((seq, end - 1),)
-            for fork in seq.forks:
-                rows += ((fork, end - 1),)
+        if item.num_new_tokens == item.sequence.num_new_tokens:
+            rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
         for _ in item.draft_token_ids:
-            rows.append((seq, end))
+            rows.append((item.sequence, end))
             end += 1
     return tuple(rows)
 

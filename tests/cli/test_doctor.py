@@ -114,7 +114,7 @@ def test_the_compiler_is_the_one_that_would_be_used(monkeypatch, tmp_path):
     script.chmod(0o755)
     for command, shown in (
         ("/nonexistent", "none: no C++ compiler works (there is no /nonexistent); install g++ or clang++, or name one in CXX"),
-        (f"{script} -m64", f"{script}: version 7 -std=c++17, with -std=c++17 -O3 "),
+        (f"{script} -m64", f"{script}: version 7 -m64, with -m64 -std=c++17 -O3 "),
     ):
         monkeypatch.setenv("CXX", command)
         assert doctor._machine(torch.device("cpu"))["C++ compiler"].startswith(shown)

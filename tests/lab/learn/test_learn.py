@@ -59,8 +59,8 @@ MUTANTS = {
     },
     "held_text": {
         "longest": [
-            ("start = self._num_shown", "start = len(self.text) - 1"),
-            ("start += 1", "start = len(self.text)"),
+            ("range(self._num_shown if", "range(len(self.text) - 1 if"),
+            ("return len(rest)", "return 1"),
         ],
         "proper": [("len(stop) > len(rest)", "len(stop) >= len(rest)")],
         "several": [("for stop in self._stops)", "for stop in self._stops[:1])")],
@@ -296,7 +296,7 @@ OTHERS = {
     ],
     "held_text": [
         (
-            "    return len(self.text) - start",
+            "    return 0",
             "    return max(n for n in range(len(self.text) + 1)"
             " if n == 0 or any(len(s) > n and self.text.endswith(s[:n]) for s in self._stops))",
         )
