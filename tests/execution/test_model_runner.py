@@ -14,6 +14,7 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.fast.cuda.graphs import DecodeGraphs
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
+from tests.helpers import triton_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
