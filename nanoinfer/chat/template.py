@@ -87,13 +87,15 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
                 return probe in text and not any(listed in text for listed in ("'type': 'text'", '"type": "text"'))
             return False
 
+        if key in known:
+            return known[key]
         if len(known) > 100:  # a request may bring its own template
             known.clear()
-        for forms in ((str, str), (as_parts, str), (as_parts, as_parts)) if key not in known else ():
+        for forms in ((str, str), (as_parts, str), (as_parts, as_parts)):
             if writes(*forms):  # otherwise the template refuses these messages, but perhaps not others
                 known[key] = forms[0] is as_parts
-                break
-        return known.get(key, False)
+                return known[key]
+        return False
 
     def reply(request: bytes) -> dict[str, str]:
         try:

@@ -135,7 +135,7 @@ def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
     updates, start = [], 0
     for item in plan.scheduled:
-        seq, stop = item.sequence, start + item.num_new_tokens + len(item.draft_token_ids)
+        seq, stop = item.sequence, start + item.num_packed_tokens
         if seq.state_writes:
             writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
             updates.append(StateUpdate(start, stop, seq.state_slot, writes))

@@ -114,7 +114,7 @@ class SamplingBatch:
     with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> the sequence, for rows with logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
     is_stateful: bool = False  # whether a row may have entries or processors, in any step
-    draws: _Draws | None = None  # what u was computed of. None: all rows are greedy
+    draws: _Draws | None = None  # the seeds and positions from which u was computed. None: all rows are greedy
 
     @classmethod
     def build(
