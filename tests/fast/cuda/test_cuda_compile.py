@@ -211,7 +211,7 @@ class Rotated(nn.Module):
     num_fused = 1
 
     def forward(self, q, k, v, cos, sin, attend):
-        return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
 
 
 class ReadAgain(Rotated):
@@ -299,13 +299,13 @@ def test_one_kernel_with_a_program_for_each_token_rotates_and_stores(in_groups):
         metadata = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(1), DEVICE)
         attend = TritonBackend().begin_step(cache, metadata)
         if in_groups:
-            attend = GroupedAttend(cache, TritonBackend(), (metadata, metadata))
+            other = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(2), DEVICE)
+            attend = GroupedAttend(cache, TritonBackend(), (other, metadata))
         with launched() as launches:
             # the second one could be any function
             out = model(q, k, v, cos, sin, attend if is_fused else lambda *heads, attend=attend: attend(*heads))
         num_programs = [num for name, num in launches if "rotate" in name or "store" in name]
         assert num_programs == ([5] if is_fused else [5, 5, 5])
         found.append([out, *cache.pages])
-    assert found[0][1].isnan().any()  # the key of values that are not finite
-    assert not torch.equal(found[0][1].nan_to_num(), torch.zeros_like(found[0][1]))
+    assert any(pages.isnan().any() for pages in found[0][1:])  # the key of values that are not finite
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5, equal_nan=True)
