@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.attention.triton import TritonBackend
+from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided
@@ -80,16 +80,17 @@ COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings":
 REACH: dict[str, dict[str, str]] = {
     "_rms_norm_kernel": {"x": "grid[0] * SIZE", "weight": "SIZE", "out": "grid[0] * SIZE"},
     "_silu_mul_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
-    "_rotate_kernel": {
-        "x": "(grid[0] - 1) * x_stride + NUM_HEADS * 2 * HALF",
-        "cos": "grid[0] * 2 * HALF",
-        "sin": "grid[0] * 2 * HALF",
-        "out": "grid[0] * NUM_HEADS * 2 * HALF",
-    },
     "_store_kernel": {
-        "k": "(grid[0] - 1) * k_stride + HEADS * HEAD_DIM",
-        "v": "(grid[0] - 1) * v_stride + HEADS * HEAD_DIM",
+        "q": "(grid[0] - 1) * q_stride + HEADS * HEAD_DIM",
+        **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"),
+        **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
+        "k": "(grid[0] - 1) * k_stride + KV_HEADS * HEAD_DIM",
+        "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM",
         "slots": "grid[0]",
+    },
+    "_copy_kernel": {
+        "pages": "grid[0] * layer_size",
+        **dict.fromkeys(("sources", "targets"), "num_copies"),
     },
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
@@ -126,7 +127,7 @@ REACH: dict[str, dict[str, str]] = {
     },
 }
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
+    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
     | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
@@ -152,10 +153,16 @@ class Launch:
             assert tensor.dtype is DTYPES.get(name, dtype), (self.kernel, name, tensor.dtype)
             assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
         for name, formula in REACH[self.kernel].items():
+            if name not in tensors:  # it is optional
+                continue
             reach = eval(formula, {"grid": self.grid, **self.arguments})
             assert reach == extent(tensors[name]), (
                 f"{self.kernel} reads {reach} elements of {name}, which has {extent(tensors[name])}"
             )
+        if self.kernel == "_copy_kernel":  # another thread may write what one reads
+            reads, _, writes = self.compiled.asm["ptx"].partition("bar.sync")
+            assert writes.count("st.global"), "a block is written before all are read"
+            assert "st.global" not in reads, "a block is written before all are read"
 
 
 def extent(tensor: Tensor) -> int:
@@ -221,7 +228,10 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
         attend = TritonBackend().begin_step(cache, batch.attention)
         with torch.inference_mode():
-            model(batch.input_ids.to("meta"), batch.positions.to("meta"), attend)
+            for each in (attend, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the second is no backend's
+                model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
+    blocks = torch.empty(2, dtype=torch.int64, device="meta")
+    copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
     batch_size, vocab_size = 3, COMMON["vocab_size"]
     rows = {name: torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in (*REACH["_draw_kernel"], "greedy")[1:]}
     columns = ParameterColumns(**{name: rows.pop(name) for name in ("greedy", "temperature", "min_p")})

@@ -12,7 +12,7 @@ import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -56,12 +56,13 @@ class KVCache:
         self.layout: Layout = layout
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         shape = (num_blocks, *axes, stored_size(head_dim, dtype))
-        self._pool = [
-            (zeros(shape, dtype, torch.device(device)), zeros(shape, dtype, torch.device(device)))
-            for _ in range(max(len(group.layers) for group in self.groups))
-        ]
-        places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
-        self._layers = [self._pool[places[layer]] for layer in range(num_layers)]
+        num, device = 2 * max(len(group.layers) for group in self.groups), torch.device(device)
+        # All keys and values. On a GPU they are one tensor, so that one kernel copies blocks.
+        self._pool = (
+            [zeros(shape, dtype, device) for _ in range(num)] if device.type == "cpu" else zeros((num, *shape), dtype, device)
+        )
+        places = {layer: 2 * place for group in self.groups for place, layer in enumerate(group.layers)}
+        self._layers = [(self._pool[places[layer]], self._pool[places[layer] + 1]) for layer in range(num_layers)]
 
     @classmethod
     def for_model(
@@ -90,7 +91,7 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """The tensors of all blocks, of the states, and those that are attached."""
-        return [*chain.from_iterable(self._pool), *(() if self.states is None else self.states.tensors), *self.attached]
+        return [*self._pool, *(() if self.states is None else self.states.tensors), *self.attached]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, each in the cache's layout."""
@@ -99,7 +100,7 @@ class KVCache:
     @property
     def pages(self) -> list[Tensor]:
         """The tensors of the blocks, whose first axis counts the blocks. Several layers may share a tensor."""
-        return list(chain.from_iterable(self._pool))
+        return list(self._pool)
 
     @property
     def num_layers(self) -> int:
@@ -127,11 +128,16 @@ class KVCache:
         return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks in every layer, with all (from, to) pairs in one operation."""
-        device = self._pool[0][0].device
+        """Copy whole blocks in every layer. Of all (from, to) pairs, every block is read before one is written."""
+        device = self._pool[0].device
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
-        for pages in self.pages:
-            pages[targets] = pages[sources]
+        if isinstance(self._pool, Tensor) and find_spec("triton"):
+            from nanoinfer.attention.triton import copy_blocks
+
+            copy_blocks(self._pool, sources, targets)
+        else:
+            for pages in self._pool:
+                pages[targets] = pages[sources]
 
 
 class StateCache:

@@ -1,4 +1,4 @@
-r"""Paged attention on a GPU in Triton kernels: store, prefill, decode, merge. triton comes with torch's CUDA build.
+r"""Paged attention on a GPU in Triton kernels: store, prefill, decode, merge, copy. triton comes with torch's CUDA build.
 
 Prefill and decode read pages through the block table, so nothing is gathered first. Both use the running softmax (Milakov and
 Gimelshein 2018, https://arxiv.org/abs/1805.02867, tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135), which reads a
@@ -19,7 +19,7 @@ tile of keys at a time and keeps three values per query of all earlier tiles:
 With a window, both begin at the first key of the window. A sink (dense.py) is an extra key with the value 0, merged at the end.
 
 Decode splits the keys, because a few long sequences with a query each would leave most of the GPU idle. reference.py
-is the plain version of both, and `_over_tiles` below has the formula.
+is the plain version of both, and `_over_tiles` below has the formula. In a compiled model the store also rotates q and k.
 """
 
 import os
@@ -43,27 +43,78 @@ _MAX_SPLITS = 32
 _TILE = 64  # the number of queries, and of keys, in a tile. It is smaller for heads wider than _WIDE, and without tensor cores
 _WIDE = 128
 _MIN_ROWS = 16  # the minimum for a matrix product on tensor cores
+_MIN_COPIES = 64  # copied blocks that a kernel has room for. Few steps have more, for which Triton compiles another kernel
+_COPIED_NUMBERS = 4096  # of a program. They are in registers
+
+# The cos and the sin of each token's angles, [num_tokens, 1, head_dim], and the weight (None: no norm) and the epsilon of norms
+# over the heads of q and of k before their rotation. All are contiguous, in the dtype of q and k.
+Rotation = tuple[Tensor, Tensor, Tensor | None, float, Tensor | None, float]
+
+
+@triton.jit
+def _rotated(x, token, cos, sin, weight, eps, heads, dims, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return a token's heads in fp32, normed if there is a weight, and rotated if there are angles.
+
+    A number becomes number * cos + other * sin, where `other` is the number at its place in (-second half, first half).
+    """
+    dims = dims + heads * 0  # so that all loads divide a tile among the threads alike, which need not exchange numbers then
+    others = (dims + HEAD_DIM // 2) % HEAD_DIM
+    inside = (heads < HEADS) & (dims < HEAD_DIM)
+    number = tl.load(x + heads * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
+    if cos is not None:
+        other = tl.load(x + heads * HEAD_DIM + others, mask=inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            shrink = tl.rsqrt(tl.sum(number * number, 1) / HEAD_DIM + eps)[:, None]
+            number *= tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32) * shrink
+            other *= tl.load(weight + others, mask=inside, other=0.0).to(tl.float32) * shrink
+        c = tl.load(cos + token * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
+        number = number * c + tl.where(dims < HEAD_DIM // 2, -other, other) * s
+        number = number.to(x.dtype.element_ty).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _store_kernel(
-    k, v, k_pages, v_pages, slots, k_stride, v_stride,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    q, k, v, out, k_pages, v_pages, slots, cos, sin, weight, eps, k_weight, k_eps, q_stride, k_stride, v_stride,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token's keys and values per program, as kv_cache.finite_values returns them."""
+    """Copy one token's keys and values per program, as kv_cache.finite_values returns them. With angles, rotate q and k."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    heads = tl.arange(0, HEADS_PADDED)[:, None]
     dims = tl.arange(0, DIM)[None, :]
-    inside = (heads < HEADS) & (dims < HEAD_DIM)
-    columns = heads * HEAD_DIM + dims
-    key = tl.load(k + token * k_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [HEADS_PADDED, DIM]
-    value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # NaN compares as false
-    is_finite = (num_bad == 0)[:, None]
-    where = slot * HEADS * HEAD_DIM + columns
-    tl.store(k_pages + where, tl.where(is_finite, key, float("nan")), mask=inside)
-    tl.store(v_pages + where, tl.where(is_finite, value, 0.0), mask=inside)
+    if cos is not None:
+        heads = tl.arange(0, HEADS_PADDED)[:, None]
+        query = _rotated(q + token * q_stride, token, cos, sin, weight, eps, heads, dims, HEADS, HEAD_DIM)
+        where = (token * HEADS + heads) * HEAD_DIM + dims
+        tl.store(out + where, query.to(out.dtype.element_ty), mask=(heads < HEADS) & (dims < HEAD_DIM))
+    if k is not None:
+        heads = tl.arange(0, KV_HEADS_PADDED)[:, None]
+        inside = (heads < KV_HEADS) & (dims < HEAD_DIM)
+        columns = heads * HEAD_DIM + dims
+        key = _rotated(k + token * k_stride, token, cos, sin, k_weight, k_eps, heads, dims, KV_HEADS, HEAD_DIM)
+        value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # NaN compares as false
+        is_finite = (num_bad == 0)[:, None]
+        where = tl.load(slots + token) * KV_HEADS * HEAD_DIM + columns
+        tl.store(k_pages + where, tl.where(is_finite, key, float("nan")), mask=inside)
+        tl.store(v_pages + where, tl.where(is_finite, value, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_copies"])
+def _copy_kernel(
+    pages, sources, targets, num_copies, layer_size, COPIES: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Copy a tile of all copied blocks, in one layer's keys or values, per program. It reads them all before it writes."""
+    start = pages + tl.program_id(0).to(tl.int64) * layer_size
+    copies = tl.arange(0, COPIES)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    source = tl.load(sources + copies, mask=copies < num_copies, other=0)[:, None]
+    target = tl.load(targets + copies, mask=copies < num_copies, other=0)[:, None]
+    inside = (copies < num_copies)[:, None] & (columns < SIZE)
+    tile = tl.load(start + source * SIZE + columns, mask=inside)
+    tl.debug_barrier()  # a thread may write what another one reads
+    tl.store(start + target * SIZE + columns, tile, mask=inside)
 
 
 @triton.jit
@@ -257,11 +308,12 @@ def paged_attention(
     *,
     window: Window = None,
     sinks: Sinks = None,
+    rotation: Rotation | None = None,
 ) -> Queries:
-    """Store k and v, then attend for the decoding sequences and for the prompt chunks."""
+    """Store k and v, then attend for the decoding sequences and for the prompt chunks. rotation: applied to q and k before."""
     k_pages, v_pages = cache.layer(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
-    store(k, v, k_pages, v_pages, metadata.slot_mapping)
+    q = rotate_and_store(q, rotation, k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
@@ -271,13 +323,29 @@ def paged_attention(
     return out
 
 
-def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
-    """Copy each token's k and v into its slot."""
-    _, num_kv_heads, head_dim = k.shape
-    _store_kernel[(len(k),)](
-        k, v, k_pages, v_pages, slot_mapping, k.stride(0), v.stride(0),
-        num_kv_heads, triton.next_power_of_2(num_kv_heads), head_dim, triton.next_power_of_2(head_dim),
+def rotate_and_store(q: Queries, rotation: Rotation | None, *stored: Tensor) -> Queries:
+    """Rotate q and k (None: they stay as they are), and copy each token's k and v into its slot. Returns q.
+
+    stored: k, v, the pages of both, and the slots. Without them there is only q.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, *strides = (stored[0].shape[1], stored[0].stride(0), stored[1].stride(0)) if stored else (1, 0, 0)
+    out = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    heads, kv_heads, dim = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_dim))
+    k, v, *pages_and_slots = stored or (None,) * 5
+    _store_kernel[(num_tokens,)](
+        q, k, v, out, *pages_and_slots, *(rotation or (None,) * 6), q.stride(0), *strides,
+        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, num_warps=min(max(heads * dim // 1024, 4), 16),
     )  # fmt: skip
+    return out
+
+
+def copy_blocks(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy blocks in all layers by one kernel. pages: the keys and values of all layers, [2 * layers, num_blocks, ...]."""
+    size, copies = pages[0, 0].numel(), max(triton.next_power_of_2(len(sources)), _MIN_COPIES)
+    tile = max(_COPIED_NUMBERS // copies, 1)
+    grid = (len(pages), triton.cdiv(size, tile))
+    _copy_kernel[grid](pages, sources, targets, len(sources), pages.stride(0), copies, size, tile)
 
 
 def prefill(

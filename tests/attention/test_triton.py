@@ -8,7 +8,7 @@ from tests.helpers import tiny_models
 pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.triton import TritonBackend, num_splits_for
+from nanoinfer.attention.triton import TritonBackend, copy_blocks, num_splits_for
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
 
@@ -90,6 +90,18 @@ def test_a_long_sequence_alone_is_split_and_a_full_batch_is_not():
     assert num_splits_for(1, 8, 64) == 1
     assert num_splits_for(64, 8, 30_000) == 1
     assert num_splits_for(16, 8, 30_000) == 4
+
+
+@pytest.mark.parametrize("num_copies", [1, 5, 70])
+def test_copied_blocks_hold_what_their_sources_held_before_any_copy(num_copies):
+    """Random permutations: chains and circles. A block has more numbers than a program copies of it."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(2, 80, 3, 27, generator=generator).to(DEVICE)
+    sources, targets = (torch.randperm(80, generator=generator)[:num_copies].to(DEVICE) for _ in range(2))
+    expected = pages.clone()
+    expected[:, targets] = pages[:, sources]
+    copy_blocks(pages, sources, targets)
+    assert torch.equal(pages, expected)
 
 
 @pytest.mark.parametrize(("family", "bytes_per_token"), [pytest.param("gpt2", 768, marks=pytest.mark.long), ("qwen3", 512)])

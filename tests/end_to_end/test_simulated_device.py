@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast.cuda.accelerate import compile_model
@@ -250,6 +251,28 @@ def run_routes(path):
 
 def test_every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu(tmp_path):
     in_own_process(run_routes, save("qwen2", tmp_path))
+
+
+def run_copies():
+    with simulated() as device:
+        cache = KVCache(num_layers=3, num_blocks=6, block_size=4, num_kv_heads=1, head_dim=6, device="sim")
+        for number, pages in enumerate(cache.pages):
+            pages.copy_(torch.arange(6.0).view(6, 1, 1, 1).expand(pages.shape) + 10 * number)
+        device.reset_counts()
+        with (
+            mock.patch.object(device, "launch", wraps=device.launch) as launch,
+            mock.patch.object(device, "execute", wraps=device.execute) as execute,
+        ):
+            cache.copy_blocks([(0, 1), (1, 2), (5, 4), (4, 5)])
+        assert launch.call_count == 1
+        assert not [call.args[0] for call in execute.call_args_list if "index" in str(call.args[0])]
+        assert device.waits == []
+        for number, pages in enumerate(cache.pages):
+            assert (pages.cpu()[:, 3, 0, 5] - 10 * number).tolist() == [0, 0, 1, 3, 5, 4]
+
+
+def test_the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel():
+    in_own_process(run_copies)
 
 
 def run_prefix_files(path, folder):

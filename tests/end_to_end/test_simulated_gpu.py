@@ -19,7 +19,7 @@ from tests.simulated_gpu import Launch
 
 k = torch.empty(4, 2, 8, device="meta")
 slots = torch.empty(4, dtype=torch.int64)
-good = {"k": k, "v": k, "slots": slots, "k_stride": 16, "v_stride": 16, "HEADS": 2, "HEAD_DIM": 8}
+good = {"k": k, "v": k, "slots": slots, "k_stride": 16, "v_stride": 16, "KV_HEADS": 2, "HEAD_DIM": 8}
 Launch("_store_kernel", (4,), good, None).check(torch.float32)
 for change in ({"k_stride": 24}, {"v": k[:3]}, {"slots": slots.int()}):
     try:

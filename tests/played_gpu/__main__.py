@@ -16,7 +16,7 @@ from tests.played_gpu.cases import CASES, DTYPES
 from tests.played_gpu.table import Table
 
 KERNELS = {  # a kernel -> its case, by the dtype
-    "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "rotate": "rotate {}",
+    "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "copy": "copy {}",
     "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
     "linear": "linear {} plain", "draw": "draw ties",
     "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",

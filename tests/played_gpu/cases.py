@@ -52,7 +52,8 @@ def check_store(dtype: torch.dtype) -> float:
     expected = pages.clone().view(2, 64, 3, 80)
     expected[0, slots], expected[1, slots] = k, v
     expected[0, 17, 1], expected[1, 17, 1] = float("nan"), 0
-    triton.store(k, torch.cat((k, v), 1)[:, 3:], *pages, slots)  # v is a view, as a fused projection gives it
+    # v is a view, as a fused projection gives it.
+    assert triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *pages, slots) is k
     return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
 
 
@@ -72,18 +73,31 @@ def check_silu_mul(dtype: torch.dtype) -> float:
 
 
 def check_rotate(dtype: torch.dtype) -> float:
-    """u * |out| + 18 e * (|first * cos| + |second * sin|): as rms_norm, a product and a sum more. With a norm and without."""
-    x, weight = torch.randn(4, 5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
-    angles = torch.randn(4, 1, 40, generator=_generator()).repeat(1, 1, 2)
+    """u * |out| + 18 e * (|number * cos| + |other * sin|): as rms_norm, a product and a sum more. With norms and without.
+
+    Queries alone, and with keys and values, which are stored. All are views, as a fused projection gives them.
+    """
+    generator, largest = _generator(), 0.0
+    x, angles = torch.randn(4, 6, 80, generator=generator).to(dtype), torch.randn(4, 1, 80, generator=generator)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    largest = 0.0
-    for scale in (None, weight):
-        first, second = (x[:, :3].double() if scale is None else _normed(x[:, :3]) * scale.double()).chunk(2, -1)
-        c, s = cos.double()[..., :40], sin.double()[..., :40]
-        expected = torch.cat((first * c - second * s, second * c + first * s), -1)
-        terms = torch.cat(((first * c).abs() + (second * s).abs(), (second * c).abs() + (first * s).abs()), -1)
-        out = fused_kernels.rotate(x[:, :3], cos, sin, scale, EPS)  # the first heads of rows, as a fused projection gives them
-        largest = max(largest, share(out, expected, _rounded(dtype, expected) + 18 * _E * terms))
+    slots, pages = torch.tensor([5, 63, 0, 17]), torch.full((2, 4, 16, 1, 80), 7, dtype=dtype)
+    (q, k, v), expected = x.split([4, 1, 1], 1), pages.clone().view(2, 64, 1, 80)
+
+    def worst(out: Tensor, given: Tensor, weight: Tensor | None) -> float:
+        number = given.double() if weight is None else _normed(given) * weight.double()
+        first, second = number.chunk(2, -1)
+        terms = number * cos.double(), torch.cat((-second, first), -1) * sin.double()
+        rotated, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()
+        return share(out, rotated, _rounded(dtype, rotated) + 18 * _E * magnitude)
+
+    for weight, k_weight in ((None, None), torch.randn(2, 80, generator=generator).to(dtype)):
+        rotation = cos, sin, weight, EPS, k_weight, EPS
+        outs = [triton.rotate_and_store(q, rotation, k, v, *pages, slots), triton.rotate_and_store(q, rotation)]
+        keys = pages[0].view(64, 1, 80)[slots]
+        largest = max(largest, *(worst(out, q, weight) for out in outs), worst(keys, k, k_weight))
+        expected[0, slots], expected[1, slots] = keys, v
+        if not torch.equal(pages.view(expected.shape), expected):  # values that are not copied, or something elsewhere
+            return float("inf")
     return largest
 
 
@@ -94,8 +108,17 @@ def check_far_rotate(dtype: torch.dtype) -> float:
     turn = torch.ones(3, 1, 64, dtype=dtype)
     first, second = x.double().chunk(2, -1)
     expected = torch.cat((first - second, second + first), -1)
-    out = fused_kernels.rotate(x, turn, turn)
+    out = triton.rotate_and_store(x, (turn, turn, None, 0.0, None, 0.0))
     return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
+
+
+def check_copy(dtype: torch.dtype) -> float:
+    """Blocks of 81 numbers, in two layers' pages. A block is read and written, and two are exchanged."""
+    pages = torch.randn(4, 6, 3, 27, generator=_generator()).to(dtype)
+    expected, sources, targets = pages.clone(), torch.tensor([0, 1, 4, 5, 1]), torch.tensor([1, 2, 5, 4, 3])
+    expected[:, targets] = pages[:, sources]
+    triton.copy_blocks(pages, sources, targets)
+    return 0.0 if torch.equal(pages, expected) else float("inf")
 
 
 def check_linear(dtype: torch.dtype, option: str) -> float:
@@ -261,6 +284,7 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
+        ("copy", check_copy),
     )
     for name, dtype in DTYPES.items()
 } | {

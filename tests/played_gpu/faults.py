@@ -141,11 +141,36 @@ FAULTS: dict[str, InPtx | InSource] = {
         _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
     ),
     "rotate: an int32 offset that overflows": InSource(
-        fused_kernels, "tl.program_id(0).to(tl.int64), tl.program_id(1)", "tl.program_id(0), tl.program_id(1)", "OutsideFault",
+        triton, "token = tl.program_id(0).to(tl.int64)", "token = tl.program_id(0)", "OutsideFault",
         _of(cases.check_far_rotate, torch.bfloat16), hidden_from=_of(cases.check_rotate),
     ),
-    "rotate: an angle of the wrong sign": InSource(
-        fused_kernels, "second * c + first * s", "second * c - first * s", "values", _of(cases.check_rotate)
+    "rotate: an angle of the wrong sign": InSource(triton, "-other, other", "other, -other", "values", _of(cases.check_rotate)),
+    "rotate: exchanged halves": InSource(
+        triton, "(dims + HEAD_DIM // 2) % HEAD_DIM", "dims", "values", _of(cases.check_rotate)
+    ),
+    "rotate: the queries of the next head": InSource(
+        triton, "where = (token * HEADS + heads)", "where = (token * HEADS + (heads + 1) % HEADS)", "values",
+        _of(cases.check_rotate),
+    ),
+    "rotate: a token whose queries are not stored": InSource(
+        triton, "mask=(heads < HEADS) & (dims < HEAD_DIM)", "mask=(heads < HEADS) & (dims < HEAD_DIM) & (token > 0)",
+        "values", _of(cases.check_rotate),
+    ),
+    "rotate: the norm of the keys by the weight of the queries": InSource(
+        triton, "sin, k_weight, k_eps", "sin, weight, k_eps", "values", _of(cases.check_rotate)
+    ),
+    "store: a slot off by one": InSource(
+        triton, "tl.load(slots + token) * KV", "(tl.load(slots + token) + 1) % 64 * KV", "values", _of(cases.check_store)
+    ),
+    "copy: the last block left out": InSource(
+        triton, "(copies < num_copies)[:, None]", "(copies < num_copies - 1)[:, None]", "values", _of(cases.check_copy)
+    ),
+    "copy: the pages of another layer": InSource(
+        triton, "tl.program_id(0).to(tl.int64) * layer_size", "(tl.program_id(0) + 1).to(tl.int64) * layer_size",
+        "OutsideFault", _of(cases.check_copy),
+    ),
+    "copy: targets that are read as sources": InSource(
+        triton, "start + source * SIZE", "start + target * SIZE", "values", _of(cases.check_copy)
     ),
     "attention: an off-by-one of the block table": InSource(
         triton, "block_table + keys // BLOCK_SIZE", "block_table + keys // BLOCK_SIZE + 1", "OutsideFault"

@@ -9,7 +9,7 @@ from tests.played_gpu.process import output_of
 pytest.importorskip("triton")
 
 DTYPES = ["bfloat16", "float16", "float32"]
-NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 2, "draw": 2, "choose": 6}  # of a case. Others have one
+NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 4, "draw": 2, "choose": 6}  # of a case. Others have one
 
 
 def check(*cases, rest=()):
@@ -30,6 +30,7 @@ def test_every_kernel_computes_its_definition_without_a_race():
         "rms_norm float32",
         "silu_mul float16",
         "rotate bfloat16",
+        "copy bfloat16",
         "attention bfloat16 64 window and sinks",
         "linear bfloat16 gated",
         "draw ties",
@@ -42,7 +43,7 @@ def test_every_kernel_computes_its_definition_without_a_race():
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_kernels_of_every_dtype(dtype):
-    check(*(f"{kernel} {dtype}" for kernel in ("store", "rms_norm", "silu_mul", "rotate")))
+    check(*(f"{kernel} {dtype}" for kernel in ("store", "rms_norm", "silu_mul", "rotate", "copy")))
 
 
 @pytest.mark.long

@@ -5,13 +5,18 @@ kernel computes faster stays as it is, such as GPT-2: its linear layers have a b
 torch's own operators compute LayerNorm and GELU in one kernel each.
 """
 
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
 
-from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
+from nanoinfer.attention.base import Attend
+from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
+from nanoinfer.attention.groups import GroupedAttend
+from nanoinfer.attention.triton import paged_attention, rotate_and_store
+from nanoinfer.fast.cuda.fused_kernels import rms_norm, silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
@@ -31,18 +36,43 @@ class KernelRMSNorm(nn.Module):
 
 
 class KernelRotation(nn.Module):
-    """FusedRotation in one kernel, if each token has an angle for each number of a head, and all have the dtype of x."""
+    """FusedRotation in one kernel, if each token has an angle for each number of a head, in the dtype of x, contiguous."""
 
     def __init__(self, fused: FusedRotation) -> None:
         super().__init__()
         self.fused = fused
 
+    @property
+    def norm(self) -> tuple[Tensor | None, float]:
+        return (None, 0.0) if self.fused.norm is None else (self.fused.norm.weight, self.fused.norm.eps)
+
+    def supports(self, x: Tensor, cos: Angles, sin: Angles) -> bool:
+        read = [cos, sin, *(() if self.fused.norm is None else (self.fused.norm.weight,))]
+        is_fitting = x.ndim == 3 and cos.shape == sin.shape == (len(x), 1, x.shape[-1])
+        return is_fitting and all(tensor.dtype is x.dtype and tensor.is_contiguous() for tensor in read)
+
     def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
-        weight, eps = (None, 0.0) if self.fused.norm is None else (self.fused.norm.weight, self.fused.norm.eps)
-        is_supported = x.ndim == 3 and cos.shape == sin.shape == (len(x), 1, x.shape[-1])
-        if is_supported and x.dtype == cos.dtype == sin.dtype and (weight is None or weight.dtype is x.dtype):
-            return rotate(x, cos, sin, weight, eps)
+        if self.supports(x, cos, sin):
+            return rotate_and_store(with_whole_heads(x), (cos, sin, *self.norm, None, 0.0))
         return cast(Tensor, self.fused(x, cos, sin))
+
+
+class RotatedAttention(nn.Module):
+    """Rotates queries and keys, and attends. Where Triton's kernels attend, one of them rotates and stores."""
+
+    def __init__(self, rotation: KernelRotation, k_rotation: KernelRotation) -> None:
+        super().__init__()
+        self.rotation, self.k_rotation = rotation, k_rotation
+
+    def forward(
+        self, attend: Attend, layer: int, q: Queries, k: Keys, v: Tensor, cos: Angles, sin: Angles, **options: Any
+    ) -> Queries:
+        step = attend.steps[attend.group_of[layer]] if isinstance(attend, GroupedAttend) else attend
+        is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
+        if is_supported and isinstance(step, partial) and step.func is paged_attention:
+            rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
+            return cast(Tensor, step(layer, q, k, v, rotation=rotation, **options))
+        return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
 
 
 class FewRowsLinear(nn.Module):
@@ -105,10 +135,23 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             faster = KernelRMSNorm(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, merges)
+        elif node.target == "__call__" and len(node.args) == 5:
+            _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     return num_faster
+
+
+def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
+    """Move rotations of q and k that only the attention reads into it."""
+    rotations: list[Any] = [trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in (q, k)]
+    are_kernels = all(isinstance(module, KernelRotation) for module in rotations)
+    if are_kernels and len({q, k, v}) == 3 and q.args[1:] == k.args[1:]:
+        node.op, node.target = "call_module", trace.name("attention", RotatedAttention(*rotations))
+        node.args = attend, layer, q.args[0], k.args[0], v, *q.args[1:]
+        trace.graph.erase_node(q)
+        trace.graph.erase_node(k)
 
 
 def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""Triton kernels for everything between the products of a model, each in place of up to ten of torch's: norms, rotation, gate.
+"""Triton kernels for norms and gates, each in place of up to ten of torch's. attention/triton.py rotates.
 
 In: the inputs of such an operation. Out: its result. compile.py replaces modules by calls of these functions.
 
@@ -12,9 +12,6 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer.attention.dense import with_whole_heads
-from nanoinfer.models.layers import Angles, Heads
-
 
 @triton.jit
 def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
@@ -27,35 +24,6 @@ def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, SIZE_PADDED: tl.co
     dtype = out.dtype.element_ty
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, (scale * normed).to(dtype), mask=inside)
-
-
-@triton.jit
-def _rotate_kernel(
-    x, weight, cos, sin, out, x_stride, eps, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Rotate a head of a token: its two halves, normed together if there is a weight, turn by the token's angles.
-
-    first, second = first * cos - second * sin, second * cos + first * sin, each half with its own half of cos and sin
-    """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pairs = tl.arange(0, HALF_PADDED)
-    inside = pairs < HALF
-    start = x + token * x_stride + head * 2 * HALF
-    first = tl.load(start + pairs, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(start + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    if HAS_NORM:
-        shrink = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
-        first = tl.load(weight + pairs, mask=inside, other=0.0).to(tl.float32) * first * shrink
-        second = tl.load(weight + HALF + pairs, mask=inside, other=0.0).to(tl.float32) * second * shrink
-    end = out + (token * NUM_HEADS + head) * 2 * HALF
-    c = tl.load(cos + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(end + pairs, (first * c - second * s).to(dtype), mask=inside)
-    c = tl.load(cos + token * 2 * HALF + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * 2 * HALF + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(end + HALF + pairs, (second * c + first * s).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -75,24 +43,6 @@ def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, size, triton.next_power_of_2(size))
-    return out
-
-
-def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"] | None = None, eps: float = 0.0) -> Heads:
-    """Compute layers.apply_rotary in one kernel, for cos and sin of the shape [num_tokens, 1, head_dim].
-
-    Args:
-        weight: the weight of an RMSNorm over each head before the rotation. None: no norm.
-        eps: the epsilon of that norm.
-    """
-    num_tokens, num_heads, head_dim = x.shape
-    x, cos, sin = with_whole_heads(x), cos.contiguous(), sin.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = head_dim // 2
-    _rotate_kernel[(num_tokens, num_heads)](
-        x, x if weight is None else weight.contiguous(), cos, sin, out, x.stride(0), eps,
-        num_heads, half, triton.next_power_of_2(half), weight is not None,
-    )  # fmt: skip
     return out
 
 

@@ -1,5 +1,9 @@
 """A model compiled for a GPU gives the textbook's logits. Where there is no GPU, Triton interprets its kernels."""
 
+import math
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -8,13 +12,20 @@ from tests.helpers import tiny_models
 
 pytest.importorskip("triton")
 
+from nanoinfer.attention import triton
+from nanoinfer.attention.cache_sizes import kv_groups
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.attention.groups import GroupedAttend
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import accelerate, compile
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.models.layers import apply_rotary
 from nanoinfer.models.qwen import QwenDecoderLayer
 from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.paged_cases import metadata_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
@@ -77,6 +88,7 @@ def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
     assert report.compiled == {"": 2 * 8 + 1}
     kernels = kernels_of(model)
     assert [kernels.count(name) for name in ("KernelRMSNorm", "KernelRotation", "GatedLinear", "AddedLinear")] == [5, 4, 2, 4]
+    assert kernels.count("RotatedAttention") == 2
     added = [module for module in model.forward.__self__.modules() if isinstance(module, compile.AddedLinear)]
     assert all(module.in_place for module in added)
 
@@ -191,3 +203,109 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
     assert "forward" not in vars(model)
     [record] = caplog.records
     assert record.message.startswith("triton is not installed: norms, rotations and gates run as torch's own operators")
+
+
+class Rotated(nn.Module):
+    """The attention of one layer with heads of 6 numbers: 4 of queries, 2 of keys, and 2 of values."""
+
+    num_fused = 1
+
+    def forward(self, q, k, v, cos, sin, attend):
+        return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+
+
+class ReadAgain(Rotated):
+    """The rotated queries are read again."""
+
+    num_fused = 0
+
+    def forward(self, q, k, v, cos, sin, attend):
+        q = apply_rotary(q, cos, sin)
+        return attend(0, q, apply_rotary(k, cos, sin), v) + q
+
+
+class OtherAngles(Rotated):
+    """The keys turn by other angles."""
+
+    num_fused = 0
+
+    def forward(self, q, k, v, cos, sin, attend):
+        return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, sin, cos), v)
+
+
+class KeysAsValues(Rotated):
+    """The rotated keys are the values as well."""
+
+    num_fused = 0
+
+    def forward(self, q, k, v, cos, sin, attend):
+        k = apply_rotary(k, cos, sin)
+        return attend(0, apply_rotary(q, cos, sin), k, k)
+
+
+class WiderValues(Rotated):
+    """There are more values than keys, which is for an attention of the user's own."""
+
+    def forward(self, q, k, v, cos, sin, attend):
+        return super().forward(q, k, torch.cat((v, v), 1), cos, sin, attend)
+
+
+def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, num_heads, 6) for num_heads in (4, 2, 2))
+    cos, sin = torch.randn(2, 3, 1, 6)
+
+    def sums(layer, q, k, v):
+        return q * k.sum(1, keepdim=True) + v.sum(1, keepdim=True)
+
+    for model_class in (Rotated, ReadAgain, OtherAngles, KeysAsValues, WiderValues):
+        model = compile_model(model_class()).model
+        assert kernels_of(model).count("RotatedAttention") == model_class.num_fused
+        expected = model_class()(q, k, v, cos, sin, sums)
+        torch.testing.assert_close(model(*(x.to(DEVICE) for x in (q, k, v, cos, sin)), sums).cpu(), expected)
+
+
+def heads_of(num_tokens, generator):
+    """Queries, keys and values as a fused projection gives them. Values of a head of the second token are not finite."""
+    qkv = torch.randn(num_tokens, 8, 6, generator=generator).to(DEVICE)
+    qkv[1, 7, 3] = float("inf")
+    return qkv.split([4, 2, 2], dim=1)
+
+
+@contextmanager
+def launched():
+    """List each launch: the kernel's name and its number of programs."""
+    kernel_class, launches = type(triton._store_kernel), []
+    run = kernel_class.run
+
+    def listed(kernel, *given, grid, **options):
+        launches.append((kernel.__name__, math.prod(grid)))
+        return run(kernel, *given, grid=grid, **options)
+
+    with mock.patch.object(kernel_class, "run", listed):
+        yield launches
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_one_kernel_with_a_program_for_each_token_rotates_and_stores(in_groups):
+    """The pages and the results are those of two rotations and a store. The second layer may have a window."""
+    generator, groups = torch.Generator().manual_seed(0), kv_groups([None, 8]) if in_groups else ()
+    cos, sin = torch.randn(2, 5, 1, 6, generator=generator).to(DEVICE)
+    q, k, v = heads_of(5, generator)
+    model, found = compile_model(Rotated()).model, []
+    for is_fused in (True, False):
+        sizes = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 2, "head_dim": 6, "groups": groups}
+        cache = KVCache(**sizes, device=DEVICE)
+        metadata = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(1), DEVICE)
+        attend = TritonBackend().begin_step(cache, metadata)
+        if in_groups:
+            other = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(2), DEVICE)
+            attend = GroupedAttend(cache, TritonBackend(), (other, metadata))
+        with launched() as launches:
+            # the second one could be any function
+            out = model(q, k, v, cos, sin, attend if is_fused else lambda *heads, attend=attend: attend(*heads))
+        num_programs = [num for name, num in launches if "rotate" in name or "store" in name]
+        assert num_programs == ([5] if is_fused else [5, 5, 5])
+        found.append([out, *cache.pages])
+    assert any(pages.isnan().any() for pages in found[0][1:])  # the key of values that are not finite
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5, equal_nan=True)

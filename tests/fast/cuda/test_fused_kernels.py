@@ -6,8 +6,9 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from nanoinfer.attention.triton import rotate_and_store
 from nanoinfer.fast.cuda.compile import AddedLinear, KernelRMSNorm
-from nanoinfer.fast.cuda.fused_kernels import rotate, silu_and_mul
+from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
 from nanoinfer.models.layers import RMSNorm, apply_rotary
 from tests.helpers import triton_interpreter  # noqa: F401
 
@@ -67,7 +68,7 @@ def test_the_norm_of_a_head_and_its_rotation(dtype, head_dim, has_norm):
         return apply_rotary(rms_norm_of(weight)(x) if has_norm else x, cos, sin)
 
     def fused(x, cos, sin, weight):
-        return rotate(x, cos, sin, weight, 1e-6) if has_norm else rotate(x, cos, sin)
+        return rotate_and_store(x, (cos, sin, weight if has_norm else None, 1e-6, None, 0.0))
 
     assert difference(plain, fused, x, cos, sin, weight) < TOLERANCE[dtype]
     assert difference(plain, fused, x, cos, -sin, weight) < TOLERANCE[dtype]

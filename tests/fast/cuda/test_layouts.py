@@ -1,6 +1,7 @@
 """Every kernel of a compiled model gives the plain operation's numbers for every layout that the operation allows."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 from nanoinfer.attention import triton
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import draw_kernel
-from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation
+from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation, RotatedAttention
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS
 from nanoinfer.fast.fuse import FusedRotation
@@ -18,6 +21,7 @@ from nanoinfer.models.layers import RMSNorm, apply_rotary
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import argmax
 from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.paged_cases import metadata_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02}  # of numbers around 1
@@ -38,6 +42,24 @@ def layouts(x):
 
 def rotated(x, cos, sin, weight):
     return apply_rotary(normed(x, weight), cos, sin)
+
+
+ANGLES = torch.randn(2, 3, 1, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+K_WEIGHT = torch.linspace(0.5, 2, 16, device=DEVICE)
+
+
+def rotated_and_kept(q, k, v):
+    return torch.cat((apply_rotary(q, *ANGLES), rotated(k, *ANGLES, K_WEIGHT), v), dim=1)
+
+
+def rotated_and_stored(q, k, v):
+    """The queries with which a prompt attends, and what it stores. Its last token is in the second block."""
+    module = RotatedAttention(KernelRotation(FusedRotation(None)), KernelRotation(FusedRotation(norm_of(K_WEIGHT))))
+    cache = KVCache(num_layers=1, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=16, device=DEVICE)
+    metadata = metadata_for([(0, 3)], 2, 4, torch.Generator().manual_seed(0), DEVICE)
+    with mock.patch.object(triton, "prefill", lambda q, k_pages, v_pages, out, *others: out.copy_(q)):
+        out = module(TritonBackend().begin_step(cache, metadata), 0, q, k, v, *ANGLES)
+    return torch.cat((out, *cache.gather(0, metadata.block_tables[0], 3)), dim=1)
 
 
 def normed(x, weight):
@@ -79,6 +101,12 @@ CASES = {
         lambda x, cos, sin, weight: KernelRotation(FusedRotation(norm_of(weight)))(x, cos, sin),
         torch.float32,
         [(5, 3, 16), (5, 1, 16), (5, 1, 16), (16,)],
+    ),
+    "a rotation and a store": (
+        rotated_and_kept,
+        rotated_and_stored,
+        torch.float32,
+        [(3, 4, 16), (3, 2, 16), (3, 2, 16)],
     ),
     "merged layers": (
         nn.functional.linear,
