@@ -41,7 +41,7 @@ def machine(simulate: bool) -> dict[str, str]:
     """Name the GPU, its driver, the versions, and those that are below what pyproject.toml asks for. CUDA is not started."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    needed = dict(found.groups() for text in asked if (found := re.match(r"([\w-]+)\S*>=([\d.]+)", text)))
+    needed = {found[1]: found[2] for text in asked if (found := re.match(r"([\w-]+)\S*>=([\d.]+)", text))}
     installed = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     met = {name: installed[name] for name in ("torch", "transformers", "triton") if name in installed}
     below = [f"{name} {version} is below {needed[name]}, which pyproject.toml asks for" for name, version in met.items()
@@ -64,7 +64,7 @@ def numbers(version: str) -> list[int]:
 def run(*command: str) -> tuple[bool, str]:
     """Run a program in the repository. Returns: whether it succeeded, and what it printed, with its errors if it failed."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     except OSError as error:
         return False, str(error)
     output = done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"

@@ -61,8 +61,9 @@ def workloads(setup: Setup) -> Results:
 def beside_nano_vllm(setup: Setup) -> Results:
     """Measure both engines in turns (compare.py). On the simulated device: transformers, both on the CPU."""
     peers = parse_peers("transformers" if setup.is_simulated else "nano-vllm")
-    options = {"repeats": 1, "device": "cpu"} if setup.is_simulated else {"repeats": 3, "device": setup.device}
-    for result in compare(setup.model, chosen(setup, "A,B16,B64,C,E,F"), peers=peers, dtype="auto", **options):
+    device, repeats = ("cpu", 1) if setup.is_simulated else (setup.device, 3)
+    workloads = chosen(setup, "A,B16,B64,C,E,F")
+    for result in compare(setup.model, workloads, repeats=repeats, peers=peers, dtype="auto", device=device):
         speeds = {f"{name}, tokens/s": speed for name, speed in result.speeds.items()}
         yield {"what": result.workload, **speeds, "ratio": result.ratios[peers[0].name]}
 

@@ -36,7 +36,7 @@ ROWS, CONTEXT, BLOCK_SIZE, NUM_STEPS = (1, 16, 64, 256), 64, 16, 64
 class Device(str):
     """A device that torch takes for the CPU and the engine for a GPU, so that the engine prepares every transfer."""
 
-    type, index = "cuda", 0
+    type, index = "cuda", 0  # type: ignore[assignment]
 
 
 class Capture:
@@ -56,7 +56,7 @@ class Sampled(sampler.SampledTokens):
         super().__init__(token_ids, read)
         self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype)
         self._on_host.copy_(token_ids, non_blocking=True)
-        self._is_there = SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+        self._is_there = SimpleNamespace(synchronize=lambda: None)
 
 
 @contextmanager
@@ -77,6 +77,9 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
             (cuda_graphs, "sample_on_gpu", lambda logits, columns, u: torch.full((len(logits),), 7)),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
+        for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+            stack.enter_context(mock.patch.object(torch.cpu, name, create=True, return_value=0))
+        stack.enter_context(mock.patch.object(torch.cpu, "mem_get_info", create=True, return_value=(2**34, 2**34)))
         plain = plain_runtime(model, config)
         stack.enter_context(mock.patch.object(type(plain.backend), "supports_cuda_graph", True))
         executor = make_executor(accelerate.accelerate_on_cuda(plain, config), config)

@@ -30,8 +30,8 @@ class Watch:
     @contextmanager
     def engine(self, engine: LLMEngine) -> Iterator[None]:
         """Time the steps of an engine. Earlier times are forgotten."""
-        self._steps, self._spans, executor = [], [], engine.executor
-        model = executor.runner.model
+        self._steps, self._spans = [], []
+        executor: Any = engine.executor  # a LocalExecutor
         named = (
             (engine, "step", "rest"), (engine.scheduler, "schedule", "schedule"), (engine.scheduler, "commit", "commit"),
             (engine, "_collect", "advance"), (executor, "launch", "launch"), (executor, "collect", "collect"),
@@ -45,8 +45,8 @@ class Watch:
                 timed = staticmethod(timed) if isinstance(owner, type) and inspect.ismethod(function) else timed
                 stack.enter_context(mock.patch.object(owner, attribute, timed))
             if self._gpu is not None:
-                head = self._between_events(model.compute_logits, "head")
-                stack.enter_context(mock.patch.object(model, "compute_logits", head))
+                head = executor.runner.model.lm_head  # a graph may compute the head, and then it belongs to that graph
+                stack.enter_context(mock.patch.object(head, "forward", self._between_events(head.forward, "head")))
             yield
         if self._gpu is not None:
             self._gpu.synchronize()

@@ -165,7 +165,9 @@ def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
     assert found["A"]["tokens/s"] > 0
     for overlaps in ("with", "without"):
         step = found[f"A, {overlaps} overlap"]
-        assert step["gpu, ms"] == pytest.approx(step["gpu head, ms"] + step["gpu draw, ms"] + step["gpu forward, ms"], abs=1e-3)
+        parts = [step[name] for name in step if name.startswith("gpu ")]
+        assert {"gpu draw, ms", "gpu forward, ms"} <= step.keys()
+        assert step["gpu, ms"] == pytest.approx(sum(parts), abs=1e-3)
         assert 0 < step["host, ms"] < step["step, ms"]
     assert found["2 streams, 1 prompts of 9"]["ratio"] >= 1
     graphs = found["graphs"]
@@ -191,7 +193,7 @@ def test_prompt_steps_are_those_of_eager_ones(tmp_path):
 def test_every_part_starts_and_ends_and_writes_its_line_before_the_next_one(tmp_path):
     """As processes, with the project itself as the other tree, and transformers in the place of nano-vllm."""
     (tmp_path / "nano" / "nanovllm").mkdir(parents=True)
-    arguments = ["--simulate", "--seconds", "1500", "--output", str(tmp_path / "lines"), "--nano-vllm", str(tmp_path / "nano")]
+    arguments = ["--simulate", "--seconds", "3600", "--output", str(tmp_path / "lines"), "--nano-vllm", str(tmp_path / "nano")]
     result = CliRunner().invoke(device.app, [*arguments, "--against", str(ROOT)])
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
