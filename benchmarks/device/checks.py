@@ -53,11 +53,7 @@ def machine(simulate: bool) -> dict[str, str]:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the leading numbers of a version.
-
-    >>> numbers("2.11.0+cu130")
-    [2, 11, 0]
-    """
+    """Return the numbers of a version such as 2.11.0+cu130, without what follows the plus sign."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 

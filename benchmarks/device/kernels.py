@@ -1,7 +1,8 @@
 """The bandwidth of single kernels, compared with that of a copy in the same run. The variants of a kernel take turns."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -70,6 +71,10 @@ def seconds_of(setup: Setup, variants: Variants) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def for_each(launch: Callable[[Any], object], items: Iterable[Any]) -> Callable[[], object]:
+    return lambda: [launch(item) for item in items]
+
+
 def linears(config: Any, dtype: torch.dtype, device: torch.device, cold: int) -> Iterator[Case]:
     """The linear layers of the model in steps of few rows, by the kernel and by torch. gate and up are without the gate."""
     heads = config.num_attention_heads * config.head_dim
@@ -82,10 +87,8 @@ def linears(config: Any, dtype: torch.dtype, device: torch.device, cold: int) ->
         weights = [torch.zeros(num_out, num_in, dtype=dtype, device=device) for _ in range(-(-cold // num_bytes))]
         for rows in (1, 16):
             x = torch.zeros(rows, num_in, dtype=dtype, device=device)
-            variants: Variants = {
-                "kernel": lambda x=x, weights=weights: [few_rows_linear(x, weight, None) for weight in weights],  # type: ignore[misc]
-                "torch": lambda x=x, weights=weights: [functional.linear(x, weight) for weight in weights],  # type: ignore[misc]
-            }
+            kernels = {"kernel": partial(few_rows_linear, x, bias=None), "torch": partial(functional.linear, x)}
+            variants = {name: for_each(kernel, weights) for name, kernel in kernels.items()}
             yield f"{name}, {rows} rows", num_bytes, len(weights), variants
 
 
@@ -114,7 +117,7 @@ def attention(
                 torch.zeros(rows, heads, config.head_dim, dtype=dtype, device=device)
                 for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)
             )
-            variants[name] = lambda attend=attend, q=q, k=k, v=v: [attend(layer, q, k, v) for layer in range(num_layers)]  # type: ignore[misc] # noqa: B023
+            variants[name] = for_each(partial(attend, q=q, k=k, v=v), range(num_layers))
         yield f"attention, {rows} x {length}", num_bytes, num_layers, variants
 
 
@@ -128,7 +131,7 @@ def draws(config: Any, dtype: torch.dtype, device: torch.device, sizes: tuple[in
         plain = ParameterColumns(temperature=temperature)
         few = ParameterColumns(temperature=temperature, top_k=top_k, max_top_k=min(40, config.vocab_size), top_p=top_p)
         variants: Variants = {
-            "temperature": lambda logits=logits, u=u, plain=plain: sample_on_gpu(logits, plain, u),  # type: ignore[misc]
-            "top_k and top_p": lambda logits=logits, u=u, few=few: sample_on_gpu(logits, few, u),  # type: ignore[misc]
+            "temperature": partial(sample_on_gpu, logits, plain, u),
+            "top_k and top_p": partial(sample_on_gpu, logits, few, u),
         }
         yield f"draw, {rows} rows", logits.nbytes, 1, variants
