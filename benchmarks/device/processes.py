@@ -71,8 +71,11 @@ class PartProcess:
 
     def close(self) -> None:
         """End the process and those that it has started."""
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if sys.platform == "win32":
+            self._process.kill()
+        else:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._reader.join()
         with self._errors, suppress(BrokenPipeError), self._process:  # closes the pipes and waits
             pass

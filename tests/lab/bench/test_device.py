@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run_stubs(names, monkeypatch, seconds=60.0, device="sim", **more):
     monkeypatch.setattr(processes, "PARTS", tuple(Part(name, "", 10, **more.get(name, {})) for name in names))
     lines = []
     trees = {THIS: Path("a"), OTHER: Path("b")}
-    processes.run_parts(names, Setup(device, ""), trees, {"PATH": ""}, seconds, lines.append)
+    processes.run_parts(names, Setup(device, ""), trees, dict(os.environ), seconds, lines.append)
     return lines
 
 
@@ -66,7 +67,7 @@ def test_the_engine_is_that_of_the_given_tree(tmp_path):
     (tmp_path / "nanoinfer").mkdir()
     (tmp_path / "nanoinfer" / "__init__.py").write_text("raise RuntimeError('the other engine')")
     lines = []
-    processes.run_part(PARTS[-1], Setup("sim", ""), {OTHER: tmp_path}, {}, 60.0, lines.append)
+    processes.run_part(PARTS[-1], Setup("sim", ""), {OTHER: tmp_path}, dict(os.environ), 60.0, lines.append)
     assert lines[0]["state"] == "failed"
     assert "the other engine" in lines[0]["text"]
 
@@ -128,6 +129,30 @@ def test_every_test_file_that_chooses_a_gpu_where_there_is_one_is_among_those_of
     found = {path for path in files if any(text in path.read_text(encoding="utf-8") for text in choosing)}
     assert {path.relative_to(ROOT).as_posix() for path in found} <= set(checks.TESTS)
     assert all((ROOT / path).is_file() for path in checks.TESTS + checks.SANITIZED[:2])
+
+
+@pytest.mark.parametrize(("ending", "exit_code"), [("", 0), ("raise SystemExit('out of order')", 1)])
+def test_the_command_prints_and_writes_each_line_and_ends_with_the_table(ending, exit_code, monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "LAUNCH", STUB + ending)
+    arguments = [
+        "--simulate",
+        "--model",
+        "x",
+        "--parts",
+        "steps,doctor",
+        "--seconds",
+        "60",
+        "--output",
+        str(tmp_path / "lines"),
+    ]
+    result = CliRunner().invoke(device.app, arguments)
+    assert result.exit_code == exit_code
+    written = (tmp_path / "lines").read_text()
+    assert result.stdout.startswith(written)
+    assert [json.loads(line)["part"] for line in written.splitlines()] == ["machine", *["doctor"] * 4, *["steps"] * 4]
+    table = result.stdout[len(written) :]
+    assert table.startswith("## a simulated device, ")
+    assert "| doctor | 1 | " in table
 
 
 # ---- on the simulated device
