@@ -94,9 +94,10 @@ wheel: .venv/installed
 	$(BIN)/python -m tools.libraries build/libraries
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
-# On a machine with a CUDA device, with the Python at hand. Installs nothing. Prints a block for BENCHMARKS.md, and adds it there.
+# On a machine with a CUDA device, with the Python at hand. Installs nothing. Takes 10 minutes, prints a block for BENCHMARKS.md, and
+# adds it there. Only some parts:  python -m benchmarks.device --parts steps,latency
 gpu:
-	$(PYTHON) -m benchmarks.gpu
+	$(PYTHON) -m benchmarks.device --block BENCHMARKS.md
 
 clean:
 	rm -rf $(VENVS)

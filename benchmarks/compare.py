@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -51,8 +52,8 @@ class Comparison:
 
 def compare(
     model: str | None, workloads: list[Workload], *, repeats: int, peers: list[Peer], **engine: Any
-) -> list[Comparison]:
-    """Run each workload once to warm up, then `repeats` times, in every engine.
+) -> Iterator[Comparison]:
+    """Run each workload once to warm up, then `repeats` times, in every engine, and yield its comparison.
 
     If an engine samples with a temperature alone, all engines do, and the workload's name says so.
 
@@ -101,7 +102,8 @@ def compare(
             )
             processes.append(stack.enter_context(closing(process)))
             print(f"comparing with {process.engine}", file=sys.stderr)
-        return [_take_turns(workload, repeats, llm, processes) for workload in workloads]
+        for workload in workloads:
+            yield _take_turns(workload, repeats, llm, processes)
 
 
 def _with_temperature_only(workload: Workload) -> Workload:
@@ -144,7 +146,8 @@ def main(
         raise InvalidValueError(f"other engines take all requests at once; leave out request_rate={picked.request_rate}")
     workloads, peers = pick_workloads(picked), parse_peers(engines)
     with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint:
-        results = compare(workloads=workloads, repeats=repeats, peers=peers, **llm_arguments(engine, model=checkpoint))
+        arguments = llm_arguments(engine, model=checkpoint)
+        results = list(compare(workloads=workloads, repeats=repeats, peers=peers, **arguments))
     if as_json:
         print(json.dumps([asdict(result) | {"ratios": result.ratios} for result in results], indent=1))
         return

@@ -77,7 +77,8 @@ def main(*, measured: ModelOptions, workload: Named = None, repeats: Repeats = 1
     paddable = [one for one in chosen if len(one.input_lens) * (max(one.input_lens) + max(one.output_lens)) <= LARGEST_BATCH]
     engine = {"dtype": measured.dtype, "device": measured.device}
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
-        results = compare(checkpoint, paddable, repeats=repeats, peers=[Peer("transformers", sys.executable)], **engine)
+        peers = [Peer("transformers", sys.executable)]
+        results = list(compare(checkpoint, paddable, repeats=repeats, peers=peers, **engine))
         _free_memory()
         machine, dtype, phases = roofline.run(checkpoint, **engine)
         limits = [(phase.name, phase.least_s(machine, dtype), phase.measured_s) for phase in phases]

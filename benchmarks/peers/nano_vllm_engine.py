@@ -1,7 +1,7 @@
 """nano-vllm's LLM on one GPU, for worker.py. compare.py asks it for a temperature alone, which is all that it has."""
 
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,10 @@ BLOCK_SIZE = 256  # nano-vllm's smallest
 
 class Engine:
     def __init__(self, setup: "Setup") -> None:
-        self.name = f"nano-vllm {version('nano-vllm')}"
+        try:
+            self.name = f"nano-vllm {version('nano-vllm')}"
+        except PackageNotFoundError:  # its folder is on Python's path
+            self.name = "nano-vllm"
         config = Config(setup.model).hf_config
         if config.dtype != getattr(torch, setup.dtype):
             raise ValueError(

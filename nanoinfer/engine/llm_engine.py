@@ -101,7 +101,7 @@ class LLMEngine:
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # by id, unfinished
         self._with_deadline: dict[str, Request] = {}  # by id, unfinished and with a timeout
-        self._metrics = EngineMetrics()
+        self.metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that was launched and not yet collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # the requests in the step that raised last
         self.guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
@@ -227,7 +227,7 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
         with self.guard.between_steps():
-            return self._metrics.read(self._requests.values(), self.scheduler, self.speculator)
+            return self.metrics.read(self._requests.values(), self.scheduler, self.speculator)
 
     # ---- steps
 
@@ -261,7 +261,7 @@ class LLMEngine:
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         finished = []
-        self._metrics.add_step(output, start)
+        self.metrics.add_step(output, start)
         for chunk in output.prompt_logprobs:
             if request := self._requests.get(chunk.sequence.request_id):
                 request.add_prompt_logprobs(chunk.position, chunk.logprobs)
@@ -318,7 +318,7 @@ class LLMEngine:
         """Free the blocks of a request that has its output, and remove it."""
         self._with_deadline.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None):
-            self._metrics.add_finished(request)
+            self.metrics.add_finished(request)
             for seq in request.sequences:
                 self._finish_sequence(seq)
         if self.tracer is not None and request.output is not None:

@@ -84,18 +84,18 @@ class EngineMetrics:
         self._reasons: Totals[str] = Totals()  # why answers have ended
         self._histograms = {name: _Buckets(bounds) for name, bounds in BOUNDS.items()}
         self._last_times: dict[Sequence, float] = {}  # when a sequence got its newest tokens
+        self.steps: list[tuple[float, list[Sequence]]] | None = None  # if set: each step's time, a sequence per token
 
     def add_step(self, step: StepOutput, now: float) -> None:
         """Count the times since the last tokens of sequences that get tokens now. With accepted drafts they are several."""
-        sequences = [
-            sampled.sequence
-            for sampled in step.sequences
-            if sampled.token_ids and sampled.sequence.status is not SequenceStatus.FINISHED
-        ]
+        done = SequenceStatus.FINISHED
+        sequences = [out.sequence for out in step.sequences if out.token_ids and out.sequence.status is not done]
         for before, num in Totals(map(self._last_times.get, sequences)).items():  # most have one time, that of the last step
             if before is not None:
                 self._histograms["inter_token_latency_seconds"].add(now - before, num)
         self._last_times.update(dict.fromkeys(sequences, now))
+        if self.steps is not None:
+            self.steps.append((now, [out.sequence for out in step.sequences for _ in out.token_ids]))
 
     def add_finished(self, request: Request) -> None:
         """Count a request that is about to be removed from the engine. Prompts that are only read count in the totals."""

@@ -1,6 +1,6 @@
 """On a CUDA device: every backend against the definition, replayed steps against plain ones, the engine against transformers.
 
-It uses torch, transformers, numpy, pytest, hypothesis and jaxtyping only. `make gpu` runs it, with the benchmark.
+It uses torch, transformers, numpy, pytest, hypothesis and jaxtyping only. `make gpu` runs it, with the benchmarks.
 """
 
 import pytest

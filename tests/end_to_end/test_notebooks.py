@@ -23,7 +23,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nanoinfer
-from benchmarks import gpu
+from benchmarks.device import checks
+from benchmarks.device.parts import PARTS
 from nanoinfer.attention.base import BACKENDS
 from tests.helpers import forked
 
@@ -216,8 +217,9 @@ def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     assert [cell.outputs for cell in code_of(notebook)] == [[], []]
     install, run = (cell.source for cell in code_of(notebook))
     assert run == "!make gpu PYTHON=python"
-    tests = [path.removesuffix(".py").replace("/", ".") for path in gpu.TESTS]
-    code = f"import sys, benchmarks.report, tests.conftest, {', '.join(tests)}; print(*sys.modules)"
+    tests = [path.removesuffix(".py").replace("/", ".") for path in checks.TESTS]
+    parts = [f"benchmarks.device.{name}" for name in ("__main__", *{part.function.partition(":")[0] for part in PARTS})]
+    code = f"import sys, benchmarks.report, tests.conftest, {', '.join((*parts, *tests))}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     used = distributions_of(done.stdout.split()) & requirements_of("test") - requirements_of()
     used -= {"beartype", "httpx2", "triton"}  # optional, of huggingface_hub, of torch's CUDA build

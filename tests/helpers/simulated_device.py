@@ -18,6 +18,7 @@ A tensor of the device holds a tensor on the CPU, its memory. The device
 """
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -394,8 +395,14 @@ def place() -> str:
 
 
 class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
     def record(self, stream: object = None) -> None:
-        self._before = list(device.on_the_way)
+        self._before, self._time = list(device.on_the_way), time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end._time - self._time)
 
     def synchronize(self) -> None:
         device.num_synchronized += 1
@@ -466,6 +473,7 @@ MODULE = SimpleNamespace(
     stream=lambda of: ExitStack(),
     CUDAGraph=Graph,
     graph=_graph,
+    is_current_stream_capturing=lambda: device.graph is not None,
 )
 
 

@@ -4,11 +4,12 @@ In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py me
 """
 
 import time
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Collection
+from itertools import cycle
 from typing import Any
 
 from nanoinfer.engine.metrics import Counter
+from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.memory import memory_for_cache
@@ -18,9 +19,10 @@ from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.scheduling.sequence import Sequence
 
 
-def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Sequence[object] = ()) -> list[RequestTiming]:
+def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collection[object] = ()) -> list[RequestTiming]:
     """Send each request at its time, and record when its tokens arrive.
 
     Args:
@@ -29,33 +31,33 @@ def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Sequence
     """
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)
-    adapters = islice(cycle(lora_requests or [None]), len(prompts))
-    waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), adapters, strict=True))
-    waiting.reverse()  # the next request is the last item
-    timings, running = [], []
+    arrivals, adapters = workload.arrivals or [0.0] * len(prompts), cycle(lora_requests or [None])
+    waiting = list(zip(arrivals, prompts, workload.params(), adapters, strict=False))[::-1]  # the next request is the last item
+    timings = dict[Sequence, tuple[Request, RequestTiming]]()
+    engine.metrics.steps = steps = list[tuple[float, list[Sequence]]]()
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
         while waiting and start + waiting[-1][0] <= time.perf_counter():
             arrival, prompt, params, adapter = waiting.pop()
             request = engine.submit(engine.inputs.prepare(prompt, params, lora_request=adapter))
-            timings.append(RequestTiming(start + arrival, num_prompt_tokens=len(prompt)))
-            running.append((request, timings[-1]))
-        if not engine.num_unfinished:
+            timings[request.sequences[0]] = request, RequestTiming(start + arrival, num_prompt_tokens=len(prompt))
+        if engine.num_unfinished:
+            engine.step()
+        else:
             time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
-            continue
-        engine.step()
-        now = time.perf_counter()
-        for request, timing in running:
-            timing.num_output_tokens = request.sequences[0].num_output_tokens
-            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # several per step with drafts
-            if request.output is not None:
-                timing.finish_reason = request.output.outputs[0].finish_reason
-        running = [(request, timing) for request, timing in running if request.output is None]
-    return timings
+    engine.metrics.steps = None
+    for now, sequences in steps:
+        for seq in sequences:
+            timings[seq][1].token_times.append(now)
+    for request, timing in timings.values():
+        timing.num_output_tokens = request.num_output_tokens
+        del timing.token_times[timing.num_output_tokens :]  # tokens after the end are dropped
+        timing.finish_reason = request.output.outputs[0].finish_reason if request.output else None
+    return [timing for _, timing in timings.values()]
 
 
 def measure(
-    model: str | None, workloads: list[Workload], *, repeats: int, lora_requests: Sequence[object] = (), **engine: Any
+    model: str | None, workloads: list[Workload], *, repeats: int, lora_requests: Collection[object] = (), **engine: Any
 ) -> tuple[ExecutorInfo, list[Measurement[Figures]]]:
     """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments.
 
@@ -66,12 +68,10 @@ def measure(
         run_workload(llm, workload, 0, lora_requests)
 
     def measured(workload: Workload, run: int) -> Run[Figures]:
-        before = _counters(llm)
-        timings = run_workload(llm, workload, run, lora_requests)
+        before, timings = _counters(llm), run_workload(llm, workload, run, lora_requests)
         return Run.of(figures(timings), timings, before, _counters(llm))
 
-    runs = range(1, repeats + 1)
-    return llm.info, [Measurement.of(workload, [measured(workload, run) for run in runs]) for workload in workloads]
+    return llm.info, [Measurement.of(one, [measured(one, run + 1) for run in range(repeats)]) for one in workloads]
 
 
 def _counters(llm: LLM) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -116,6 +117,33 @@ def test_every_token_of_a_workload_has_a_time():
             assert timing.arrival < timing.token_times[0]
             assert timing.token_times == sorted(timing.token_times)
     assert ours[1].arrival - ours[0].arrival == pytest.approx(0.3)
+
+
+def test_between_two_steps_a_workload_of_many_requests_costs_no_more_calls_than_one_of_few():
+    """Other engines are timed as a whole, so what is noted of each request must not take time while it runs."""
+
+    def most_calls(num_requests):
+        llm = LLM("tiny-gpt2", kv_cache_memory=2**22)
+        step, calls = llm.engine.step, []
+
+        def profiled(frame, event, arg):
+            calls[-1] += event in ("call", "c_call")
+
+        def counted_step():
+            sys.setprofile(None)
+            finished = step()
+            calls.append(0)
+            sys.setprofile(profiled)
+            return finished
+
+        llm.engine.step = counted_step
+        try:
+            run_workload(llm, Workload(name="x", input_lens=(3,) * num_requests, output_lens=(12,) * num_requests), 0)
+        finally:
+            sys.setprofile(None)
+        return max(calls[:-1])
+
+    assert most_calls(12) == most_calls(2)
 
 
 def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):

@@ -3,13 +3,11 @@
 import datetime
 import json
 import re
-import sys
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from benchmarks import compare, contexts, gpu, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
+from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
 from nanoinfer.lab.bench import workloads
 
 pytestmark = pytest.mark.slow
@@ -43,76 +41,6 @@ def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_fo
     least, measured, share = (float(number.replace(",", "")) for number in row)
     assert 0 < least < measured
     assert share == pytest.approx(100 * least / measured, abs=1)
-
-
-def test_a_part_of_make_gpu_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
-    """The block has each group of tests, the doctor and the report, in any case."""
-    printed = {
-        "nvidia-smi": (True, "580.1"),
-        "git": (False, "not a git repository"),
-        gpu.TESTS[0]: (True, "1 skipped\n4 passed in 2.10s"),
-        gpu.TESTS[1]: (False, "FAILED tests/x.py::test_y - assert 1\n1 failed, 3 passed in 9.00s"),
-        gpu.TESTS[2]: (False, "Fatal Python error: Segmentation fault"),
-        "doctor": (True, "this machine"),
-        gpu.REPORT[0]: (False, "\n".join(f"line {i}" for i in range(50))),
-    }
-
-    def run(*command):
-        return next((printed[part] for part in command if part in printed), (True, "2 passed in 1.00s"))
-
-    monkeypatch.setattr(gpu, "PAGE", tmp_path / "BENCHMARKS.md")
-    monkeypatch.setattr(gpu, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    assert gpu.main() == 1
-    block = gpu.PAGE.read_text()
-    assert block.strip() == capsys.readouterr().out.strip()
-    lines = block.splitlines()
-    assert lines[1] == f"## Tesla T4, {datetime.date.today()}"
-    assert sum(line.startswith("- ") for line in lines) == len(gpu.TESTS)
-    assert f"- `{gpu.TESTS[0]}`: 4 passed in 2.10s" in lines
-    assert f"- **failed** `{gpu.TESTS[1]}`: 1 failed, 3 passed in 9.00s" in lines
-    assert "  - FAILED tests/x.py::test_y - assert 1" in lines
-    assert f"- **failed** `{gpu.TESTS[2]}`: Fatal Python error: Segmentation fault" in lines
-    assert "`nanoinfer doctor`, driver 580.1, commit not a git repository:" in lines
-    assert "this machine" in lines
-    assert "`benchmarks.report` **failed**:" in lines
-    assert "line 49" in lines
-    assert "line 29" not in lines
-    printed |= dict.fromkeys(printed, (True, "1 passed in 1.00s"))
-    assert gpu.main() == 0
-    assert gpu.PAGE.read_text().count("## Tesla T4") == 2  # it is added to what is there
-    assert gpu.PAGE.read_text().count("**failed**") == 3
-
-
-def test_make_gpu_runs_every_test_file_that_chooses_a_gpu_where_there_is_one():
-    choosing = ('"cuda" if torch.cuda.is_available()', "    if torch.cuda.is_available():")
-    files = [path for path in (gpu.PAGE.parent / "tests").rglob("test_*.py") if path.parent.name not in ("cli", "bench")]
-    found = {path for path in files if any(text in path.read_text(encoding="utf-8") for text in choosing)}
-    assert {path.relative_to(gpu.PAGE.parent).as_posix() for path in found} <= set(gpu.TESTS)
-
-
-def test_make_gpu_runs_files_that_exist_and_needs_a_device(monkeypatch):
-    assert [path for path in gpu.TESTS if not (gpu.PAGE.parent / path).is_file()] == []
-    assert gpu.PAGE.is_file()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        gpu.main()
-
-
-def test_a_program_of_make_gpu_that_fails_in_any_way_is_no_error(monkeypatch, capsys):
-    assert gpu.run(sys.executable, "-c", "print(1)") == (True, "1")
-    capsys.readouterr()
-    succeeded, output = gpu.run(sys.executable, "-c", "print(1); raise SystemExit('wrong')")
-    assert not succeeded
-    assert output.split() == ["1", "wrong"]
-    assert "wrong" in capsys.readouterr().err
-    assert gpu.run(sys.executable, "-c", "raise SystemExit(3)") == (False, "exit status 3")
-    succeeded, output = gpu.run("no-such-program")
-    assert not succeeded
-    assert "no-such-program" in output
-    monkeypatch.setattr(gpu, "LIMIT_S", 0.2)
-    assert gpu.run(sys.executable, "-c", "import time; time.sleep(60)") == (False, "stopped after 0.2 s")
 
 
 def test_a_prefill_is_shown_in_milliseconds():
