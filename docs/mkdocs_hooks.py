@@ -40,7 +40,7 @@ import nanoinfer  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("tasks", "scheduler_game", "teaching"),
-    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints"),
+    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints", "names"),
     "Understand": ("reading", "architecture", "glossary"),
     "Project": ("contributing",),
     "Appendix": ("scaling",),

@@ -37,6 +37,28 @@ def test_on_an_index_the_links_of_the_readme_lead_to_files_of_the_repository():
     assert f"{RAW}docs/pictures/replay-light.gif" in text
 
 
+def test_a_release_has_at_most_15_lines_for_users_in_the_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = {part.split("]")[0]: part.splitlines()[1:] for part in text.split("\n## [")[1:]}
+    lines = {name: [line for line in part if line and not line.startswith("### ")] for name, part in releases.items()}
+    assert {name: len(found) for name, found in lines.items() if not 0 < len(found) <= 15} == {}
+    assert [line for found in lines.values() for line in found if len(line) > 140] == []
+    assert "](docs/names.md)" in text
+
+
+def test_a_renamed_module_is_gone_and_its_new_place_exists():
+    rows = re.findall(r"^\| [\d.]+ \| (.+) \| (.+) \|$", (ROOT / "docs" / "names.md").read_text("utf-8").split("## Names")[0], re.M)
+
+    def exists(module):
+        path = ROOT / "nanoinfer" / module.replace(".", "/")
+        return (path / "__init__.py").exists() or path.with_suffix(".py").exists()
+
+    old, new = ([name for row in rows for name in re.findall(r"`([\w.]+)`", row[side])] for side in (0, 1))
+    assert len(old) > 25
+    assert [name for name in old if exists(name)] == []
+    assert [name for name in new if not exists(name)] == []
+
+
 def test_the_changelog_and_the_citation_have_the_version():
     version = nanoinfer.__version__
     headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
