@@ -1,9 +1,9 @@
 """Read results.jsonl, and write its tables between the marks of pages: `python -m benchmarks.results`.
 
 A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as
-[median, lowest, highest], which `python -m benchmarks.compare --results` appends. Of kind "perplexity": a variant of a model, and
-the model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What was not
-recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
+[median, lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and the
+model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What was
+not recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
 """
 
 import json

@@ -47,7 +47,8 @@ def test_a_release_has_at_most_15_lines_for_users_in_the_changelog():
 
 
 def test_a_renamed_module_is_gone_and_its_new_place_exists():
-    rows = re.findall(r"^\| [\d.]+ \| (.+) \| (.+) \|$", (ROOT / "docs" / "names.md").read_text("utf-8").split("## Names")[0], re.M)
+    modules = (ROOT / "docs" / "names.md").read_text(encoding="utf-8").split("## Names")[0]
+    rows = re.findall(r"^\| [\d.]+ \| (.+) \| (.+) \|$", modules, re.MULTILINE)
 
     def exists(module):
         path = ROOT / "nanoinfer" / module.replace(".", "/")
