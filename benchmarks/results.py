@@ -1,9 +1,9 @@
 """Read results.jsonl, and write its tables between the marks of pages: `python -m benchmarks.results`.
 
 A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as
-[median, lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and the
-model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What was
-not recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
+[median, lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and
+the model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What
+was not recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
 """
 
 import json
@@ -18,7 +18,7 @@ import nanoinfer
 ROOT = Path(__file__).parents[1]
 LINES = ROOT / "benchmarks" / "results.jsonl"
 PAGES = ("README.md", "README.zh.md", "BENCHMARKS.md", "docs/benchmarks_history.md", "docs/supported.md")
-BLOCK = re.compile(r"(<!-- python -m benchmarks\.results: ([\w ]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- python -m benchmarks\.results: ([\w ]+) -->\n\n)(?:(?!python -m ).)*?(<!-- end -->)", re.DOTALL)
 LEAST_RUNS = 5  # of each engine, for a ratio in bold
 RELEASE = nanoinfer.__version__.partition(".dev")[0]
 README_ROWS = (  # machine, model, dtype, workload, the other engine without its version. The newest line of each is shown
