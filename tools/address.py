@@ -60,7 +60,7 @@ def _one_file(repository: str | None) -> str:
     site = site_of(repository)
     return (
         f"`--solved` exports the engine's own functions: the [engine in one file]({site}engine.py), with its tests as\n"
-        f"[an archive]({site}nanoinfer-in-one-file.zip), which each release has, too."
+        f"[an archive]({site}nanoinfer-in-one-file.zip), which release.yml adds to a release."
     )
 
 
