@@ -27,9 +27,7 @@ class Engine:
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx = (
-            setup.max_model_len * setup.max_num_seqs
-        )  # every sequence has its own cells, in fp16, llama.cpp's default
+        params.n_ctx = setup.max_model_len * setup.max_num_seqs  # every sequence has its own cells, in fp16 by default
         params.n_batch = self._max_batch = max(4096, setup.max_model_len)
         params.n_seq_max = setup.max_num_seqs
         params.n_threads = params.n_threads_batch = setup.num_threads
@@ -44,9 +42,7 @@ class Engine:
         sampler = _sampler(sampling)
         answers: list[list[int]] = [[] for _ in prompts]
         waiting = list(reversed(range(len(prompts))))  # the next one is last
-        free = list(
-            range(self._max_num_seqs)
-        )  # the lowest first: llama.cpp splits a batch where the sequences do not ascend by 1
+        free = list(range(self._max_num_seqs))  # lowest first: llama.cpp splits a batch where sequences do not ascend by 1
         running: dict[int, int] = {}  # request -> sequence, in the order of their rows
         while waiting or running:
             self._batch.n_tokens = 0
