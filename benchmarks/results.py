@@ -70,8 +70,7 @@ class Speed:
     @property
     def key(self) -> tuple[str, ...]:
         """What is measured: machine, model, dtype, workload, and the engine without its version."""
-        engine = re.sub(r" of llama-cpp-python| [\d.]+$", "", self.peer)
-        return self.machine, self.model, self.dtype, self.workload, re.sub(r" [\d.]+$", "", engine)
+        return self.machine, self.model, self.dtype, self.workload, re.sub(r"( of llama-cpp-python)? \d\S*$", "", self.peer)
 
     @property
     def is_older_build(self) -> bool:
@@ -161,7 +160,7 @@ def _speeds(chosen: Callable[[Speed], bool]) -> str:
         filter(chosen, (one for one in read() if isinstance(one, Speed))), key=lambda one: (one.machine, one.peer)
     ):
         measured = f"{one.date}, {one.commit}" if one.commit else one.date
-        engine = f"{one.peer}, {one.note}" if one.note else one.peer
+        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.peer) + (f", {one.note}" if one.note else "")  # without the build's name
         figures = [one.show(one.nanoinfer), one.show(one.other), one.show_ratio(), str(one.runs or "")]
         rows.append([one.machine, f"{one.model}, {one.dtype}", one.workload, *figures, engine, measured])
     return _markdown(head, rows)
