@@ -46,7 +46,7 @@ def _badges(repository: str | None, alt: tuple[str, str], other: str) -> str:
 
 
 def _start(repository: str | None, checkout: str, demo: str, test: str) -> str:
-    folder = f"cd nanoinfer{checkout}" if repository is None else f"git clone {repository} && cd nanoinfer"
+    folder = f"cd nanoinfer{checkout}" if repository is None else f"git clone {repository} && cd {repository.rsplit('/', 1)[1]}"
     return f"```\n{folder}\nmake demo TORCH=cpu   # {demo}\nmake test TORCH=cpu   # {test}\n```"
 
 

@@ -49,7 +49,11 @@ def test_without_an_address_there_are_no_badges_no_line_for_uvx_and_no_clone():
         assert not re.search(r"badge-colab|uvx --torch|git clone|github\.com/(?!owner)\w+/nanoinfer", page)
     assert "cd nanoinfer  " in pages[0]
     public = with_blocks(pages[0], PUBLIC)
-    for line in ("badge-colab", f"git clone {PUBLIC} && cd", f"uvx --torch-backend cpu --from git+{PUBLIC} nanoinfer explain"):
+    for line in (
+        "badge-colab",
+        f"git clone {PUBLIC} && cd name\n",
+        f"uvx --torch-backend cpu --from git+{PUBLIC} nanoinfer explain",
+    ):
         assert line in public
 
 
