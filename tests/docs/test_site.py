@@ -194,6 +194,6 @@ def test_a_former_address_leads_to_the_notebook_and_its_folds_are_closed(address
     assert folds == ["the code of this figure"] * 5 + ["the answers", "the code of this figure"]
     question = page.get_by_text("How can a block be found by its tokens?")
     assert not question.is_visible()
-    page.get_by_text("the answers").click()
+    page.get_by_text("the answers", exact=True).click()
     assert question.is_visible()
     page.close()
