@@ -1,15 +1,17 @@
-"""Run workloads through nanoinfer and, in turns, through other engines, and compare their speeds.
+"""Run workloads through nanoinfer and other engines, in interleaved runs, and compare their speeds.
 
-In: a checkpoint or a random model, workloads, engines. Out: a Comparison for each workload.
+In: a checkpoint or a random model, workloads, engines. Out: a Comparison for each workload, and lines of results.jsonl.
 """
 
+import datetime
 import json
 import math
 import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,10 +19,12 @@ import typer
 
 from benchmarks import program
 from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
+from benchmarks.results import LEAST_RUNS, RELEASE
 from nanoinfer.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
 from nanoinfer.cli.options import AsJson, EngineOptions, llm_arguments, print_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.bench import environment
 from nanoinfer.lab.bench.offline import load, run_workload
 from nanoinfer.lab.bench.random_models import checkpoint_of
 from nanoinfer.lab.bench.timing import figures
@@ -29,21 +33,40 @@ from nanoinfer.llm import LLM
 from nanoinfer.loading.checkpoint import Checkpoint
 
 OURS = "nanoinfer"
+NAMES = {"gpt2": "GPT-2", "qwen3-0.6b": "Qwen3-0.6B"}  # of random models, in BENCHMARKS.md
 TEMPERATURE = 0.6  # of nano-vllm's own benchmark
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One workload. speeds: the median output tokens per second of each engine, by name, nanoinfer first."""
+    """One workload.
+
+    Attributes:
+        is_prefill: One output token per request, so the figure is a time.
+        runs: The output tokens per second of each run of each engine, by name, nanoinfer first.
+        engines: The other engines' names with their versions, by name.
+    """
 
     workload: str
-    is_prefill: bool  # one output token per request: the figure is a time
-    speeds: dict[str, float]
+    is_prefill: bool
+    runs: dict[str, list[float]]
+    engines: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The median output tokens per second of each engine."""
+        return {name: statistics.median(runs) for name, runs in self.runs.items()}
 
     @property
     def ratios(self) -> dict[str, float]:
         """Nanoinfer's speed divided by that of each other engine."""
         return {name: self.speeds[OURS] / speed for name, speed in self.speeds.items() if name != OURS}
+
+    def range_of(self, name: str) -> list[float]:
+        """The median, the lowest and the highest figure of an engine, in milliseconds or tokens per second, to 4 digits."""
+        runs = [1e3 / run if self.is_prefill else run for run in self.runs[name]]
+        found = [float(f"{value:.4g}") for value in (statistics.median(runs), min(runs), max(runs))]
+        return [round(value) if value >= 100 else value for value in found]
 
     def show(self, name: str) -> str:
         """The figure of an engine with its unit."""
@@ -103,7 +126,7 @@ def compare(
             processes.append(stack.enter_context(closing(process)))
             print(f"comparing with {process.engine}", file=sys.stderr)
         for workload in workloads:
-            yield _take_turns(workload, repeats, llm, processes)
+            yield _interleave(workload, repeats, llm, processes)
 
 
 def _with_temperature_only(workload: Workload) -> Workload:
@@ -112,19 +135,42 @@ def _with_temperature_only(workload: Workload) -> Workload:
     return replace(workload, name=f"{workload.name}, temperature {temperature}", sampling={"temperature": temperature})
 
 
-def _take_turns(workload: Workload, repeats: int, llm: LLM, processes: list[PeerProcess]) -> Comparison:
+def _interleave(workload: Workload, repeats: int, llm: LLM, processes: list[PeerProcess]) -> Comparison:
     """Run a workload `repeats` times in every engine. The peers run it once before, to warm up."""
     vocab_size = llm.engine.executor.info.vocab_size
-    speeds: dict[str, list[float]] = {name: [] for name in (OURS, *(process.peer.name for process in processes))}
+    runs: dict[str, list[float]] = {name: [] for name in (OURS, *(process.peer.name for process in processes))}
     for process in processes:
         process.run(workload, workload.prompts(vocab_size, 0))
     for run in range(1, repeats + 1):
-        speeds[OURS].append(figures(run_workload(llm, workload, run)).output_tokens_per_s)
+        runs[OURS].append(figures(run_workload(llm, workload, run)).output_tokens_per_s)
         for process in processes:
             seconds = process.run(workload, workload.prompts(vocab_size, run))
-            speeds[process.peer.name].append(sum(workload.output_lens) / seconds)
-    medians = {name: statistics.median(runs) for name, runs in speeds.items()}
-    return Comparison(workload.name, sum(workload.output_lens) == 1, medians)
+            runs[process.peer.name].append(sum(workload.output_lens) / seconds)
+    engines = {process.peer.name: process.engine for process in processes}
+    return Comparison(workload.name, sum(workload.output_lens) == 1, runs, engines)
+
+
+def result_lines(results: list[Comparison], machine: str, model: str, dtype: str) -> list[dict[str, Any]]:
+    """Make a line of results.jsonl for each workload and other engine.
+
+    Args:
+        results: What was compared.
+        machine: Its name in BENCHMARKS.md.
+        model: The model's name in BENCHMARKS.md.
+        dtype: The dtype that was computed in.
+    """
+    versions = environment.versions()
+    about = {"kind": "speed", "machine": machine, "date": str(datetime.date.today()), "commit": versions.pop("commit", None)}
+    about |= {"release": RELEASE, "model": model, "dtype": dtype}
+    return [
+        about
+        | {"workload": result.workload.partition(", temperature")[0], "peer": engine}
+        | {"unit": "ms" if result.is_prefill else "tokens/s"}
+        | {"runs": len(result.runs[name]), "nanoinfer": result.range_of(OURS), "other": result.range_of(name)}
+        | {"note": "a temperature alone" if ", temperature" in result.workload else "", "versions": versions}
+        for result in results
+        for name, engine in result.engines.items()
+    ]
 
 
 def main(
@@ -139,17 +185,29 @@ def main(
             help="transformers, openvino, vllm, llama.cpp, nano-vllm, with commas. Each may have its Python: vllm=PYTHON."
         ),
     ] = "transformers",
+    results_file: Annotated[
+        Path | None, typer.Option("--results", help="Append the rows, with their ranges: benchmarks/results.jsonl.")
+    ] = None,
+    machine: Annotated[str, typer.Option(help="The machine's name in BENCHMARKS.md, for --results.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Compare tokens per second with other engines. `nanoinfer bench throughput --help` describes the workloads."""
     if math.isfinite(picked.request_rate):
         raise InvalidValueError(f"other engines take all requests at once; leave out request_rate={picked.request_rate}")
+    if results_file and (repeats < LEAST_RUNS or not machine or engine.dtype == "auto"):
+        raise InvalidValueError(
+            f"a row of results needs repeats >= {LEAST_RUNS}, a machine and a dtype, got {repeats}, {machine!r} and "
+            f'{engine.dtype}; write --repeats {LEAST_RUNS} --machine "Zen 4" --dtype bfloat16'
+        )
     workloads, peers = pick_workloads(picked), parse_peers(engines)
     with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint:
-        arguments = llm_arguments(engine, model=checkpoint)
-        results = list(compare(workloads=workloads, repeats=repeats, peers=peers, **arguments))
+        results = list(compare(workloads=workloads, repeats=repeats, peers=peers, **llm_arguments(engine, model=checkpoint)))
+    if results_file:
+        name = NAMES.get(random_model or "", random_model or engine.model or "tiny-qwen3")
+        with results_file.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in result_lines(results, machine, name, engine.dtype))
     if as_json:
-        print(json.dumps([asdict(result) | {"ratios": result.ratios} for result in results], indent=1))
+        print(json.dumps([asdict(result) | {"speeds": result.speeds, "ratios": result.ratios} for result in results], indent=1))
         return
     rows: list[list[str]] = []
     for result in results:

@@ -2,9 +2,9 @@
 
 README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, and the solutions with what they print. The API reference is
 made from the docstrings, the gallery by gallery.py, the data of interactive parts by interactive.py. A link to another file of
-the repository leads to its public address. Formulas become MathML, which needs no script. The search reads no code of
-notebooks, solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and the package, for
-browser.py. At the end every link inside the site is checked.
+the repository leads to its public address, and is text where there is none. Formulas become MathML, which needs no script. The
+search reads no code of notebooks, solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and
+the package, for browser.py. At the end every link inside the site is checked.
 """
 
 import html
@@ -32,20 +32,22 @@ log = logging.getLogger("mkdocs.plugins")
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
 from gallery import write  # noqa: E402
-from header import NOTEBOOKS, REPOSITORY, number_of, title_of  # noqa: E402
+from header import NOTEBOOKS, number_of, title_of  # noqa: E402
 from interactive import python_archive, with_data  # noqa: E402
 from parameters import table  # noqa: E402
 
 import nanoinfer  # noqa: E402
+from tools.address import REPOSITORY  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("tasks", "scheduler_game", "teaching"),
-    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints"),
+    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints", "names"),
     "Understand": ("reading", "architecture", "glossary"),
     "Project": ("contributing",),
     "Appendix": ("scaling",),
 }
-LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
+TEXT = r"\[((?:[^]\[]|\[[^]]*\])*)"  # of a Markdown link
+LINK = re.compile(TEXT + r"\]\((?!https?:|#)([^)#\"\s]+)(#[^)\"\s]*)?\)")
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
 # Code, what it prints, its copy for the clipboard, and prompts. Material leaves out only elements that contain none of their
@@ -75,7 +77,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Benchmarks": "BENCHMARKS.md"},
         {"Leaderboard": "LEADERBOARD.md"},
         {"Changelog": "CHANGELOG.md"},
-        {"GitHub": REPOSITORY},
+        *([{"GitHub": REPOSITORY}] if REPOSITORY else []),
     ]
     config.nav = [{"Home": "README.md"}, {"中文": "README.zh.md"}, *({name: pages} for name, pages in parts.items())]
     return config
@@ -144,14 +146,16 @@ def solution_page(stem: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files that are no pages lead to the repository."""
+    """Let links to files that are no pages lead to the repository, or leave their text."""
 
     def link(match: re.Match[str]) -> str:
         target = (ROOT / page.file.src_uri).parent.joinpath(match[2]).resolve()
         uri = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
         if files.get_file_from_path(uri) or not target.exists():
             return match[0]
-        return f"{match[1]}{REPOSITORY}/{'tree' if target.is_dir() else 'blob'}/main/{uri}{match[3] or ''}"
+        if REPOSITORY is None:
+            return match[1]
+        return f"[{match[1]}]({REPOSITORY}/{'tree' if target.is_dir() else 'blob'}/main/{uri}{match[3] or ''})"
 
     return LINK.sub(link, markdown)
 
@@ -165,8 +169,6 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         content = re.sub(r'(src|srcset)="docs/', r'\1="../docs/', content)
     if not page.file.src_uri.endswith(".ipynb"):
         return content
-
-    name = Path(page.file.src_uri).stem
 
     def formula(match: re.Match[str]) -> str:
         return convert(html.unescape(match[1] or match[2]), display="block" if match[1] else "inline")
@@ -183,7 +185,8 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
-    content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
+    content = re.sub(r'href="[^"]*/notebooks/solutions/(\w+)\.py"', r'href="../solutions/\1/"', content)
+    content = re.sub(r'<a href="\.\./(?:nanoinfer|tests)/[^>]*>(.*?)</a>', r"\1", content)  # without a public address
     content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 

@@ -403,8 +403,8 @@ class EngineArgs:
     max_num_seqs: Annotated[int | None, Ge(1),
         Doc("Maximum number of running sequences. None is the default.")] = SchedulerConfig.max_num_seqs
     max_num_batched_tokens: Annotated[int | None, Ge(1), Doc(
-        "Maximum number of prompt tokens per step, to which every running sequence adds its one token. None is the default."
-    )] = SchedulerConfig.max_num_batched_tokens
+        "Maximum number of prompt tokens per step. Unlike in vLLM, decoding sequences are not counted: each adds its token. A "
+        "chunk that does not fit whole waits (docs/vllm.md). None is the default.")] = SchedulerConfig.max_num_batched_tokens
     scheduling_policy: Annotated[str, Allowed("'fcfs', 'priority' or 'deadline'; scheduler_cls takes a class of your own"), Doc(
         'Which request starts first, and is preempted last: "fcfs" (first come, first served), "priority" (the lowest '
         '`priority` of generate()), or "deadline" (the earliest arrival + `timeout` of SamplingParams).'

@@ -2,17 +2,21 @@
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
-rewrites the cells, and a test compares them. It also folds the cells that draw.
+rewrites the cells, and a test compares them. It also folds the cells that draw, and writes links to files of the repository,
+and gpu.ipynb, as the repository's address says (tools/address.py).
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 
-REPOSITORY = "https://github.com/nanoinfer/nanoinfer"  # the only place with the public address
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))
+from tools.address import REPOSITORY, colab_of, with_links  # noqa: E402
+
 MARK = "\n\n<!-- header -->\n"
 FOLDED = {
     "cellView": "form",
@@ -289,30 +293,55 @@ def alt_of(stem: str) -> str:
     return f"The engine so far. In this notebook: {', '.join(lit)}. From earlier ones: {', '.join(others) or 'nothing yet'}."
 
 
-def header_of(stem: str) -> str:
+def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
     header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
     at = order.index(stem)
     before = [link_to(one) for one in order if number_of(one) in header.needs]
-    sources = [f"[`{path}`]({REPOSITORY}/blob/main/nanoinfer/{path})" for path in header.sources]
+    sources = [f"[`{path}`](../nanoinfer/{path})" for path in header.sources]
     neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
     neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
-    in_colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
-    folder = REPOSITORY.rsplit("/", 1)[1]
     track = [TRACK[stem]] if stem in TRACK else []
-    badge = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
     lines = [
         f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
         f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes."
         + "".join(f" **In three hours** (see README): {what}, {num} minutes." for what, num in track),
-        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
-        f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
-        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary]({REPOSITORY}/blob/main/docs/glossary.md).",
-        f"[{badge}]({in_colab}/blob/main/notebooks/{stem}.ipynb) In Colab, run this first: "
-        f'`!git clone -q {REPOSITORY} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`.',
+        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** [`{stem}.py`](../notebooks/solutions/{stem}.py).",
+        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary](../docs/glossary.md).",
     ]
-    return "\n\n".join(lines)
+    if repository is not None:
+        folder = repository.rsplit("/", 1)[1]
+        install = f'`!git clone -q {repository} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`'
+        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} In Colab, run this first: {install}.")
+    return with_links("\n\n".join(lines), repository)
+
+
+def badge_of(repository: str, notebook: str) -> str:
+    picture = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
+    return f"[{picture}]({colab_of(repository, notebook)})"
+
+
+def gpu_cells(repository: str | None = REPOSITORY) -> tuple[str, str]:
+    """The first two cells of gpu.ipynb: what to do, and the installation."""
+    if repository is None:
+        badge, page = "", "a message to the authors"
+        start = (
+            "# In Colab and Kaggle, upload an archive of the checkout (`git archive`) first, and unpack it here.\n%cd nanoinfer"
+        )
+    else:
+        badge, page = f"{badge_of(repository, 'gpu.ipynb')} ", f"[an issue]({repository}/issues)"
+        start = f"!git clone -q {repository}\n%cd {repository.rsplit('/', 1)[1]}"
+    text = f"""# nanoinfer on a GPU
+
+{badge}This is no chapter of the course: it
+tests and measures the GPU of Colab or Kaggle, or your own, and prints a block of Markdown.
+
+1. Choose a GPU. Colab: *Runtime*, *Change runtime type*, *T4 GPU*. Kaggle: *Settings*, *Accelerator*, and turn *Internet* on.
+2. Run both cells. Nothing is downloaded but the packages, because the models have random weights.
+3. Paste the block, from its first `##` to the end, into {page}.
+   [BENCHMARKS.md](../BENCHMARKS.md) says how to read it."""
+    return with_links(text, repository), f"{start}\n%pip install -e . pytest hypothesis"
 
 
 def with_header(stem: str, source: str) -> str:
@@ -331,7 +360,12 @@ def main() -> None:
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.metadata = FOLDED if re.search(r"\bshow\(", cell.source) else {}
+            else:
+                cell.source = with_links(cell.source)
         nbformat.write(notebook, path)
+    gpu = nbformat.read(FOLDER / "gpu.ipynb", as_version=4)
+    gpu.cells[0].source, gpu.cells[1].source = gpu_cells()
+    nbformat.write(gpu, FOLDER / "gpu.ipynb")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 GPT-2, Qwen2 and Qwen3 checkpoints are written as GGUF without a tokenizer, since prompts are token ids.
 """
 
+import heapq
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,10 @@ class Engine:
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx = setup.max_model_len * setup.max_num_seqs  # every sequence has its own cells
+        params.n_ctx = setup.max_model_len * setup.max_num_seqs  # every sequence has its own cells, in fp16 by default
         params.n_batch = self._max_batch = max(4096, setup.max_model_len)
         params.n_seq_max = setup.max_num_seqs
         params.n_threads = params.n_threads_batch = setup.num_threads
-        params.type_k = params.type_v = _TYPES[setup.dtype]
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp has made no context; its messages are above")
@@ -42,17 +42,17 @@ class Engine:
         sampler = _sampler(sampling)
         answers: list[list[int]] = [[] for _ in prompts]
         waiting = list(reversed(range(len(prompts))))  # the next one is last
-        free = list(range(self._max_num_seqs))
+        free = list(range(self._max_num_seqs))  # lowest first: llama.cpp splits a batch where sequences do not ascend by 1
         running: dict[int, int] = {}  # request -> sequence, in the order of their rows
         while waiting or running:
             self._batch.n_tokens = 0
             rows = {}
-            for request, sequence in running.items():
+            for request, sequence in sorted(running.items(), key=lambda pair: pair[1]):
                 num_known = len(prompts[request]) + len(answers[request])
                 rows[request] = self._add(answers[request][-1], num_known - 1, sequence, is_last=True)
             while waiting and free and self._batch.n_tokens + len(prompts[waiting[-1]]) <= self._max_batch:
                 request = waiting.pop()
-                running[request] = free.pop()
+                running[request] = heapq.heappop(free)
                 last = len(prompts[request]) - 1
                 for position, token in enumerate(prompts[request]):
                     rows[request] = self._add(token, position, running[request], is_last=position == last)
@@ -61,8 +61,9 @@ class Engine:
             for request, row in rows.items():
                 answers[request].append(llama.llama_sampler_sample(sampler, self._context, row))
                 if len(answers[request]) == output_lens[request]:
-                    free.append(running.pop(request))
-                    llama.llama_memory_seq_rm(self._memory, free[-1], -1, -1)
+                    sequence = running.pop(request)
+                    heapq.heappush(free, sequence)
+                    llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         llama.llama_sampler_free(sampler)
         return [len(answer) for answer in answers]
 

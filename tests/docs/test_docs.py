@@ -53,6 +53,16 @@ def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():
     assert set(re.findall(r"notebooks/(\S+\.ipynb)\)", page)) == {path.name for path in chapters}
 
 
+def test_what_the_other_engines_of_the_table_run_on_is_missing_here_by_name():
+    page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    (ours,) = [row for row in rows if row[0] == "nanoinfer"]
+    vendors = {word for row in rows[1:] for word in re.findall(r"\b[A-Z]\w+", row[4]) if row is not ours}
+    missing = page.split("### What other engines have and nanoinfer does not")[1].split("\n## ")[0]
+    assert vendors - set(re.findall(r"\w+", ours[4])) == {"AMD", "Apple"} <= set(re.findall(r"\w+", missing))
+    assert "(#what-other-engines-have-and-nanoinfer-does-not)" in ours[-1]
+
+
 def test_the_import_table_on_the_page_is_the_tested_one():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `?(\w+)(?:/|\.py)?`? \| [^|]+ \| ([^|]+) \|$", page.split("## The folders")[1], re.MULTILINE)

@@ -2,10 +2,13 @@
 
 import gc
 import weakref
+from pathlib import Path
+from typing import get_args
 
 import pytest
+from typing_extensions import Doc
 
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineArgs, SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -64,6 +67,23 @@ def test_decodes_are_not_counted_against_the_prompt_budget():
     assert step(scheduler) == {f"d{i}": 1 for i in range(4)}
     scheduler.add(sequence("p", 4, first=90))
     assert step(scheduler) == {f"d{i}": 1 for i in range(4)} | {"p": 4}
+
+
+def test_a_step_is_larger_than_max_num_batched_tokens_as_the_page_for_users_of_vllm_says():
+    scheduler = make(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=100, chunk_size=1024)
+    for i in range(31):
+        scheduler.add(sequence(f"d{i}", 1, first=10 * i))
+    step(scheduler)
+    scheduler.add(sequence("a", 130, 200, first=500))
+    scheduler.add(sequence("b", 71, 200, first=700))
+    assert sum(step(scheduler).values()) == 131  # a chunk of 100 beside 31 decodes
+    found = step(scheduler)
+    assert (found["a"], "b" in found) == (30, False)  # 70 of the budget are left, and b needs 71 in one piece
+    assert step(scheduler)["b"] == 71
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert "so 100 beside\n  31 of them gives steps of up to 131 tokens" in page
+    (declared,) = [one for one in get_args(EngineArgs.__annotations__["max_num_batched_tokens"]) if isinstance(one, Doc)]
+    assert "Unlike in vLLM, decoding sequences are not counted" in declared.documentation
 
 
 def test_when_blocks_run_out_the_youngest_waits_and_recomputes():

@@ -44,14 +44,30 @@ def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_fo
 
 
 def test_a_prefill_is_shown_in_milliseconds():
-    result = compare.Comparison("C", True, {"nanoinfer": 4.0, "vllm": 2.5})
+    result = compare.Comparison("C", True, {"nanoinfer": [4.0], "vllm": [2.0, 2.5, 9.0]})
     assert (result.show("nanoinfer"), result.show("vllm"), result.ratios) == ("250 ms", "400 ms", {"vllm": 1.6})
-    assert compare.Comparison("A", False, {"nanoinfer": 1234.5}).show("nanoinfer") == "1,234 tok/s"
+    assert compare.Comparison("A", False, {"nanoinfer": [1234.5]}).show("nanoinfer") == "1,234 tok/s"
+
+
+def test_a_line_of_results_has_the_median_and_the_range_of_every_run():
+    runs = {"nanoinfer": [5.0, 4.0, 8.0], "vllm": [2.0, 2.5, 1000 / 3]}
+    prefill, other = (compare.Comparison(name, name == "C", runs, {"vllm": "vLLM 1.2"}) for name in ("C", "E, temperature 1.0"))
+    first, second = compare.result_lines([prefill, other], "Zen 4", "GPT-2", "float32")
+    assert (first["unit"], first["nanoinfer"], first["other"], first["runs"]) == ("ms", [200, 125, 250], [400, 3.0, 500], 3)
+    assert (second["unit"], second["nanoinfer"], second["other"]) == ("tokens/s", [5.0, 4.0, 8.0], [2.5, 2.0, 333])
+    assert (second["workload"], second["note"]) == ("E", "a temperature alone")
+    assert (first["machine"], first["peer"], first["date"]) == ("Zen 4", "vLLM 1.2", str(datetime.date.today()))
+
+
+def test_a_row_of_results_without_enough_runs_or_a_machine_is_refused(tmp_path):
+    for arguments in (["--repeats", "4", "--machine", "m", "--dtype", "float32"], ["--repeats", "5", "--dtype", "float32"]):
+        result = CliRunner().invoke(compare.app, ["--results", str(tmp_path / "r.jsonl"), *arguments])
+        assert "a row of results needs repeats >= 5, a machine and a dtype" in " ".join(result.stderr.split())
 
 
 def test_a_comparison_fits_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    speeds = {"nanoinfer": 1632.1, "transformers": 132.3, "llama.cpp": 12345.6}
+    speeds = {"nanoinfer": [1632.1], "transformers": [132.3], "llama.cpp": [12345.6]}
     monkeypatch.setattr(compare, "compare", lambda *args, **options: [compare.Comparison("yours", False, speeds)])
     printed = CliRunner().invoke(compare.app, []).stdout
     assert max(map(len, printed.splitlines())) <= 80

@@ -1,0 +1,215 @@
+"""Read results.jsonl, and write its tables between the marks of pages: `python -m benchmarks.results`.
+
+A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as
+[median, lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and
+the model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What
+was not recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nanoinfer
+
+ROOT = Path(__file__).parents[1]
+LINES = ROOT / "benchmarks" / "results.jsonl"
+PAGES = ("README.md", "README.zh.md", "BENCHMARKS.md", "docs/benchmarks_history.md", "docs/supported.md")
+BLOCK = re.compile(r"(<!-- python -m benchmarks\.results: ([\w ]+) -->\n\n)(?:(?!python -m ).)*?(<!-- end -->)", re.DOTALL)
+LEAST_RUNS = 5  # of each engine, for a ratio in bold
+RELEASE = nanoinfer.__version__.partition(".dev")[0]
+README_ROWS = (  # machine, model, dtype, workload, the other engine without its version. The newest line of each is shown
+    ("Zen 4", "GPT-2", "bfloat16", "A", "OpenVINO GenAI"),
+    ("Zen 4", "GPT-2", "bfloat16", "B16", "OpenVINO GenAI"),
+    ("Zen 4", "GPT-2", "float32", "A", "OpenVINO GenAI"),
+    ("Zen 4", "GPT-2", "float32", "B16", "OpenVINO GenAI"),
+    ("Zen 4", "GPT-2", "bfloat16", "A", "llama.cpp"),
+    ("Zen 4", "Qwen3-0.6B", "Q4_0", "A", "llama.cpp"),
+    ("Cascade Lake", "GPT-2", "float32", "B16", "OpenVINO GenAI"),
+    ("Cascade Lake", "GPT-2", "float32", "C", "OpenVINO GenAI"),
+    ("H100", "Qwen3-0.6B", "bfloat16", "A", "nano-vllm"),
+    ("H100", "Qwen3-0.6B", "bfloat16", "B64", "nano-vllm"),
+    ("H200", "Qwen3-0.6B", "bfloat16", "B64", "nano-vllm"),
+    ("H200", "Qwen3-0.6B", "bfloat16", "E", "nano-vllm"),
+)
+WORDS = {  # of README's table
+    "en": ("machine, model and dtype", "workload", "other engine", "nanoinfer", "other engine's", "ratio", "older build"),
+    "zh": ("机器、模型与数据类型", "负载", "对比引擎", "nanoinfer", "对比引擎的结果", "比值", "旧版本"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One row beside another engine.
+
+    Attributes:
+        unit: "tokens/s", of which more is better, or "ms" or "s", of which less is better.
+        runs: Interleaved runs of each engine. None: not recorded.
+        nanoinfer: The median, the lowest and the highest figure. None: not recorded.
+        other: The same of the other engine.
+        note: How the row differs from the others, or "".
+    """
+
+    machine: str
+    date: str
+    commit: str | None
+    release: str | None
+    model: str
+    dtype: str
+    workload: str
+    peer: str
+    unit: str
+    runs: int | None
+    nanoinfer: tuple[float, float | None, float | None]
+    other: tuple[float, float | None, float | None]
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What is measured: machine, model, dtype, workload, and the engine without its version."""
+        return self.machine, self.model, self.dtype, self.workload, re.sub(r"( of llama-cpp-python)? \d\S*$", "", self.peer)
+
+    @property
+    def is_older_build(self) -> bool:
+        return self.release != RELEASE
+
+    @property
+    def ratio(self) -> float:
+        """Nanoinfer's speed divided by the other engine's."""
+        ratio = self.nanoinfer[0] / self.other[0]
+        return ratio if self.unit == "tokens/s" else 1 / ratio
+
+    @property
+    def differs(self) -> bool:
+        """Whether the ranges of enough runs do not overlap."""
+        _, low, high = self.nanoinfer
+        _, other_low, other_high = self.other
+        if low is None or high is None or other_low is None or other_high is None or (self.runs or 0) < LEAST_RUNS:
+            return False
+        return low > other_high or other_low > high
+
+    def show(self, figure: tuple[float, float | None, float | None]) -> str:
+        median, low, high = figure
+        return f"{median:,} {self.unit}" + (f" ({low:,} to {high:,})" if low is not None else "")
+
+    def show_ratio(self) -> str:
+        return f"**{self.ratio:.2f}**" if self.differs else f"{self.ratio:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """A variant of a model, such as "int4". float32: the perplexity of the model in float32 on the same text."""
+
+    machine: str
+    date: str
+    commit: str | None
+    release: str | None
+    model: str
+    text: str
+    variant: str
+    float32: float
+    perplexity: float
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.model, self.text, self.variant
+
+
+def read() -> list[Speed | Perplexity]:
+    """Read every line, the oldest first."""
+    found: list[Speed | Perplexity] = []
+    for line in LINES.read_text(encoding="utf-8").splitlines():
+        fields: dict[str, Any] = json.loads(line)
+        kind = {"speed": Speed, "perplexity": Perplexity}[fields.pop("kind")]
+        found.append(kind(**{name: _tuple(value) for name, value in fields.items() if name != "versions"}))
+    return sorted(found, key=lambda one: one.date)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _newest(kind: type) -> dict[tuple[str, ...], Any]:
+    """Return the newest line of everything that was measured."""
+    return {one.key: one for one in read() if isinstance(one, kind)}
+
+
+def _markdown(head: tuple[str, ...], rows: list[list[str]]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def readme(language: str = "en") -> str:
+    """README's table: at most 12 rows, the losing ones among them."""
+    newest, words = _newest(Speed), WORDS[language]
+    rows = []
+    for key in README_ROWS:
+        if one := newest.get(key):
+            mark = f" ({words[-1]})" if one.is_older_build else ""
+            what = f"{one.machine}, {one.model}, {one.dtype}{mark}"
+            rows.append([what, one.workload, key[-1], one.show(one.nanoinfer), one.show(one.other), one.show_ratio()])
+    return _markdown(words[:-1], rows)
+
+
+def _speeds(chosen: Callable[[Speed], bool]) -> str:
+    head = ("machine", "model, dtype", "workload", "nanoinfer", "other", "ratio", "runs", "other engine", "measured")
+    rows = []
+    for one in sorted(
+        filter(chosen, (one for one in read() if isinstance(one, Speed))), key=lambda one: (one.machine, one.peer)
+    ):
+        measured = f"{one.date}, {one.commit}" if one.commit else one.date
+        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.peer) + (f", {one.note}" if one.note else "")  # without the build's name
+        figures = [one.show(one.nanoinfer), one.show(one.other), one.show_ratio(), str(one.runs or "")]
+        rows.append([one.machine, f"{one.model}, {one.dtype}", one.workload, *figures, engine, measured])
+    return _markdown(head, rows)
+
+
+def current() -> str:
+    """The newest line of each row that this release was measured in."""
+    newest = list(_newest(Speed).values())
+    return _speeds(lambda one: not one.is_older_build and one in newest)
+
+
+def history() -> str:
+    """The rows of older builds, and those that were measured again."""
+    newest = list(_newest(Speed).values())
+    return _speeds(lambda one: one.is_older_build or one not in newest)
+
+
+def perplexity() -> str:
+    """The perplexity of every variant, divided by that of float32."""
+    head = ("model", "text", "variant", "perplexity", "of float32", "ratio", "measured")
+    rows = [
+        [
+            *(one.model, one.text, one.variant, f"{one.perplexity:,}", f"{one.float32:,}"),
+            *(f"{one.perplexity / one.float32:.3f}", one.date),
+        ]
+        for one in _newest(Perplexity).values()
+    ]
+    return _markdown(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "readme zh": lambda: readme("zh"),
+    "current": current,
+    "history": history,
+    "perplexity": perplexity,
+}
+
+
+def with_tables(text: str) -> str:
+    """Return a page with its tables written anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n\n{match[3]}", text)
+
+
+def main() -> None:
+    for name in PAGES:
+        page = ROOT / name
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
