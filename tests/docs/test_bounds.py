@@ -1,4 +1,4 @@
-"""The oldest versions that pyproject.toml allows, to run and to test, are those that make smoke-lowest and test-lowest install."""
+"""The oldest versions that pyproject.toml allows are what make smoke-lowest (to run) and make test-lowest (to test) install."""
 
 import re
 import tomllib
