@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     empty vocabulary, for its special tokens, and gets the tokenizer of the file afterwards. This is also faster.
     """
     import tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config_file = path / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
@@ -100,7 +100,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     older_files = (path / name for name in ("special_tokens_map.json", "added_tokens.json"))
     if "added_tokens_decoder" not in config and not any(file.exists() for file in older_files):
         options["added_tokens_decoder"] = backend.get_added_tokens_decoder()  # for which transformers would parse the file
-    if __version__.startswith("4.") and isinstance(extra := config.get("extra_special_tokens"), list):
+    if version("transformers").startswith("4.") and isinstance(extra := config.get("extra_special_tokens"), list):
         options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}  # the list has the second name there
     hf: Any = None
     try:

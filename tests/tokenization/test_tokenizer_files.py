@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import transformers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -256,7 +255,7 @@ def test_a_folder_of_transformers_5_is_read_by_transformers_4_without_a_line(fol
         assert isinstance(stated["extra_special_tokens"], dict)
         return load(path, **options | {"extra_special_tokens": options["additional_special_tokens"]})
 
-    monkeypatch.setattr(transformers, "__version__", "4.51.0")
+    monkeypatch.setattr(tokenizer_module, "version", lambda package: "4.51.0", raising=False)
     monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", load_as_4)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", {}.__getitem__)
     backend = with_tokens("<eos>")
