@@ -3,9 +3,11 @@
 
 PYTHON ?= python3
 PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
-VENVS := .venv .venv-lowest .venv-trl .venv-ray .venv-clients
+VENVS := .venv .venv-lowest .venv-smoke .venv-newest .venv-trl .venv-ray .venv-clients
 BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
+SMOKE := .venv-smoke/$(PROGRAMS)
+NEWEST := .venv-newest/$(PROGRAMS)
 TRL := .venv-trl/$(PROGRAMS)
 RAY := .venv-ray/$(PROGRAMS)
 CLIENTS := .venv-clients/$(PROGRAMS)
@@ -19,7 +21,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,$(VENVS),$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl test-ray test-clients coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
+.PHONY: demo test test-lowest smoke-lowest test-newest test-trl test-ray test-clients coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -35,9 +37,19 @@ test: .venv/installed-test
 	@($(LINT)) > .lint.log 2>&1 & lint=$$!; $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
 		wait $$lint; linted=$$?; cat .lint.log; exit $$((tests || linted))
 
-# The tests with the oldest dependencies that pyproject.toml allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
+# The tests with the oldest dependencies that the extra test allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
 test-lowest: .venv-lowest/installed-test
 	$(LOWEST)/python -m pytest -n auto --dist worksteal -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+
+# Texts, chats, a server and commands with the oldest dependencies that pyproject.toml allows to run, which are older than those to
+# test. MODELS="FOLDER FILE.gguf" names more models.
+smoke-lowest: .venv-smoke/installed
+	$(SMOKE)/python $(PIP_INSTALL) -e ".[server,structured]" pytest
+	HF_HUB_OFFLINE=1 MODELS="$(MODELS)" $(SMOKE)/python -m pytest --noconftest -W default tests/oldest.py
+
+# The tests with the newest versions of all dependencies.
+test-newest: .venv-newest/installed-test
+	$(NEWEST)/python -m pytest -n auto --dist worksteal
 
 # The example with TRL, which is skipped elsewhere. examples/trl_grpo.py names the version.
 test-trl: .venv-trl/installed-test
@@ -104,8 +116,10 @@ clean:
 
 # The stamps make a second run start at once. A change of the requirements installs again.
 .venv-lowest/%: CONSTRAINTS := constraints-lowest.txt
+.venv-smoke/% smoke-lowest: CONSTRAINTS := constraints-smoke.txt
+.venv-newest/%: CONSTRAINTS := /dev/null
 
-$(VENVS:=/installed): %/installed: pyproject.toml constraints.txt constraints-lowest.txt
+$(VENVS:=/installed): %/installed: pyproject.toml constraints.txt constraints-lowest.txt constraints-smoke.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@test "$$(uname)$(TORCH)" != Linux || command -v nvidia-smi > /dev/null || \
 		echo "On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs: make demo TORCH=cpu"

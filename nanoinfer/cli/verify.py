@@ -8,11 +8,12 @@ are judged.
 import gc
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from itertools import chain, groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -237,12 +238,42 @@ def _check_reference(reference: Checkpoint, checkpoint: Checkpoint, against: str
             f"transformers {version('transformers')} does not know the model in {reference.path} ({first_line(error)[:300]}); "
             "install a newer version"
         ) from error
+    _check_configuration(reference, config.to_dict())
     needed, available = sum(4 * weight.numel() for weight in model.parameters()), available_cpu_memory()
     if needed > available:
         raise OutOfMemoryError(
             f"transformers needs {needed / 1e9:.1f} GB for the weights in float32, and {available / 1e9:.1f} GB of memory are "
             "available; verify a smaller model of the family"
         )
+
+
+def _check_configuration(reference: Checkpoint, theirs: dict[str, Any]) -> None:
+    """Refuse a transformers that reads other numbers than nanoinfer from config.json, such as another theta of RoPE.
+
+    theirs: its configuration. transformers 4 keeps rope_parameters, and computes with rope_theta and rope_scaling.
+    """
+    if version("transformers").startswith("4."):
+        theirs.pop("rope_parameters", None)
+    family, ours = loader.read_config(reference)
+    try:
+        other = [*_differing_fields(ours, family.Config.from_hf(theirs))]
+    except NanoinferError as error:
+        other = [first_line(error)]
+    if other:
+        raise UnsupportedError(
+            f"transformers {version('transformers')} reads config.json in {reference.path} differently: {', '.join(other)}; "
+            "install a newer version"
+        )
+
+
+def _differing_fields(ours: Any, theirs: Any) -> Iterator[str]:
+    """Name each field with another value, and both values. A field such as RoPE's has fields of its own."""
+    for name in (field.name for field in fields(ours)):
+        value, its = getattr(ours, name), getattr(theirs, name)
+        if is_dataclass(value):
+            yield from (f"{name}.{part}" for part in _differing_fields(value, its))
+        elif its != value:
+            yield f"{name} is {its!r} there and {value!r} here"
 
 
 def _is_quantised(checkpoint: Checkpoint) -> bool:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+# transformers 4 warns of each tokenizer that is loaded without its class, as _from_file does.
+logging.getLogger("transformers.tokenization_utils_base").addFilter(
+    lambda record: "is not the same type as the class this function is called from" not in record.getMessage()
+)
 
 # A text with at least this many characters is encoded as a batch of one text, which does not hold Python's lock. `encode` holds
 # it for 25 ms per 100,000 characters. Batches use threads, so tokenizers warns if the process forks later.
 LONG_TEXT = 2**14
 
+# The class of transformers without anything of its own, by the name that transformers 5 writes, and by that of transformers 4.
+_WITHOUT_CLASS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 MAX_TOKEN_ID = 2**22  # The library makes tables of this length. The largest vocabularies have a million tokens.
 
@@ -94,10 +100,13 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     older_files = (path / name for name in ("special_tokens_map.json", "added_tokens.json"))
     if "added_tokens_decoder" not in config and not any(file.exists() for file in older_files):
         options["added_tokens_decoder"] = backend.get_added_tokens_decoder()  # for which transformers would parse the file
+    if version("transformers").startswith("4.") and isinstance(extra := config.get("extra_special_tokens"), list):
+        options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}  # the list has the second name there
     hf: Any = None
     try:
         with panics_raised():
-            hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
+            if config.get("tokenizer_class") not in _WITHOUT_CLASS:
+                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **options)
     except Exception as error:
         logger.warning("%s: tokenizer.json is read without its class: %s", path, first_line(error))
     stated = hf if type(hf) is PreTrainedTokenizerFast else PreTrainedTokenizerFast.from_pretrained(str(path), **options)
@@ -107,7 +116,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     hf._tokenizer = backend
     hf.init_kwargs = {name: value for name, value in hf.init_kwargs.items() if name not in options}  # which are not saved
     backend.encode_special_tokens = hf.split_special_tokens
-    if any(backend.token_to_id(token) is None for token in hf.special_tokens_map.values()):
+    if any(backend.token_to_id(token) is None for token in hf.all_special_tokens):
         hf.unk_token = None  # transformers would give the class's eos_token, for example, the id of unk_token
     _set_prefix_space(backend, config, path)
     ends: dict[str, str | None] = {}

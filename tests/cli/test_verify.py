@@ -14,9 +14,9 @@ from nanoinfer import LLM
 from nanoinfer.cli import verify
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
-from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from tests.helpers import gguf_files
+from tests.helpers import gguf_files, tiny_models
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,43 @@ def test_json_has_what_the_page_has_and_the_page_is_narrow(report, monkeypatch):
     assert first.endswith(f" in transformers {transformers.__version__} in float32")
     assert max(len(line) for line in lines if ": a near-tie" not in line) <= 80
     assert "result passed passed no bound" in [" ".join(line.split()) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("transformers_version", "change", "words"),
+    [
+        (
+            "5.24.0",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            "rope.theta is 500.0 there and 10000.0 here",
+        ),
+        ("5.24.0", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06 here"),
+        ("5.24.0", {"num_key_value_heads": 1}, "num_key_value_heads is 1 there and 3 here"),
+        ("5.24.0", {"rope_parameters": {"rope_type": "su"}}, "rope_type must be one of .+, got 'su'"),
+        ("4.57.1", {"rope_theta": 500.0}, "rope.theta is 500.0 there"),  # rope_parameters, which is right, is not used there
+    ],
+)
+def test_transformers_with_another_configuration_is_refused_with_both_values(monkeypatch, transformers_version, change, words):
+    load = transformers.AutoConfig.from_pretrained
+
+    def changed(*args, **more):
+        config = load(*args, **more)
+        for name, value in change.items():
+            setattr(config, name, value)
+        return config
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", changed)
+    monkeypatch.setattr(verify, "version", lambda package: transformers_version)
+    with pytest.raises(
+        UnsupportedError, match=f"transformers {transformers_version} reads config.json in .+ differently: {words}"
+    ):
+        verify.examine(None, variants="float32", device="cpu")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2_yarn", "llama_tied_llama3", "qwen3_moe", "gemma3_window", "gpt_oss_window"])
+def test_transformers_reads_a_familys_configuration_as_it_is_read_here(family, tmp_path):
+    reference = Checkpoint.open(str(tiny_models.save(family, tmp_path)))
+    verify._check_configuration(reference, transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
 
 
 def with_a_rival(path, scale):

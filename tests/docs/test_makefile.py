@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None or os.name == "nt",
 @pytest.fixture
 def folder(tmp_path):
     """A checkout with an installed environment, whose Python calls itself 3.0."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-lowest.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-lowest.txt", "constraints-smoke.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -44,3 +44,16 @@ def test_another_version_of_python_makes_the_environment_anew_and_the_same_one_d
     assert f"{sys.executable} -m venv --clear .venv" in commands(folder, "demo", f"PYTHON={sys.executable}")
     same = folder / ".venv" / "bin" / "python"
     assert not [line for line in commands(folder, "demo", f"PYTHON={same}") if "-m venv" in line]
+
+
+def test_every_environment_has_its_own_versions(folder):
+    for target, constraints in (
+        ("demo", "constraints.txt"),
+        ("test-lowest", "constraints-lowest.txt"),
+        ("smoke-lowest", "constraints-smoke.txt"),
+        ("test-newest", os.devnull),
+    ):
+        (folder / ".venv" / "installed").unlink(missing_ok=True)
+        installs = [line for line in commands(folder, target) if " -m pip install" in line]
+        assert installs
+        assert all(f" -c {constraints} " in line for line in installs)

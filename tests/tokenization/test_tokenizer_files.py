@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.tokenization import tokenizer as tokenizer_module
@@ -43,6 +44,7 @@ def folder(tmp_path_factory):
         (path / "tokenizer_config.json").write_text(json.dumps(stated))
         return path
 
+    write.path = path
     return write
 
 
@@ -242,3 +244,23 @@ def test_a_tokenizer_model_without_its_package_names_it(tmp_path, monkeypatch, c
     monkeypatch.setattr(tokenizer_module, "distributions", list)  # none is installed
     with pytest.raises(UnsupportedError, match=rf"tokenizer.model needs .+; pip install {packages}, or add"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_folder_of_transformers_5_is_read_by_transformers_4_without_a_line(folder, monkeypatch, caplog):
+    """transformers 4 lacks the class TokenizersBackend, and takes extra_special_tokens for a mapping."""
+    load = PreTrainedTokenizerFast.from_pretrained
+
+    def load_as_4(path, **options):
+        stated = json.loads((folder.path / "tokenizer_config.json").read_text()) | options
+        assert isinstance(stated["extra_special_tokens"], dict)
+        return load(path, **options | {"extra_special_tokens": options["additional_special_tokens"]})
+
+    monkeypatch.setattr(tokenizer_module, "version", lambda package: "4.51.0", raising=False)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", load_as_4)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", {}.__getitem__)
+    backend = with_tokens("<eos>")
+    folder(backend, "TokenizersBackend", extra_special_tokens=["<|turn|>"], eos_token="<eos>")
+    tokenizer = Tokenizer.load(folder.path)
+    assert tokenizer.encode("<|turn|><eos>") == [backend.get_vocab_size(), backend.get_vocab_size() - 1]
+    assert tokenizer.hf.eos_token == "<eos>"
+    assert not caplog.text
