@@ -41,7 +41,7 @@ SMALL = {family: FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | 
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS = 28, 4, 3
 SETTINGS = {
     "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 16, "chunk_size": 16, "max_model_len": MAX_MODEL_LEN,
-    "block_size": BLOCK_SIZE,
+    "block_size": BLOCK_SIZE, "cudagraph_capture": "first_use",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
 DRAWN = SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=5, ignore_eos=True, detokenize=False)
@@ -131,9 +131,9 @@ def run_random_requests(family, path, num_requests):
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
-        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0]._graphs.values()
+        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
         assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
-        captured = [*sampler_graphs, *([] if graphs is None else [graph for _, graph in graphs._graphs.values()])]
+        captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
         assert None not in captured
         assert sum(graph.replay.__self__.num_replays for graph in captured) > len(captured)

@@ -120,7 +120,7 @@ def test_the_columns_of_rows_that_go_on_are_copied_once(monkeypatch):
 @pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])
 def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
     def stale(self, logits, batch, names):
-        static_inputs = self._columns | {"logits": self._logits}
+        static_inputs = self._columns | {"logits": self._hidden}
         kept = static_inputs[name].clone() if self._columns else None
         fill(self, logits, batch, names)
         if kept is not None:
@@ -137,7 +137,7 @@ def test_the_rows_beyond_the_batch_do_not_matter():
     for step in steps:
         assert num_disagreeing([step], sampling_by(graphs)) == 0
         num_rows = len(step[0])
-        graphs._logits[num_rows:] = NAN
+        graphs._hidden[num_rows:] = NAN
         for name, worst in {"greedy": True, "temperature": 0.0, "min_p": NAN, "top_p": -1.0, "u": NAN}.items():
             graphs._columns[name][num_rows:] = worst
 
