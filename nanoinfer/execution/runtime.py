@@ -23,7 +23,6 @@ from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
-
 GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
 
 
