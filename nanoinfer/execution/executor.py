@@ -99,6 +99,4 @@ class Executor(Protocol[Step]):
         """
 
     def collect(self, step: Step) -> StepOutput: ...  # waits for a step's sampled tokens
-
-    def capture_next(self) -> bool:
-        """Capture one CUDA graph that earlier steps lacked, while no request runs. Returns False if there is none."""
+    def capture_next(self) -> bool: ...  # captures a CUDA graph that steps lacked. False: there is none

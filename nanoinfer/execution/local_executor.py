@@ -147,25 +147,21 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def _capture_all(self, graphs: Replayer) -> None:
-        """Capture the graphs of all steps and of most draws, whose kernels are compiled meanwhile. Check what was kept free."""
+        """Capture the graphs of all steps and of most draws. Logs what those of steps take of the memory kept for them."""
         gpu, start = torch.get_device_module(self.device), time.perf_counter()
         with self._in_step():
             free, _ = gpu.mem_get_info(self.device)
             hidden = graphs.prepare(self.runner.run)
             gpu.empty_cache()
-            taken, reserved = free - gpu.mem_get_info(self.device)[0], self.info.num_graph_bytes
-            for route in self.sampler.routes:
-                route.prepare(self.runner.head_rows(hidden, slice(0, 1)))
-        logger.info(
-            "CUDA graphs of steps with up to %d prompt tokens, which take %.0f MiB, were captured in %.1f s; "
-            "cudagraph_capture='first_use' captures what is used, and enforce_eager=True nothing",
-            self.info.num_graph_tokens, taken / 2**20, time.perf_counter() - start,
+            taken, kept = free - gpu.mem_get_info(self.device)[0], self.info.num_graph_bytes
+            if hidden is not None:
+                for route in self.sampler.routes:
+                    route.prepare(self.runner.head_rows(hidden, slice(0, 1)))
+        logger.log(
+            logging.WARNING if taken > kept else logging.INFO,
+            "CUDA graphs of steps with up to %d prompt tokens take %.1f of %.1f MiB that were kept free; captured in %.1f s",
+            self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
         )  # fmt: skip
-        if taken > reserved:
-            logger.warning(
-                "CUDA graphs take %.0f MiB, and %.0f were kept free for them; if memory runs out, lower gpu_memory_utilization",
-                taken / 2**20, reserved / 2**20,
-            )  # fmt: skip
 
     def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
         """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. Returns the seconds as well."""

@@ -83,15 +83,11 @@ def _graphs_that_fit(runtime: Runtime, config: EngineConfig, step_bytes: int) ->
 
     The graphs are captured when the cache is there, so this is an estimate, which LocalExecutor checks.
     """
-    num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
-    for size in reversed(runtime.prompt_graph_sizes):
-        taken = peak_graph_bytes(runtime, config, size)
+    for num_tokens in reversed(runtime.prompt_graph_sizes):
+        taken = peak_graph_bytes(runtime, config, num_tokens)
         if _memory_for(None, runtime, config, step_bytes + taken) >= (config.cache.kv_cache_memory or GRAPHS_SHARE * taken):
-            num_graph_tokens, graph_bytes = size, taken
-            break
-    if runtime.prompt_graph_sizes[-1:] > (num_graph_tokens,):
-        logger.warning("CUDA graphs: %s", describe_graphs(runtime, num_graph_tokens))
-    return num_graph_tokens, graph_bytes
+            return num_tokens, taken
+    return 0, peak_graph_bytes(runtime, config, 0)
 
 
 def _memory_for(requested: int | None, runtime: Runtime, config: EngineConfig, step_bytes: int) -> int:
@@ -194,7 +190,7 @@ def peak_graph_bytes(runtime: Runtime, config: EngineConfig, num_prompt_tokens: 
     """
     if not (num_rows := runtime.num_graph_rows):
         return 0
-    longest = min(config.max_model_len or sys.maxsize, runtime.model.config.max_position_embeddings)
+    longest: int = min(config.max_model_len or sys.maxsize, runtime.model.config.max_position_embeddings)
     num_seqs, num_tokens = num_rows + GRAPH_CHUNKS * (num_prompt_tokens > 0), num_rows + num_prompt_tokens
     num_groups, max_blocks = len(runtime.sizes.groups), -(-longest // runtime.block_size)
     table_bytes = num_groups * num_seqs * max_blocks * torch.int32.itemsize
@@ -223,12 +219,10 @@ def _measure(runtime: Runtime, num_tokens: int, num_rows: int = 0) -> tuple[int,
 
 def describe_graphs(runtime: Runtime, num_graph_tokens: int) -> str:
     """Describe which steps are captured as CUDA graphs, and why others are not. num_graph_tokens: as in ExecutorInfo."""
+    sizes, by_backend = runtime.prompt_graph_sizes, f"the attention backend {runtime.backend_name} does not support"
     if not runtime.num_graph_rows:
-        reads_lengths = f"the attention backend {runtime.backend_name} reads lengths on the host"
-        decides = "adapters, several GPUs or values of the step decide what is computed"
-        return f"none: {decides if runtime.backend.supports_cuda_graph else reads_lengths}"
-    most, what = runtime.prompt_graph_sizes[-1:], f"steps of up to {runtime.num_graph_rows} decodes"
-    if not most:
-        return f"{what}, without prompts: the attention backend {runtime.backend_name} does not support them"
-    what += f" and {num_graph_tokens} prompt tokens"
-    return f"{what}, because the memory is too small for {most[0]}" if num_graph_tokens < most[0] else what
+        why = "adapters, several GPUs or values of the step decide what is computed"
+        return f"none: {why if runtime.backend.supports_cuda_graph else f'{by_backend} them'}"
+    steps = f"steps of up to {runtime.num_graph_rows} decodes and {num_graph_tokens} prompt tokens"
+    why = f"the memory is too small for {sizes[-1]}" if sizes else f"{by_backend} prompts"
+    return steps if num_graph_tokens in sizes[-1:] else f"{steps}: {why}"

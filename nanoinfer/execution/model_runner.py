@@ -19,6 +19,7 @@ from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
 T = TypeVar("T")
+Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step
 
 
 @runtime_checkable
@@ -29,12 +30,10 @@ class Replayer(Protocol):
     """
 
     # returns the hidden rows of run(batch). None: the caller calls run
-    def try_replay(
-        self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]
-    ) -> Float[Tensor, "num_tokens hidden"] | None: ...
+    def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None: ...
 
-    # captures run of everything that try_replay supports. Returns the tensor that the replays fill
-    def prepare(self, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "max_num_tokens hidden"]: ...
+    # captures run of everything that try_replay supports. Returns the tensor that the replays fill, if any run succeeded
+    def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None: ...
 
     def capture_next(self) -> bool: ...  # captures a step that try_replay lacked. Returns False if there is none
 

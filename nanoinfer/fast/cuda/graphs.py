@@ -26,6 +26,7 @@ from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.errors import first_line
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import Run
 from nanoinfer.execution.runtime import GRAPH_CHUNKS
 from nanoinfer.system.transfer import integers_on_device
 
@@ -112,9 +113,15 @@ class GraphTable(Generic[Key]):
         """Return the graph of a key. None: it is not captured. largest: the key to capture before the first."""
         if key not in self.graphs:
             self.wanted |= {key, largest} - self.graphs.keys()
-            while self.on_first_use and self.capture_next():
-                pass
+            if self.on_first_use:
+                self.capture_all(())
         return self.graphs.get(key)
+
+    def capture_all(self, keys: Iterable[Key]) -> None:
+        """Capture the graphs of these keys, and all that are wanted."""
+        self.wanted |= set(keys)
+        while self.capture_next():
+            pass
 
     def capture_next(self) -> bool:
         """Capture the largest graph that is wanted. A failure is logged. Returns False if none is wanted."""
@@ -145,23 +152,13 @@ class StepGraphs:
     """CUDA graphs of the forward pass of a step, by its Shape.
 
     info: the sizes of the cache. The padding tokens use the block after its last, which the cache must have as well.
+    max_num_rows: the most decodes of a step. on_first_use: as in GraphTable.
+    sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
     """
 
     def __init__(
-        self,
-        info: ExecutorInfo,
-        max_num_rows: int,
-        capture: Capture,
-        *,
-        on_first_use: bool = True,
-        sizes: Iterable[int] = PROMPT_SIZES,
+        self, info: ExecutorInfo, max_num_rows: int, capture: Capture, *, on_first_use: bool = True, sizes: Iterable[int] = ()
     ) -> None:
-        """
-        Args:
-            max_num_rows: the most decodes of a step.
-            on_first_use: whether a step's graph is captured when it is first needed. Otherwise such a step runs without one.
-            sizes: the numbers of prompt tokens to which steps are padded, in order, up to info.num_graph_tokens.
-        """
         self.sizes = capture_sizes(max_num_rows)
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
@@ -170,38 +167,32 @@ class StepGraphs:
         self._largest = max(self.shapes, key=sum)
         self._info, self._device = info, torch.device(info.device)
         self._padding_block, self._padding_slot = info.num_blocks, info.num_blocks * info.block_size
+        self._run: Run  # of the last call
         self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
         self._inputs: dict[Shape, ForwardBatch] = {}  # a graph's rows of these tensors
         self.table = GraphTable[Shape](capture, self._launch, str, sum, on_first_use)
 
-    def prepare(self, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "max_num_tokens hidden"]:
-        """Capture run(batch) of each shape. Returns the tensor that the replays fill."""
+    def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
+        """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
         self._run = run
-        self.table.wanted |= set(self.shapes)
-        while self.capture_next():
-            pass
-        return self._rows["hidden"]
+        self.table.capture_all(self.shapes)
+        return self._rows.get("hidden")
 
     def capture_next(self) -> bool:
         """Capture the largest graph that a step lacked. Returns False if there is none."""
         return self.table.capture_next()
 
-    def try_replay(
-        self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]
-    ) -> Float[Tensor, "num_tokens hidden"] | None:
+    def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None:
         """Return the hidden rows of run(batch), from the graph of the smallest sufficient shape. None: there is none."""
-        num_decodes, num_tokens = batch.attention.num_decodes, len(batch.input_ids)
-        if (shape := self._shape_of(num_decodes, num_tokens, len(batch.attention.seq_lens_cpu))) is None:
-            return None
-        self._run = run
-        if (graph := self.table.find(shape, self._largest)) is None:
+        self._run, num_decodes, num_tokens = run, batch.attention.num_decodes, len(batch.input_ids)
+        shape = self._shape_of(num_decodes, num_tokens, len(batch.attention.seq_lens_cpu))
+        if shape is None or (graph := self.table.find(shape, self._largest)) is None:
             return None
         self._fill(shape, batch)
         graph.replay()
         if num_decodes in (num_tokens, shape.num_decodes):
             return graph.out[:num_tokens]
-        start = shape.num_decodes
-        return torch.cat((graph.out[:num_decodes], graph.out[start : start + num_tokens - num_decodes]))
+        return torch.cat((graph.out[:num_decodes], graph.out[shape.num_decodes :][: num_tokens - num_decodes]))
 
     def _shape_of(self, num_decodes: int, num_tokens: int, num_seqs: int) -> Shape | None:
         """Return the smallest sufficient shape. None: there is none."""
@@ -236,27 +227,24 @@ class StepGraphs:
                 self._rows[name] = torch.zeros(most[of_tokens], *more, dtype=dtype, device=self._device)
             return self._rows[name][: num_tokens if of_tokens else num_seqs]
 
-        def of_group(group: int) -> tuple[Tensor, Tensor]:
-            return rows(f"tables {group}", max_blocks, dtype=torch.int32), rows(f"slots {group}", of_tokens=True)
-
         starts = [*range(shape.num_decodes + 1), *[shape.num_decodes] * num_chunks]
         max_blocks = -(-self._info.max_model_len // self._info.block_size)
-        tables, slots = of_group(0)
+        tables = [rows(f"tables {group}", max_blocks, dtype=torch.int32) for group in range(len(self._info.windows))]
+        slots = [rows(f"slots {group}", of_tokens=True) for group in range(len(self._info.windows))]
         attention = AttentionMetadata(
             query_start_loc=integers_on_device([starts], self._device)[0],
             seq_lens=rows("lengths"),
-            block_tables=tables,
-            slot_mapping=slots,
+            block_tables=tables[0],
+            slot_mapping=slots[0],
             max_query_len=shape.num_chunk_tokens or 1,
             max_seq_len=self._info.max_model_len,
             num_decodes=shape.num_decodes,
             query_start_loc_cpu=starts,
             seq_lens_cpu=[self._info.max_model_len] * num_seqs,
         )
-        further = [of_group(group) for group in range(1, len(self._info.windows))]
-        groups = tuple(replace(attention, block_tables=tables, slot_mapping=slots) for tables, slots in further)
-        ids, positions = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
-        return ForwardBatch(ids, positions, slice(0, num_tokens), attention, [], groups)
+        further = [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]
+        tokens = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
+        return ForwardBatch(*tokens, slice(0, num_tokens), attention, [], tuple(further))
 
     def _fill(self, shape: Shape, batch: ForwardBatch | None) -> None:
         """Copy a batch into the static inputs, and make padding of the other rows. None: of all rows."""

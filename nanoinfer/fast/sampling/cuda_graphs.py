@@ -8,7 +8,8 @@ the content of the rows beyond the batch does not matter.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -35,21 +36,11 @@ _ALWAYS = "greedy", "temperature", "u"
 _PREPARED = (), _ALWAYS, (*_ALWAYS, "top_k"), (*_ALWAYS, "top_p"), (*_ALWAYS, "top_k", "top_p")  # the inputs of most requests
 
 
-class Draw(NamedTuple):
-    """The padded number of rows, and the inputs that are read, as _inputs_read returns them."""
-
-    num_rows: int
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"the draw of {self.num_rows} tokens"
+Draw = tuple[int, tuple[str, ...]]  # the padded number of rows, and the inputs that are read, as _inputs_read returns them
 
 
 class SamplerGraphs(Route):
-    """Captured graphs of the LM head and the draw, by the number of rows and the inputs that are read.
-
-    on_first_use: whether a graph is captured when it is first needed. Otherwise such a step runs without one.
-    """
+    """Captured graphs of the LM head and the draw. on_first_use: as in GraphTable."""
 
     def __init__(self, max_num_rows: int, capture: Capture, *, on_first_use: bool = True) -> None:
         self.sizes = capture_sizes(max_num_rows)
@@ -57,14 +48,12 @@ class SamplerGraphs(Route):
         self._hidden = torch.empty(0, 0)  # [max_num_rows, hidden] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
         self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
-        self.table = GraphTable[Draw](capture, self._draw, str, lambda draw: draw.num_rows, on_first_use)
+        self.table = GraphTable(capture, self._draw, lambda draw: f"the draw of {draw[0]} tokens", itemgetter(0), on_first_use)
 
     def prepare(self, rows: HeadRows) -> None:
         """Capture the draws of most requests."""
         self._allocate(rows)
-        self.table.wanted |= {Draw(size, names) for size in self.sizes for names in _PREPARED}
-        while self.capture_next():
-            pass
+        self.table.capture_all((size, names) for size in self.sizes for names in _PREPARED)
 
     def capture_next(self) -> bool:
         return self.table.capture_next()
@@ -78,8 +67,8 @@ class SamplerGraphs(Route):
         if rows.head != self._head:
             return None
         names = _inputs_read(batch)
-        draw = Draw(self.sizes[bisect_left(self.sizes, num_rows)], names)
-        if (graph := self.table.find(draw, Draw(self.sizes[-1], names))) is None:
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        if (graph := self.table.find((size, names), (self.sizes[-1], names))) is None:
             return None
         self._fill(rows.hidden, batch, names)
         graph.replay()
@@ -111,9 +100,10 @@ class SamplerGraphs(Route):
     def _draw(self, draw: Draw) -> Int[Tensor, " size"]:
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
         assert self._head is not None
-        inputs: dict[str, Any] = {name: self._columns[name][: draw.num_rows] for name in draw.names}
+        size, names = draw
+        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in names}
         u = inputs.pop("u", None)
-        logits = self._head(self._hidden[: draw.num_rows])  # kernels read bf16 in half the time
+        logits = self._head(self._hidden[:size])  # kernels read bf16 in half the time
         max_top_k = min(MAX_TOP_K, logits.shape[-1])
         return sample_on_gpu(logits, ParameterColumns(max_top_k=max_top_k, **inputs), u)
 
