@@ -54,6 +54,11 @@ class Model:
         for of_group, (metadata, pages) in enumerate(zip(groups, self.pages, strict=True)):
             pages[metadata.slot_mapping] = batch.input_ids + batch.positions / 100
             starts, tables = metadata.query_start_loc.tolist(), metadata.block_tables
+            num_new = [stop - start for start, stop in itertools.pairwise(starts)]
+            assert num_new[: metadata.num_decodes] == [1] * metadata.num_decodes
+            assert 1 not in num_new[metadata.num_decodes :]  # a kernel for chunks computes them
+            assert max(num_new) <= metadata.max_query_len
+            assert metadata.seq_lens.max() <= metadata.max_seq_len
             for seq, (start, stop) in enumerate(itertools.pairwise(starts)):
                 for token in range(start, stop):
                     num_keys = int(metadata.seq_lens[seq]) - (stop - 1 - token)
@@ -109,6 +114,28 @@ def test_steps_of_all_shapes_share_one_table_for_each_group():
 
     graphs.prepare(run)
     assert list(tables.values()) == [(MAX_NUM_ROWS + 16) * -(-MAX_MODEL_LEN // BLOCK_SIZE) * 4] * 2
+
+
+def test_padding_is_a_token_of_its_own_block_for_decodes_and_none_for_chunks():
+    graphs, model, seen = graphs_of(), Model(), []
+
+    def run(batch):
+        seen.append(batch)
+        return model(batch)
+
+    for lengths in ([(5, 1)] * 9, [(5, 1)] * 3 + [(4, 6), (0, 3)], [(0, 5)]):
+        graphs.try_replay(batch_of(lengths), run)
+        batch, num_decodes = seen[-1], sum(new == 1 for _, new in lengths)
+        num_chunks, start = len(lengths) - num_decodes, batch.attention.num_decodes
+        for group in (batch.attention, *batch.further_groups):
+            assert torch.all(group.seq_lens[num_decodes:start] == 1)
+            assert torch.all(group.seq_lens[start + num_chunks :] == 0)
+            assert torch.all(group.block_tables[num_decodes:start] == NUM_BLOCKS)
+            num_tokens = sum(new for _, new in lengths) - num_decodes
+            padding = torch.cat((group.slot_mapping[num_decodes:start], group.slot_mapping[start + num_tokens :]))
+            assert torch.all(padding == NUM_BLOCKS * BLOCK_SIZE)
+            assert group.query_start_loc[: start + 1].tolist() == [*range(start + 1)]
+            assert torch.all(group.query_start_loc[start + num_chunks :] == start + num_tokens)
 
 
 def test_a_step_is_padded_to_the_smallest_shape_that_has_room():
