@@ -48,7 +48,8 @@ class SamplerGraphs(Route):
         self._hidden = torch.empty(0, 0)  # [max_num_rows, hidden] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
         self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
-        self.table = GraphTable(capture, self._draw, lambda draw: f"the draw of {draw[0]} tokens", itemgetter(0), on_first_use)
+        name = "the draw of {0[0]} tokens".format
+        self.table = GraphTable[Draw](capture, self._draw, name, itemgetter(0), on_first_use)
 
     def prepare(self, rows: HeadRows) -> None:
         """Capture the draws of most requests."""
