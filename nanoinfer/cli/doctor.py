@@ -223,9 +223,8 @@ def examine_model(model: str | None) -> dict[str, str]:
     bits = "the same in any batch" if runtime.is_batch_independent else "may depend on the batch"
     if runtime.report is None:
         return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}
-    graphs = {}
-    if runtime.device.type != "cpu":
-        graphs["CUDA graphs"] = describe_graphs(runtime, size_cache(runtime, config).num_graph_tokens)
+    is_gpu = runtime.device.type != "cpu"
+    graphs = {"CUDA graphs": describe_graphs(runtime, size_cache(runtime, config).num_graph_tokens)} if is_gpu else {}
     compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in runtime.report.compiled.items()}
     left = {path or "the model": f"runs as it is: {why}" for path, why in runtime.report.left.items()}
     return compiled | left | graphs | {"a row's bits": bits}

@@ -79,10 +79,7 @@ def size_cache(
 
 
 def _graphs_that_fit(runtime: Runtime, config: EngineConfig, step_bytes: int) -> tuple[int, int]:
-    """Return num_graph_tokens and num_graph_bytes of ExecutorInfo. Graphs of prompts take a small part of the cache's memory.
-
-    The graphs are captured when the cache is there, so this is an estimate, which LocalExecutor checks.
-    """
+    """Return num_graph_tokens and num_graph_bytes of ExecutorInfo: an estimate, which LocalExecutor checks when it captures."""
     for num_tokens in reversed(runtime.prompt_graph_sizes):
         taken = peak_graph_bytes(runtime, config, num_tokens)
         if _memory_for(None, runtime, config, step_bytes + taken) >= (config.cache.kv_cache_memory or GRAPHS_SHARE * taken):
@@ -177,8 +174,8 @@ def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
 
     The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
     """
-    num_rows = config.max_num_rows
-    peak, _, logits_bytes = _measure(runtime, config.scheduler.max_num_batched_tokens + num_rows, num_rows)
+    num_tokens = config.scheduler.max_num_batched_tokens + config.max_num_rows
+    peak, _, logits_bytes = _measure(runtime, num_tokens, config.max_num_rows)
     return peak + LOGITS_COPIES * logits_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
 
 
@@ -219,10 +216,9 @@ def _measure(runtime: Runtime, num_tokens: int, num_rows: int = 0) -> tuple[int,
 
 def describe_graphs(runtime: Runtime, num_graph_tokens: int) -> str:
     """Describe which steps are captured as CUDA graphs, and why others are not. num_graph_tokens: as in ExecutorInfo."""
-    sizes, by_backend = runtime.prompt_graph_sizes, f"the attention backend {runtime.backend_name} does not support"
+    attention, sizes = f"the attention backend {runtime.backend_name}", runtime.prompt_graph_sizes
     if not runtime.num_graph_rows:
-        why = "adapters, several GPUs or values of the step decide what is computed"
-        return f"none: {why if runtime.backend.supports_cuda_graph else f'{by_backend} them'}"
+        return f"none: {attention}, the model, adapters or several GPUs need the host during a step"
     steps = f"steps of up to {runtime.num_graph_rows} decodes and {num_graph_tokens} prompt tokens"
-    why = f"the memory is too small for {sizes[-1]}" if sizes else f"{by_backend} prompts"
+    why = f"the memory is too small for {sizes[-1]}" if sizes else f"{attention} supports no others"
     return steps if num_graph_tokens in sizes[-1:] else f"{steps}: {why}"

@@ -48,8 +48,7 @@ class Runtime:
         routes: the sampler's fast routes, in the order in which they are tried.
         make_step_graphs: returns the object that replays steps, given the cache's size. None: every step runs eagerly.
         num_graph_rows: the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly.
-        prompt_graph_sizes: the numbers of prompt tokens to which make_step_graphs pads steps, in order, if they fit into the
-            memory. Empty: steps with prompts run eagerly.
+        prompt_graph_sizes: the numbers of prompt tokens to which make_step_graphs pads steps, in order. Empty: it does not.
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
             runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.

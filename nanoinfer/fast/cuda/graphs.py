@@ -1,10 +1,9 @@
 """CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch. Most steps run so.
 
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
-CapturedGraph. A step of a small model, or the sampling of its tokens, launches hundreds of kernels, and Python cannot launch
-them fast enough. Whatever changes from step to step is copied into static input tensors before a replay.
-
-The tokens of a step are padded to one of a few shapes, which read the first rows of the same tensors:
+CapturedGraph. A step launches hundreds of kernels, and Python cannot launch them fast enough. Whatever changes from step to
+step is copied into static input tensors before a replay. The tokens are padded to one of a few shapes, which read the first rows
+of the same tensors:
 
     decodes, padding                 a step of decodes
     decodes, padding | the tokens of up to GRAPH_CHUNKS chunks, padding         a step with prompts
@@ -58,11 +57,7 @@ def capture_sizes(max_num_rows: int) -> list[int]:
 
 
 def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of prompt tokens for which graphs are captured. max_num_tokens: the most of a step.
-
-    >>> prompt_sizes(200)
-    (64, 128, 200)
-    """
+    """Return the numbers of prompt tokens for which graphs are captured. max_num_tokens: the most of a step."""
     return (*(size for size in PROMPT_SIZES if size < max_num_tokens), *[max_num_tokens][: max_num_tokens <= PROMPT_SIZES[-1]])
 
 
@@ -144,9 +139,6 @@ class Shape(NamedTuple):
     num_chunk_tokens: int
     num_decodes: int
 
-    def __str__(self) -> str:
-        return f"a step of {self.num_decodes} decodes" + (f" and {self[0]} prompt tokens" if self[0] else "")
-
 
 class StepGraphs:
     """CUDA graphs of the forward pass of a step, by its Shape.
@@ -170,7 +162,8 @@ class StepGraphs:
         self._run: Run  # of the last call
         self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
         self._inputs: dict[Shape, ForwardBatch] = {}  # a graph's rows of these tensors
-        self.table = GraphTable[Shape](capture, self._launch, str, sum, on_first_use)
+        name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
+        self.table = GraphTable[Shape](capture, self._launch, name, sum, on_first_use)
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
@@ -179,7 +172,6 @@ class StepGraphs:
         return self._rows.get("hidden")
 
     def capture_next(self) -> bool:
-        """Capture the largest graph that a step lacked. Returns False if there is none."""
         return self.table.capture_next()
 
     def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None:

@@ -84,8 +84,8 @@ class SamplerGraphs(Route):
         if self._head is None:
             self._head, hidden = rows.head, rows.hidden
             self._hidden = hidden.new_zeros(self.sizes[-1], hidden.shape[-1])
-            for name, (dtype, off) in _INPUTS.items():
-                self._columns[name] = torch.full((self.sizes[-1],), off, dtype=dtype, device=hidden.device)
+            shape, device = (self.sizes[-1],), hidden.device
+            self._columns = {name: torch.full(shape, off, dtype=dtype, device=device) for name, (dtype, off) in _INPUTS.items()}
 
     def _fill(self, hidden: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
         """Copy a step into the first rows of the static inputs."""
