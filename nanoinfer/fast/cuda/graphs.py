@@ -2,8 +2,8 @@
 
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
 CapturedGraph. A step launches hundreds of kernels, and Python cannot launch them fast enough. Whatever changes from step to
-step is copied into static input tensors before a replay. The tokens are padded to one of a few shapes, which read the first rows
-of the same tensors:
+step is copied into static input tensors before a replay. Tokens are padded to one of a few shapes, which read the first rows of
+the same tensors:
 
     decodes, padding                 a step of decodes
     decodes, padding | the tokens of up to GRAPH_CHUNKS chunks, padding         a step with prompts
