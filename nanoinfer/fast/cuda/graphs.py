@@ -84,7 +84,7 @@ class CUDACapture:
 
 
 @dataclass(eq=False)
-class GraphTable(Generic[Key]):
+class CapturedGraphs(Generic[Key]):
     """Captures graphs by key, those with the most rows first, so that the others reuse their memory.
 
     Attributes:
@@ -144,7 +144,7 @@ class StepGraphs:
     """CUDA graphs of the forward pass of a step, by its Shape.
 
     info: the sizes of the cache. The padding tokens use the block after its last, which the cache must have as well.
-    max_num_rows: the most decodes of a step. on_first_use: as in GraphTable.
+    max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
     sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
     """
 
@@ -163,7 +163,7 @@ class StepGraphs:
         self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
         self._inputs: dict[Shape, ForwardBatch] = {}  # a graph's rows of these tensors
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
-        self.table = GraphTable[Shape](capture, self._launch, name, sum, on_first_use)
+        self.table = CapturedGraphs[Shape](capture, self._launch, name, sum, on_first_use)
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.fast.cuda.graphs import Capture, GraphTable, capture_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CapturedGraphs, capture_sizes
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
@@ -40,7 +40,7 @@ Draw = tuple[int, tuple[str, ...]]  # the padded number of rows, and the inputs 
 
 
 class SamplerGraphs(Route):
-    """Captured graphs of the LM head and the draw. on_first_use: as in GraphTable."""
+    """Captured graphs of the LM head and the draw. on_first_use: as in CapturedGraphs."""
 
     def __init__(self, max_num_rows: int, capture: Capture, *, on_first_use: bool = True) -> None:
         self.sizes = capture_sizes(max_num_rows)
@@ -49,7 +49,7 @@ class SamplerGraphs(Route):
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
         self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
         name = "the draw of {0[0]} tokens".format
-        self.table = GraphTable[Draw](capture, self._draw, name, itemgetter(0), on_first_use)
+        self.table = CapturedGraphs[Draw](capture, self._draw, name, itemgetter(0), on_first_use)
 
     def prepare(self, rows: HeadRows) -> None:
         """Capture the draws of most requests."""

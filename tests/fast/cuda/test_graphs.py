@@ -12,7 +12,7 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, GraphTable, Shape, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CapturedGraphs, Shape, StepGraphs, prompt_sizes
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 400, 24, 19
@@ -218,7 +218,7 @@ def test_a_capture_that_fails_is_logged_once_and_not_tried_again(caplog):
 
 
 def test_a_table_does_not_capture_what_it_has():
-    table = GraphTable(run_again, lambda key: torch.zeros(key), str, int, on_first_use=True)
+    table = CapturedGraphs(run_again, lambda key: torch.zeros(key), str, int, on_first_use=True)
     graph = table.find(3, 5)
     assert table.find(3, 5) is graph
     assert list(table.graphs) == [5, 3]
