@@ -11,7 +11,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.fast.cuda.graphs import Shape, StepGraphs
+from nanoinfer.fast.cuda.graphs import StepGraphs, StepSize
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -116,7 +116,7 @@ def test_padding_rows_write_into_their_own_block_alone(path):
     k_pages, _ = cache.layer(0)
     used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
     padding_block = cache.num_blocks - 1
-    assert graphs._inputs[Shape(0, 4)].attention.block_tables[3].unique().tolist() == [padding_block]
+    assert graphs._inputs[StepSize(0, 4)].attention.block_tables[3].unique().tolist() == [padding_block]
     assert padding_block in used
     assert len(used) <= 1 + 6  # and the three sequences' blocks
 

@@ -133,7 +133,7 @@ class CapturedGraphs(Generic[Key]):
         return True
 
 
-class Shape(NamedTuple):
+class StepSize(NamedTuple):
     """The padded number of tokens of a step: those of its chunks, 0 without any, and those of its decodes."""
 
     num_chunk_tokens: int
@@ -141,7 +141,7 @@ class Shape(NamedTuple):
 
 
 class StepGraphs:
-    """CUDA graphs of the forward pass of a step, by its Shape.
+    """CUDA graphs of the forward pass of a step, by its StepSize.
 
     info: the sizes of the cache. The padding tokens use the block after its last, which the cache must have as well.
     max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
@@ -154,16 +154,16 @@ class StepGraphs:
         self.sizes = capture_sizes(max_num_rows)
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
-        self.shapes = [Shape(0, size) for size in self.sizes]
-        self.shapes += [Shape(size, num) for size in self._prompt_sizes for num in self._decode_sizes]
+        self.shapes = [StepSize(0, size) for size in self.sizes]
+        self.shapes += [StepSize(size, num) for size in self._prompt_sizes for num in self._decode_sizes]
         self._largest = max(self.shapes, key=sum)
         self._info, self._device = info, torch.device(info.device)
         self._padding_block, self._padding_slot = info.num_blocks, info.num_blocks * info.block_size
         self._run: Run  # of the last call
         self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
-        self._inputs: dict[Shape, ForwardBatch] = {}  # a graph's rows of these tensors
+        self._inputs: dict[StepSize, ForwardBatch] = {}  # a graph's rows of these tensors
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
-        self.table = CapturedGraphs[Shape](capture, self._launch, name, sum, on_first_use)
+        self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
@@ -186,18 +186,18 @@ class StepGraphs:
             return graph.out[:num_tokens]
         return torch.cat((graph.out[:num_decodes], graph.out[shape.num_decodes :][: num_tokens - num_decodes]))
 
-    def _shape_of(self, num_decodes: int, num_tokens: int, num_seqs: int) -> Shape | None:
+    def _shape_of(self, num_decodes: int, num_tokens: int, num_seqs: int) -> StepSize | None:
         """Return the smallest sufficient shape. None: there is none."""
         if num_decodes > self.sizes[-1]:
             return None
         if num_decodes == num_tokens:
-            return Shape(0, self.sizes[bisect_left(self.sizes, num_decodes)])
+            return StepSize(0, self.sizes[bisect_left(self.sizes, num_decodes)])
         size = bisect_left(self._prompt_sizes, num_tokens - num_decodes)
         if size == len(self._prompt_sizes) or num_seqs - num_decodes > GRAPH_CHUNKS:
             return None
-        return Shape(self._prompt_sizes[size], self._decode_sizes[bisect_left(self._decode_sizes, num_decodes)])
+        return StepSize(self._prompt_sizes[size], self._decode_sizes[bisect_left(self._decode_sizes, num_decodes)])
 
-    def _launch(self, shape: Shape) -> Float[Tensor, "num_tokens hidden"]:
+    def _launch(self, shape: StepSize) -> Float[Tensor, "num_tokens hidden"]:
         """Compute a step of this shape from its static inputs. This is what a graph captures."""
         if shape not in self._inputs:
             self._inputs[shape] = self._make_inputs(shape)
@@ -208,7 +208,7 @@ class StepGraphs:
         # Of a graph's own memory nothing is kept, so that the next graph has all of it.
         return self._rows["hidden"][: len(hidden)].copy_(hidden)
 
-    def _make_inputs(self, shape: Shape) -> ForwardBatch:
+    def _make_inputs(self, shape: StepSize) -> ForwardBatch:
         """Return the first rows of the tensors that graphs read, which the first call makes."""
         num_chunks = GRAPH_CHUNKS if shape.num_chunk_tokens else 0
         num_seqs, num_tokens = shape.num_decodes + num_chunks, sum(shape)
@@ -238,7 +238,7 @@ class StepGraphs:
         tokens = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
         return ForwardBatch(*tokens, slice(0, num_tokens), attention, [], tuple(further))
 
-    def _fill(self, shape: Shape, batch: ForwardBatch | None) -> None:
+    def _fill(self, shape: StepSize, batch: ForwardBatch | None) -> None:
         """Copy a batch into the static inputs, and make padding of the other rows. None: of all rows."""
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes

@@ -12,7 +12,7 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CapturedGraphs, Shape, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CapturedGraphs, StepGraphs, StepSize, prompt_sizes
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 400, 24, 19
@@ -160,7 +160,7 @@ def test_a_step_is_padded_to_the_smallest_shape_that_has_room():
 
 
 def test_the_memory_decides_which_shapes_there_are():
-    assert graphs_of(num_graph_tokens=0).shapes == [Shape(0, size) for size in (1, 2, 4, 8, 16, 19)]
+    assert graphs_of(num_graph_tokens=0).shapes == [StepSize(0, size) for size in (1, 2, 4, 8, 16, 19)]
     assert {shape.num_chunk_tokens for shape in graphs_of(num_graph_tokens=24).shapes} == {0, 8, 24}
     assert {shape.num_decodes for shape in graphs_of().shapes if shape.num_chunk_tokens} == {0, 16, 19}
     assert [prompt_sizes(num)[-1] for num in (40, 64, 1000, 2048, 4096)] == [40, 64, 1000, 2048, 2048]
@@ -296,7 +296,7 @@ def test_the_comparison_notices_the_graph_of_another_shape(monkeypatch):
 
     def next_smaller(self, *numbers):
         shape = plain(self, *numbers)
-        return shape if shape is None or shape[0] != 24 else Shape(8, shape[1])
+        return shape if shape is None or shape[0] != 24 else StepSize(8, shape[1])
 
     monkeypatch.setattr(StepGraphs, "_shape_of", next_smaller)
     with pytest.raises((AssertionError, RuntimeError)):
