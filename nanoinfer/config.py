@@ -243,6 +243,7 @@ class EngineConfig:
     max_model_len: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    cudagraph_capture: str = "load"
     async_scheduling: bool | None = None
     seed: int | None = None
     tracer: "Tracer | None" = None
@@ -451,6 +452,10 @@ class EngineArgs:
     enforce_eager: Annotated[bool, Doc(
         "Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint in the "
         "model's file stops. `batch_independent` is then False.")] = False
+    cudagraph_capture: Annotated[str, Allowed("'load', 'idle' or 'first_use'"), Doc(
+        'When a GPU captures the CUDA graphs of steps and draws: "load" (all, before the first request), "idle" (those that '
+        'occurred, when no request runs), or "first_use" (when a step needs them, for which every request waits).'
+    )] = EngineConfig.cudagraph_capture
     async_scheduling: Annotated[bool | None,
         Doc("Prepare a step while the previous step runs. The tokens are the same. None is True on a GPU only.")] = None
     speculative_config: Annotated[Mapping[str, object] | None, Doc(

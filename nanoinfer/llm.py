@@ -504,6 +504,7 @@ class LLM:
                     for request in prepared:
                         requests.append(engine.submit(request))
                 self._run(requests, use_tqdm)
+                engine.capture_graphs()
             finally:
                 engine.abort(*(request.request_id for request in requests))
         return requests

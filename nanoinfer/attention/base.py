@@ -112,7 +112,8 @@ class AttentionBackend(Protocol):
     so that a token that is not finite reaches no query of another sequence.
 
     A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes windows
-    has `supports_windows = True`, and a backend whose Attend takes sinks has `supports_sinks = True`.
+    has `supports_windows = True`, and a backend whose Attend takes sinks has `supports_sinks = True`. A backend with
+    `supports_prompt_graph = True` reads only shapes on the host for prompt chunks too, of which some may have no tokens.
     """
 
     layout: Layout

@@ -264,6 +264,7 @@ class TritonBackend:
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = True
+    supports_prompt_graph = True
     supports_windows = True
     supports_sinks = True
 

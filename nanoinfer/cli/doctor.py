@@ -28,7 +28,7 @@ from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution import block_files
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.execution.memory import describe_graphs, memory_for_cache, size_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
@@ -223,9 +223,11 @@ def examine_model(model: str | None) -> dict[str, str]:
     bits = "the same in any batch" if runtime.is_batch_independent else "may depend on the batch"
     if runtime.report is None:
         return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}
+    is_gpu = runtime.device.type != "cpu"
+    graphs = {"CUDA graphs": describe_graphs(runtime, size_cache(runtime, config).num_graph_tokens)} if is_gpu else {}
     compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in runtime.report.compiled.items()}
     left = {path or "the model": f"runs as it is: {why}" for path, why in runtime.report.left.items()}
-    return compiled | left | {"a row's bits": bits}
+    return compiled | left | graphs | {"a row's bits": bits}
 
 
 def _check(name: str, device: torch.device) -> Check:

@@ -115,6 +115,7 @@ class EngineOptions:
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
     enforce_eager: Annotated[bool, EngineArgs] = False
+    cudagraph_capture: Annotated[str, EngineArgs] = "load"
     max_model_len: Annotated[int | None, EngineArgs] = None
     attention_backend: Annotated[str, EngineArgs] = "auto"
     kv_cache_memory: Annotated[int | None, EngineArgs] = None

@@ -115,6 +115,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     return EngineConfig(
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
+        cudagraph_capture=config.cudagraph_capture,
         screened_head=config.screened_head,
         cache=config.cache,
         scheduler=replace(config.scheduler, batch_invariant=False),

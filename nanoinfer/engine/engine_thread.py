@@ -77,6 +77,7 @@ class EngineThread(threading.Thread):
         while not self._is_closing:
             try:
                 if not engine.num_unfinished:
+                    engine.capture_graphs(is_over=lambda: not self._commands.empty())
                     self._commands.get()()  # idle: wait for a command
                 while not self._commands.empty():
                     self._commands.get()()

@@ -9,6 +9,7 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import tracing
@@ -252,6 +253,12 @@ class LLMEngine:
                 self._in_flight = None
                 finished += self._collect(launched)
             return finished
+
+    def capture_graphs(self, is_over: Callable[[], object] = lambda: False) -> None:
+        """Capture the CUDA graphs that steps lacked, if no request runs. is_over: whether to end after the current graph."""
+        with self.guard.exclusive():
+            while not self._requests and not is_over() and self.executor.capture_next():
+                pass
 
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""

@@ -18,6 +18,8 @@ class ExecutorInfo:
     max_position_embeddings: the model's limit in tokens. max_model_len: the most tokens of a sequence in this cache.
     windows: the windows of the cache's KV groups in tokens (attention/cache_sizes.py).
     num_state_slots: the number of slots for states (attention/states.py). 0: no layer keeps a state.
+    num_graph_tokens: the most prompt tokens of a step that may be captured as a CUDA graph.
+    num_graph_bytes: the bytes that are kept free for all CUDA graphs of steps.
     """
 
     vocab_size: int
@@ -31,6 +33,8 @@ class ExecutorInfo:
     attention_backend: str = "reference"
     windows: tuple[int | None, ...] = (None,)
     num_state_slots: int = 0
+    num_graph_tokens: int = 0
+    num_graph_bytes: int = 0
 
 
 @dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
@@ -95,3 +99,4 @@ class Executor(Protocol[Step]):
         """
 
     def collect(self, step: Step) -> StepOutput: ...  # waits for a step's sampled tokens
+    def capture_next(self) -> bool: ...  # captures a CUDA graph that steps lacked. False: there is none

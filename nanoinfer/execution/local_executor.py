@@ -3,6 +3,7 @@
 In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
@@ -27,6 +29,8 @@ from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
 
@@ -73,6 +77,8 @@ class LocalExecutor:
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         self._tokenizer, self._tracer = tokenizer, tracer
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
+        if config.cudagraph_capture == "load" and self.runner.graphs is not None:
+            self._capture_all(self.runner.graphs)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
@@ -115,6 +121,13 @@ class LocalExecutor:
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
+        with self._in_step():
+            graphs = self.runner.graphs
+            return (graphs is not None and graphs.capture_next()) or any(route.capture_next() for route in self.sampler.routes)
+
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0
     ) -> list[TokenLogprobs]:
@@ -131,6 +144,24 @@ class LocalExecutor:
         return logprobs
 
     # ---- internals
+
+    @torch.inference_mode()
+    def _capture_all(self, graphs: Replayer) -> None:
+        """Capture the graphs of all steps and of most draws. Logs what those of steps take of the memory kept for them."""
+        gpu, start = torch.get_device_module(self.device), time.perf_counter()
+        with self._in_step():
+            free, _ = gpu.mem_get_info(self.device)
+            hidden = graphs.prepare(self.runner.run)
+            gpu.empty_cache()
+            taken, kept = free - gpu.mem_get_info(self.device)[0], self.info.num_graph_bytes
+            if hidden is not None:
+                for route in self.sampler.routes:
+                    route.prepare(self.runner.head_rows(hidden, slice(0, 1)))
+        logger.log(
+            logging.WARNING if taken > kept else logging.INFO,
+            "CUDA graphs of steps with up to %d prompt tokens take %.1f of %.1f MiB that were kept free; captured in %.1f s",
+            self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
+        )  # fmt: skip
 
     def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
         """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. Returns the seconds as well."""

@@ -16,12 +16,13 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.runtime import Runtime
+from nanoinfer.execution.runtime import GRAPH_CHUNKS, Runtime
 from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, most_blocks, most_that_fit
 from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
 
+GRAPHS_SHARE = 8  # the cache gets at least so many times the memory of the graphs, or steps with many prompt tokens run eagerly
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
 
 
@@ -41,8 +42,13 @@ def size_cache(
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
     windows, chunk_size = runtime.sizes.windows, config.scheduler.chunk_grid
     blocks_for = partial(most_blocks, windows=windows, block_size=runtime.block_size, chunk_size=chunk_size)
+    num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
     if num_blocks is None:
-        num_blocks, num_state_slots = _most_that_fit(runtime, config, draft, blocks_for)
+        step_bytes = 0
+        if runtime.device.type != "cpu":
+            step_bytes = peak_step_bytes(runtime, config) + (0 if draft is None else peak_graph_bytes(draft, config, 0))
+        num_graph_tokens, graph_bytes = _graphs_that_fit(runtime, config, step_bytes)
+        num_blocks, num_state_slots = _most_that_fit(runtime, config, draft, step_bytes + graph_bytes, blocks_for)
     lengths = range(1, min(config.max_model_len or limit, limit) + 1)
     info = ExecutorInfo(
         vocab_size=runtime.model.config.vocab_size,
@@ -56,6 +62,8 @@ def size_cache(
         attention_backend=runtime.backend_name,
         windows=windows,
         num_state_slots=num_state_slots,
+        num_graph_tokens=num_graph_tokens,
+        num_graph_bytes=graph_bytes,
     )
     logger.info(
         "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
@@ -70,16 +78,19 @@ def size_cache(
     return info
 
 
-def _most_that_fit(
-    runtime: Runtime, config: EngineConfig, draft: Runtime | None, blocks_for: Callable[[int], int]
-) -> tuple[int, int]:
-    """Return how many blocks and state slots fit, but at most the blocks that max_num_seqs of the longest sequences need.
+def _graphs_that_fit(runtime: Runtime, config: EngineConfig, step_bytes: int) -> tuple[int, int]:
+    """Return num_graph_tokens and num_graph_bytes of ExecutorInfo: an estimate, which LocalExecutor checks when it captures."""
+    for num_tokens in reversed(runtime.prompt_graph_sizes):
+        taken = peak_graph_bytes(runtime, config, num_tokens)
+        if _memory_for(None, runtime, config, step_bytes + taken) >= (config.cache.kv_cache_memory or GRAPHS_SHARE * taken):
+            return num_tokens, taken
+    return 0, peak_graph_bytes(runtime, config, 0)
 
-    blocks_for: returns the most blocks that a sequence holds while it grows to a number of tokens.
-    """
-    is_gpu, requested, shards = runtime.device.type != "cpu", config.cache.kv_cache_memory, runtime.weights.shards
-    step_bytes = peak_step_bytes(runtime, config) if is_gpu else 0
-    memory = memory_for_cache(
+
+def _memory_for(requested: int | None, runtime: Runtime, config: EngineConfig, step_bytes: int) -> int:
+    """Return memory_for_cache for this runtime. requested: kv_cache_memory. None: all that is free."""
+    shards = runtime.weights.shards
+    return memory_for_cache(
         runtime.device,
         requested,
         config.cache.gpu_memory_utilization,
@@ -87,6 +98,18 @@ def _most_that_fit(
         lora_bytes=runtime.reserved_bytes,
         num_ranks=1 if shards is None else shards.size,
     )
+
+
+def _most_that_fit(
+    runtime: Runtime, config: EngineConfig, draft: Runtime | None, step_bytes: int, blocks_for: Callable[[int], int]
+) -> tuple[int, int]:
+    """Return how many blocks and state slots fit, but at most the blocks that max_num_seqs of the longest sequences need.
+
+    step_bytes: kept free for a step and the graphs on a GPU.
+    blocks_for: returns the most blocks that a sequence holds while it grows to a number of tokens.
+    """
+    is_gpu, shards = runtime.device.type != "cpu", runtime.weights.shards
+    memory = _memory_for(config.cache.kv_cache_memory, runtime, config, step_bytes)
     block_bytes = runtime.bytes_per_block
     if draft is not None:
         block_bytes += draft.bytes_per_block * runtime.block_size // draft.block_size
@@ -146,31 +169,56 @@ class _NoAttention(DenseAttention):
         return q.contiguous()
 
 
-@torch.inference_mode()
 def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
-    """Return the bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
+    """Return the bytes that the largest step takes on a GPU besides weights, cache and graphs.
 
-    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve. The graphs of decode steps have
-    memory of their own: the activations of the largest of them, the block tables of all KV groups, and the padding block.
+    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
     """
-    num_rows, num_graph_rows, model = config.max_num_rows, runtime.num_graph_rows, runtime.model
-    attend, device = _NoAttention(runtime.sizes.state_shapes), runtime.device
+    num_tokens = config.scheduler.max_num_batched_tokens + config.max_num_rows
+    peak, _, logits_bytes = _measure(runtime, num_tokens, config.max_num_rows)
+    return peak + LOGITS_COPIES * logits_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
+
+
+def peak_graph_bytes(runtime: Runtime, config: EngineConfig, num_prompt_tokens: int) -> int:
+    """Return the bytes that the graphs of steps with at most so many prompt tokens take.
+
+    These are the activations of the largest step, whose memory all graphs share, its hidden rows, which replays fill, its
+    inputs with the block tables of all KV groups, and the padding block.
+    """
+    if not (num_rows := runtime.num_graph_rows):
+        return 0
+    longest: int = min(config.max_model_len or sys.maxsize, runtime.model.config.max_position_embeddings)
+    num_seqs, num_tokens = num_rows + GRAPH_CHUNKS * (num_prompt_tokens > 0), num_rows + num_prompt_tokens
+    num_groups, max_blocks = len(runtime.sizes.groups), -(-longest // runtime.block_size)
+    table_bytes = num_groups * num_seqs * max_blocks * torch.int32.itemsize
+    input_bytes = ((2 + num_groups) * num_tokens + num_seqs) * torch.int64.itemsize
+    peak, hidden_bytes, _ = _measure(runtime, num_tokens)
+    return peak + hidden_bytes + table_bytes + input_bytes + runtime.bytes_per_block
+
+
+@torch.inference_mode()
+def _measure(runtime: Runtime, num_tokens: int, num_rows: int = 0) -> tuple[int, int, int]:
+    """Run a step without attention. Returns the most bytes that it takes, and the bytes of the hidden rows and of the logits.
+
+    num_rows: the rows whose logits are computed, in fp32.
+    """
+    model, device = runtime.model, runtime.device
     gpu = torch.get_device_module(device)
-
-    def peak_of(num_tokens: int, *, has_head: bool) -> tuple[int, int]:
-        """Run a step. Returns the most bytes that it takes, and the bytes of the logits in fp32."""
-        gpu.reset_peak_memory_stats(device)
-        before = gpu.memory_allocated(device)
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        hidden = model(ids, ids, attend)
-        logits_bytes = model.compute_logits(hidden[:num_rows]).float().nbytes if has_head else 0
-        return gpu.max_memory_allocated(device) - before, logits_bytes
-
-    needed, logits_bytes = peak_of(config.scheduler.max_num_batched_tokens + num_rows, has_head=True)
-    needed += LOGITS_COPIES * logits_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
-    if num_graph_rows:
-        longest = min(config.max_model_len or sys.maxsize, model.config.max_position_embeddings)
-        num_entries = num_graph_rows * len(runtime.sizes.groups) * -(-longest // runtime.block_size)
-        needed += peak_of(num_graph_rows, has_head=False)[0] + num_entries * torch.int32.itemsize + runtime.bytes_per_block
+    gpu.reset_peak_memory_stats(device)
+    before = gpu.memory_allocated(device)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    hidden = model(ids, ids, _NoAttention(runtime.sizes.state_shapes))
+    logits_bytes = model.compute_logits(hidden[:num_rows]).float().nbytes if num_rows else 0
+    peak = int(gpu.max_memory_allocated(device) - before)
     gpu.empty_cache()
-    return int(needed)
+    return peak, hidden.nbytes, logits_bytes
+
+
+def describe_graphs(runtime: Runtime, num_graph_tokens: int) -> str:
+    """Describe which steps are captured as CUDA graphs, and why others are not. num_graph_tokens: as in ExecutorInfo."""
+    attention, sizes = f"the attention backend {runtime.backend_name}", runtime.prompt_graph_sizes
+    if not runtime.num_graph_rows:
+        return f"none: {attention}, the model, adapters or several GPUs need the host during a step"
+    steps = f"steps of up to {runtime.num_graph_rows} decodes and {num_graph_tokens} prompt tokens"
+    why = f"the memory is too small for {sizes[-1]}" if sizes else f"{attention} supports no others"
+    return steps if num_graph_tokens in sizes[-1:] else f"{steps}: {why}"

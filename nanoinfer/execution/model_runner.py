@@ -19,19 +19,23 @@ from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
 T = TypeVar("T")
+Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step
 
 
 @runtime_checkable
-class StepGraphs(Protocol):
+class Replayer(Protocol):
     """Replays the forward pass of some steps, as fast/cuda/graphs.py does with CUDA graphs.
 
     The KV cache has an extra block, unknown to the scheduler, into which a replay may write.
     """
 
-    def supports(self, batch: ForwardBatch) -> bool: ...
+    # returns the hidden rows of run(batch). None: the caller calls run
+    def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None: ...
 
-    # returns the hidden rows of run(batch)
-    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]: ...
+    # captures run of everything that try_replay supports. Returns the tensor that the replays fill, if any run succeeded
+    def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None: ...
+
+    def capture_next(self) -> bool: ...  # captures a step that try_replay lacked. Returns False if there is none
 
 
 @dataclass(eq=False)
@@ -41,16 +45,15 @@ class ModelRunner:
     model: Model
     cache: KVCache
     backend: AttentionBackend
-    graphs: StepGraphs | None = None
+    graphs: Replayer | None = None
     weights: HeldWeights = field(default_factory=HeldWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """Compute the hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)
-        if self.graphs is not None and self.graphs.supports(batch):
-            return self.graphs.replay(batch, self._run)
-        return self._run(batch)
+        hidden = None if self.graphs is None else self.graphs.try_replay(batch, self.run)
+        return self.run(batch) if hidden is None else hidden
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
         """Select rows of the last step for the LM head: the batch's logits_indices, or a slice of its packed tokens.
@@ -63,7 +66,8 @@ class ModelRunner:
         """Call function(runner, *arguments) here, and on the other ranks that share the model."""
         return function(self, *arguments)
 
-    def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+    def run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        """Launch the model's kernels, one after the other."""
         return self.model(batch.input_ids, batch.positions, begin_step(self.backend, self.cache, batch))
 
 

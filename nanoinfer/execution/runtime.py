@@ -17,11 +17,13 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.execution.model_runner import ModelRunner, Replayer
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
+
+GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
 
 
 @runtime_checkable
@@ -44,8 +46,9 @@ class Runtime:
         block_size: the number of tokens in a cache block.
         cache_dtype: the dtype of keys and values: the model's, or torch.int8.
         routes: the sampler's fast routes, in the order in which they are tried.
-        make_decode_graphs: returns the object that replays decode steps, given the cache's size. None: every step runs eagerly.
-        num_graph_rows: the most rows of a step that make_decode_graphs captures. 0: every step runs eagerly.
+        make_step_graphs: returns the object that replays steps, given the cache's size. None: every step runs eagerly.
+        num_graph_rows: the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly.
+        prompt_graph_sizes: the numbers of prompt tokens to which make_step_graphs pads steps, in order. Empty: it does not.
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
             runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
@@ -64,8 +67,9 @@ class Runtime:
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
-    make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
+    make_step_graphs: Callable[[ExecutorInfo], Replayer] | None = None
     num_graph_rows: int = 0
+    prompt_graph_sizes: tuple[int, ...] = ()
     is_batch_independent: bool = False
     report: CompileReport | None = None
     reserved_bytes: int = 0
@@ -130,7 +134,7 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
 
 def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = None) -> ModelRunner:
     """Make the runner of the model. cache: the KV cache of another runner. None: a new one is allocated."""
-    graphs = None if runtime.make_decode_graphs is None else runtime.make_decode_graphs(info)
+    graphs = None if runtime.make_step_graphs is None else runtime.make_step_graphs(info)
     if cache is None:
         cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
     runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.backend, graphs, runtime.weights)

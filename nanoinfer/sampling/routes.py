@@ -60,3 +60,11 @@ class Route(Protocol):
     def reserved_bytes(self, logits_bytes: int) -> int:
         """Return the bytes that the route keeps on the device if the logits of the largest step take logits_bytes."""
         return 0
+
+    def prepare(self, rows: HeadRows) -> None:
+        """Do what would otherwise delay the first steps. rows: as many as the largest step has, with any content."""
+        return
+
+    def capture_next(self) -> bool:
+        """Capture a CUDA graph that earlier steps lacked. Returns False if there is none."""
+        return False

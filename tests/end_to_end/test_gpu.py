@@ -89,7 +89,7 @@ def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_p
 def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     recorded, llm = greedy(path, device="cuda")
-    assert llm.engine.executor.runner.graphs._graphs  # it did record
+    assert llm.engine.executor.runner.graphs.table.graphs  # it did record
     plain, llm = greedy(path, device="cuda", enforce_eager=True)
     assert llm.engine.executor.runner.graphs is None
     assert recorded == plain == greedy(path, device="cpu")[0]
@@ -112,8 +112,8 @@ def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
             logits = logits.bfloat16().float() if step % 2 else logits  # which tie
             batch = SamplingBatch.build(rows, vocab_size, device)
             assert recorded(logits.clone(), batch).read() == plain(logits.clone(), batch).read()
-    assert graphs._graphs
-    assert None not in graphs._graphs.values()
+    assert graphs.table.graphs
+    assert None not in graphs.table.graphs.values()
 
 
 def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path):
@@ -125,7 +125,7 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
         if not is_recorded:
             llm.engine.executor.sampler = Sampler()
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-        assert not is_recorded or llm.engine.executor.sampler.routes[0]._graphs
+        assert not is_recorded or llm.engine.executor.sampler.routes[0].table.graphs
     assert tokens[0] == tokens[1]
 
 

@@ -42,7 +42,7 @@ SMALL = {family: FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | 
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS = 28, 4, 3
 SETTINGS = {
     "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 16, "chunk_size": 16, "max_model_len": MAX_MODEL_LEN,
-    "block_size": BLOCK_SIZE,
+    "block_size": BLOCK_SIZE, "cudagraph_capture": "first_use",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
 DRAWN = SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=5, ignore_eos=True, detokenize=False)
@@ -66,9 +66,9 @@ def simulated(*patches):
         yield simulated_device.device
 
 
-def save(family, folder):
+def save(family, folder, **config):
     """A checkpoint of a family, written by the test's process, which has imported transformers."""
-    return tiny_models.save(family, folder, **SMALL[family])
+    return tiny_models.save(family, folder, **SMALL[family], **config)
 
 
 def memory_for(path, num_blocks):
@@ -132,9 +132,9 @@ def run_random_requests(family, path, num_requests):
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
-        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0]._graphs.values()
+        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
         assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
-        captured = [*sampler_graphs, *([] if graphs is None else [graph for _, graph in graphs._graphs.values()])]
+        captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
         assert None not in captured
         assert sum(graph.replay.__self__.num_replays for graph in captured) > len(captured)
@@ -151,6 +151,133 @@ def run_random_requests(family, path, num_requests):
 )
 def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
     in_own_process(run_random_requests, family, save(family, tmp_path), num_requests)
+
+
+# What a step launches beside the two graphs: copies into their inputs and of their results, the padding of these inputs, the
+# newest tokens, which only the device has, and without a graph for it nothing of the model, the head or the draw.
+COPIES = {
+    "_to_copy.default", "copy_.default", "fill_.Scalar", "clone.default", "cat.default", "index.Tensor", "index_put_.default",
+    "clamp.default",
+}  # fmt: skip
+
+
+def run_launches(path, num_prompt_tokens, num_decodes, settings):
+    """A prompt alone, and the same prompt in a step with decodes. Each is counted the second time."""
+    rng, launched = random.Random(0), {}
+    with simulated() as device:
+        llm = LLM(path, device="sim", kv_cache_memory=2**22, enable_prefix_caching=False, **SETTINGS | settings)
+
+        def submit(num_tokens, max_tokens):
+            params = SamplingParams(temperature=0.8, seed=1, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            return llm.engine.add_request([rng.randrange(96) for _ in range(num_tokens)], params)
+
+        for turn in range(2):
+            submit(num_prompt_tokens, 2)
+            for name in ("prompt", "decode"):
+                device.reset_counts()
+                llm.engine.step()
+                launched[turn, name] = dict(device.launched)
+            while llm.engine.num_unfinished:
+                llm.engine.step()
+        decodes = [submit(2, 6) for _ in range(num_decodes)]
+        for turn in range(2):
+            llm.engine.step()
+            later = submit(num_prompt_tokens, 1)
+            device.reset_counts()
+            llm.engine.step()
+            launched[turn, "both"] = dict(device.launched)
+            assert later.sequences[0].num_computed_tokens == num_prompt_tokens
+            assert all(request.output is None for request in decodes)
+            llm.engine.abort(later.request_id)
+        graphs = llm.engine.executor.runner.graphs.table.graphs
+        assert {shape.num_decodes > 0 for shape in graphs if shape.num_chunk_tokens} == {False, True}
+    assert "_prefill_kernel" in launched[0, "prompt"]  # the first is captured
+    for name in ("prompt", "decode", "both"):
+        assert set(launched[1, name]) <= COPIES, launched
+        assert "copy_.default" in launched[1, name]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_prompt_tokens", "num_decodes", "settings"),
+    [
+        ("gpt2", 11, 2, {"max_num_seqs": 3, "max_num_batched_tokens": 16}),
+        pytest.param(
+            *(
+                "qwen3",
+                1023,
+                16,
+                {"max_num_seqs": 17, "max_num_batched_tokens": 1024, "chunk_size": 1024, "max_model_len": 1040},
+            ),
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_prompt_and_a_step_of_decodes_with_a_prompt_launch_copies_alone(
+    family, num_prompt_tokens, num_decodes, settings, tmp_path
+):
+    longer = {"max_position_embeddings": 1100} if num_prompt_tokens > 500 else {}
+    in_own_process(run_launches, save(family, tmp_path, **longer), num_prompt_tokens, num_decodes, settings)
+
+
+def tokens_of_load(llm, seed, before_step=lambda: None):
+    """The tokens of a few requests, which arrive while others run, and share prefixes with those of earlier loads."""
+    rng, begun, engine = random.Random(seed), [], llm.engine
+    earlier = [[*range(seed % 3, seed % 3 + 9)]]
+    waiting = [random_request(rng, earlier) for _ in range(rng.randint(2, 4))]
+    while waiting or engine.num_unfinished:
+        for _ in range(min(rng.randrange(3), len(waiting))):
+            begun.append(engine.add_request(*waiting.pop()))
+        before_step()
+        engine.step()
+    return [request.output.outputs[0].token_ids for request in begun]
+
+
+def caches_of(llm):
+    """The keys and values of every block but the one of padding."""
+    cache, num_blocks = llm.engine.executor.runner.cache, llm.engine.executor.info.num_blocks
+    return [pages[:num_blocks].cpu() for layer in range(cache.num_layers) for pages in cache.layer(layer)]
+
+
+def run_loads(path, num_loads):
+    """Engines with and without graphs. Before each step, whatever padding may hold becomes NaN."""
+    with simulated():
+        replaying, eager = (LLM(path, device="sim", kv_cache_memory=2**15, **SETTINGS, seed=0) for _ in range(2))
+        runner = replaying.engine.executor.runner
+        eager.engine.executor.runner.graphs, eager.engine.executor.sampler.routes = (
+            None,
+            eager.engine.executor.sampler.routes[1:],
+        )
+
+        def spoil():
+            for layer in range(runner.cache.num_layers):
+                for pages in runner.cache.layer(layer):
+                    pages[-1].fill_(torch.nan)
+            if "hidden" in runner.graphs._rows:
+                runner.graphs._rows["hidden"].fill_(torch.nan)
+
+        for seed in range(num_loads):
+            assert tokens_of_load(replaying, seed, spoil) == tokens_of_load(eager, seed), seed
+            for ours, theirs in zip(caches_of(replaying), caches_of(eager), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+        graphs = runner.graphs.table.graphs
+        assert None not in graphs.values()
+        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
+        kinds = {(shape.num_chunk_tokens > 0, shape.num_decodes > 0) for shape in replayed}
+        assert kinds == {(False, True), (True, False), (True, True)} or num_loads < 10
+
+
+@pytest.mark.parametrize(
+    ("family", "num_loads"),
+    [
+        ("gpt2", 1),
+        *(
+            pytest.param(family, num_loads, marks=pytest.mark.long)
+            for family, num_loads in (("gpt2", 120), ("qwen2", 40), ("qwen3", 20), ("gemma3_window", 20))
+        ),
+    ],
+)
+def test_tokens_and_caches_of_replayed_steps_are_those_of_eager_steps(family, num_loads, tmp_path):
+    in_own_process(run_loads, save(family, tmp_path), num_loads)
 
 
 def run_drafts(path, config):

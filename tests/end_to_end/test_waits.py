@@ -21,6 +21,7 @@ from tests.helpers.fake_cuda import fake_cuda
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 PROMPTS = [[1, 2, 3], list(range(7))]  # the second has two chunks
+FIRST_USE = {"cudagraph_capture": "first_use"}  # for most tests, all graphs would take too long
 READ = "sampler.read"  # the sampled tokens
 EXPERTS = "qwen_moe.sum_of_experts"  # how many tokens each expert has
 FAMILIES = {  # and the number of layers with experts. Those after the third are slow, and the last three have layers of others
@@ -44,11 +45,23 @@ def waits_of(path, run, *, token_id=1, **settings):
 
     collect = LocalExecutor.collect
     with fake_cuda() as gpu, mock.patch.object(LocalExecutor, "collect", counted):
-        llm = LLM(path, device="cuda:0", **{"kv_cache_memory": 2**24, "chunk_size": 4} | settings)
+        llm = LLM(path, device="cuda:0", **{"kv_cache_memory": 2**24, "chunk_size": 4} | FIRST_USE | settings)
         gpu.waits.clear()
         gpu.token_id = token_id
         run(llm)
     return Counter(gpu.waits), num_steps
+
+
+def test_all_graphs_are_captured_while_the_model_is_loaded(qwen3_path):
+    def run(llm):
+        tables = llm.engine.executor.runner.graphs.table, llm.engine.executor.sampler.routes[0].table
+        before = [dict(table.graphs) for table in tables]
+        generating(params())(llm)
+        assert [table.graphs for table in tables] == before
+        assert set(before[0]) == set(llm.engine.executor.runner.graphs.shapes)
+        assert {num_rows for num_rows, _ in before[1]} == {1, 2, 3}
+
+    assert set(waits_of(qwen3_path, run, max_num_seqs=3, max_num_batched_tokens=16, cudagraph_capture="load")[0]) == {READ}
 
 
 def generating(sampling, **options):

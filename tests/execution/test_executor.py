@@ -22,6 +22,9 @@ class Smallest:
     def launch(self, plan, previous):
         return SimpleNamespace(plan=plan, must_sync=False)
 
+    def capture_next(self):
+        return False
+
     def collect(self, step):
         return StepOutput([SequenceOutput(seq, [seq.token_ids[-1] + 1]) for seq, _ in step.plan.rows])
 

@@ -10,8 +10,8 @@ import torch
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import memory
-from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache, size_cache
-from nanoinfer.execution.runtime import plain_runtime
+from nanoinfer.execution.memory import available_cpu_memory, describe_graphs, memory_for_cache, size_cache
+from nanoinfer.execution.runtime import Runtime, plain_runtime
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY
@@ -118,20 +118,98 @@ def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypat
         memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
 
 
-def test_a_gpus_step_counts_the_tables_the_activations_and_the_padding_block_of_its_graphs(model, monkeypatch):
-    """The device says that a step takes 1000 bytes, whatever its size."""
-    peak = {"allocated": 0}
-    gpu = SimpleNamespace(
-        reset_peak_memory_stats=lambda device: None,
-        memory_allocated=lambda device: peak["allocated"],
-        max_memory_allocated=lambda device: peak["allocated"] + 1000,
-        empty_cache=lambda: None,
+class GPU:
+    """A device of 10,000,000 free bytes that says that a step takes 1000 bytes for each token."""
+
+    def __init__(self, monkeypatch, model):
+        self.peak, self.free = 0, 10_000_000
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        monkeypatch.setattr(Runtime, "device", SimpleNamespace(type="cuda"))
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
+        model.register_forward_pre_hook(lambda model, inputs: setattr(self, "peak", 1000 * len(inputs[0])))
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = 0
+
+    def memory_allocated(self, device):
+        return 0
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def mem_get_info(self, device):
+        return self.free, self.free
+
+    def empty_cache(self):
+        pass
+
+
+def on_a_gpu(monkeypatch, model, **cache):
+    """A model, a runtime that captures steps of up to 32 decodes and 64 prompt tokens, and its config."""
+    gpu = GPU(monkeypatch, model)
+    config = EngineConfig(
+        cache=CacheConfig(block_size=8, gpu_memory_utilization=1.0, **cache),
+        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=64), max_model_len=50,
+    )  # fmt: skip
+    runtime = plain_runtime(model, EngineConfig(attention_backend="reference", cache=CacheConfig(block_size=8)))
+    return gpu, replace(runtime, num_graph_rows=32, prompt_graph_sizes=(16, 64)), config
+
+
+def test_the_memory_of_graphs_is_that_of_the_largest_step_with_its_inputs_its_hidden_rows_and_the_padding_block(
+    model, monkeypatch
+):
+    _, runtime, config = on_a_gpu(monkeypatch, model)
+    hidden_bytes = 4 * model.config.hidden_size
+    for num_tokens, num_seqs in ((0, 32), (64, 32 + 16)):
+        rows = num_tokens + 32
+        expected = 1000 * rows + hidden_bytes * rows + num_seqs * 7 * 4 + 8 * (3 * rows + num_seqs) + runtime.bytes_per_block
+        assert memory.peak_graph_bytes(runtime, config, num_tokens) == expected
+    assert memory.peak_graph_bytes(replace(runtime, num_graph_rows=0), config, 64) == 0
+
+
+def test_the_cache_gets_what_a_step_and_its_graphs_leave(model, monkeypatch):
+    gpu, runtime, config = on_a_gpu(monkeypatch, model)
+    taken = memory.peak_step_bytes(runtime, config) + memory.peak_graph_bytes(runtime, config, 64)
+    gpu.free = taken + 9 * memory.peak_graph_bytes(runtime, config, 64)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=5000))
+    monkeypatch.setattr(memory, "peak_step_bytes", lambda runtime, config: taken - memory.peak_graph_bytes(runtime, config, 64))
+    info = size_cache(runtime, config)
+    assert info.num_graph_bytes == memory.peak_graph_bytes(runtime, config, 64)
+    assert info.num_cache_bytes == (gpu.free - taken) // runtime.bytes_per_block * runtime.bytes_per_block
+
+
+@pytest.mark.parametrize(("num_times", "num_graph_tokens"), [(9, 64), (6, 16), (2, 0)])
+def test_graphs_of_many_prompt_tokens_are_left_out_where_they_would_take_much_of_the_cache(
+    num_times, num_graph_tokens, model, monkeypatch
+):
+    gpu, runtime, config = on_a_gpu(monkeypatch, model)
+    largest = memory.peak_graph_bytes(runtime, config, 64)
+    gpu.free = memory.peak_step_bytes(runtime, config) + largest + num_times * largest
+    info = size_cache(runtime, config)
+    assert info.num_graph_tokens == num_graph_tokens
+    assert info.num_graph_bytes == memory.peak_graph_bytes(runtime, config, num_graph_tokens)
+    said = f"steps of up to 32 decodes and {num_graph_tokens} prompt tokens" + ": the memory is too small for 64" * (
+        num_times < 9
     )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    config = EngineConfig(cache=CacheConfig(block_size=8), max_model_len=50)
-    runtime = plain_runtime(model, config)
-    without, with_graphs = (memory.peak_step_bytes(replace(runtime, num_graph_rows=num_rows), config) for num_rows in (0, 32))
-    assert with_graphs - without == 1000 + 32 * 7 * 4 + runtime.bytes_per_block
+    assert describe_graphs(runtime, num_graph_tokens) == said
+
+
+def test_the_graphs_of_a_draft_model_are_kept_free_as_well(model, monkeypatch):
+    _, runtime, config = on_a_gpu(monkeypatch, model)
+    kept, last = [], []
+    monkeypatch.setattr(memory, "memory_for_cache", lambda *_, step_bytes, **__: kept.append(step_bytes) or 2**30)
+    for draft in (None, runtime):
+        size_cache(runtime, config, draft=draft)
+        last.append(kept[-1])
+    assert last[1] - last[0] == memory.peak_graph_bytes(runtime, config, 0)
+
+
+def test_a_cache_of_a_given_size_leaves_room_for_the_graphs_or_they_are_fewer(model, monkeypatch):
+    gpu, runtime, config = on_a_gpu(monkeypatch, model, kv_cache_memory=100_000)
+    most = memory.peak_step_bytes(runtime, config) + memory.peak_graph_bytes(runtime, config, 64) + 100_000
+    for gpu.free, expected in ((most, 64), (most - 1, 16)):
+        assert size_cache(runtime, config).num_graph_tokens == expected
 
 
 def test_the_cache_never_takes_more_than_is_free():

@@ -11,7 +11,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.fast.cuda.graphs import DecodeGraphs
+from nanoinfer.fast.cuda.graphs import StepGraphs, StepSize
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -46,7 +46,7 @@ def llm_with(path, capture, **options):
         block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE,
         groups=engine.executor.runner.cache.groups,
     )  # fmt: skip
-    graphs = DecodeGraphs(engine.executor.info, max_num_rows=5, capture=capture)
+    graphs = StepGraphs(engine.executor.info, 5, capture)
     engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
     return llm
 
@@ -116,7 +116,7 @@ def test_padding_rows_write_into_their_own_block_alone(path):
     k_pages, _ = cache.layer(0)
     used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
     padding_block = cache.num_blocks - 1
-    assert graphs._graphs[4][0].attention.block_tables[3].unique().tolist() == [padding_block]
+    assert graphs._inputs[StepSize(0, 4)].attention.block_tables[3].unique().tolist() == [padding_block]
     assert padding_block in used
     assert len(used) <= 1 + 6  # and the three sequences' blocks
 
@@ -126,7 +126,7 @@ def test_padding_rows_write_into_their_own_block_alone(path):
 )
 def test_there_is_a_recording_for_every_number_of_rows(max_num_seqs, sizes):
     info = ExecutorInfo(100, max_position_embeddings=64, max_model_len=64, num_blocks=9, block_size=16)
-    graphs = DecodeGraphs(info, max_num_rows=max_num_seqs, capture=record)
+    graphs = StepGraphs(info, max_num_seqs, record)
     assert graphs.sizes == sizes
 
 
@@ -136,4 +136,5 @@ def test_what_cannot_be_recorded_runs_as_it_comes_and_is_told_once(path, caplog)
 
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), FEW)
     assert tokens_of(llm_with(path, fail), FEW) == expected
-    assert caplog.text.count("a decode step of 4 rows could not be captured as a CUDA graph (CUDA out of memory)") == 1
+    failed = "a step of 4 decodes and 0 prompt tokens could not be captured as a CUDA graph (CUDA out of memory)"
+    assert caplog.text.count(failed) == 1

@@ -21,6 +21,9 @@ class FakeExecutor:
         self.launched.append(plan)
         return SimpleNamespace(plan=plan, must_sync=self.must_sync)
 
+    def capture_next(self):
+        return False
+
     def collect(self, step):
         outputs = [self.sample(seq) for seq in dict.fromkeys(seq for seq, _ in step.plan.rows)]
         for item in step.plan.scheduled:

@@ -22,7 +22,12 @@ PARAMS = {  # that put a row into each group of RowGroups
 def sampling_by(*routes, stages=STAGES, **options):
     """The sampler with these routes, as a function of logits. Without a route it runs stage by stage: the definition."""
     sampler = Sampler(stages, routes=routes, **options)
-    return lambda logits, batch, tracer=None: sampler(HeadRows(logits, lambda logits: logits), batch, tracer)
+    return lambda logits, batch, tracer=None: sampler(HeadRows(logits, the_same), batch, tracer)
+
+
+def the_same(hidden):
+    """An LM head for logits that are given in place of hidden rows."""
+    return hidden
 
 
 def sequence(seed=0, prompt=(0,), output=(), **params):

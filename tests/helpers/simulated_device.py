@@ -20,6 +20,7 @@ A tensor of the device holds a tensor on the CPU, its memory. The device
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Device:
         allocated, peak: the bytes of all tensors, and the most since `peak` was reset.
         waits: where the host waited for the device, with the line of the package, except for waits for an event.
         num_synchronized: how often the host waited for an event.
+        launched: how often the host launched each operation and kernel, except in replays. Views launch nothing.
         on_the_way: copies to pinned memory that no event has shown to have arrived: the target, and its numbers.
         graph: the graph that is being captured, or whose replay is being compared.
     """
@@ -114,12 +116,13 @@ class Device:
         self.allocated = self.peak = 0
         self.waits: list[str] = []
         self.num_synchronized = 0
+        self.launched: Counter[str] = Counter()
         self.on_the_way: list[tuple[Tensor, Tensor]] = []
         self.pinned: dict[int, weakref.ref[Tensor]] = {}
         self.graph: Graph | None = None
 
     def reset_counts(self) -> None:
-        self.waits, self.num_synchronized = [], 0
+        self.waits, self.num_synchronized, self.launched = [], 0, Counter()
 
     def take(self, num_bytes: int) -> None:
         self.allocated += num_bytes
@@ -132,7 +135,14 @@ class Device:
         self._check(operation, args, kwargs)
         if self.graph is not None and operation not in SAME:
             return self.graph.launch(operation, args, kwargs)
-        return self.compute(operation, args, kwargs)
+        result = self.compute(operation, args, kwargs)
+        given = {leaf.memory for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SimulatedTensor)}
+        is_view = not written_by(operation, args, kwargs) and all(
+            leaf.memory in given for leaf in tree_flatten(result)[0] if isinstance(leaf, SimulatedTensor) and leaf.numel()
+        )
+        if not is_view and not operation.__name__.startswith(("empty", "new_empty")):
+            self.launched[operation.__name__] += 1
+        return result
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a kernel of Triton, whose arguments may be tensors of the device only. kwargs: the grid and the options."""
@@ -141,6 +151,7 @@ class Device:
         if self.graph is not None:
             self.graph.launch(kernel, args, kwargs)
         else:
+            self.launched[kernel.__name__] += 1
             run_kernel(kernel, tree_map(inner_of, args), kwargs)
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Compile a model for a GPU, and capture its decode steps as CUDA graphs.
+"""Compile a model for a GPU, and capture its steps as CUDA graphs.
 
 In: the plain runtime. Out: a runtime with Triton kernels and CUDA graphs. Without Triton the model stays as it is, and the
 sampler runs its stages.
@@ -16,7 +16,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, DecodeGraphs
+from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
@@ -44,16 +44,15 @@ def compile_model(model: nn.Module) -> CompiledModel:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
-    num_graph_rows = config.max_num_rows if runtime.backend.supports_cuda_graph else 0
-    make_decode_graphs = None
-    if num_graph_rows and getattr(runtime.model, "supports_cuda_graph", True):
-        make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture(runtime.device))
-    routes: tuple[Route, ...] = ()
-    if find_spec("triton"):
-        graphs = (SamplerGraphs(num_graph_rows, CUDACapture(runtime.device)),) if num_graph_rows else ()
-        routes = (*graphs, FewLogits())
-    model = cast(Model, report.model)
-    num_graph_rows = 0 if make_decode_graphs is None else num_graph_rows
-    return replace(
-        runtime, model=model, routes=routes, make_decode_graphs=make_decode_graphs, num_graph_rows=num_graph_rows, report=report
-    )
+    backend, num_rows, capture = runtime.backend, config.max_num_rows, CUDACapture(runtime.device)
+    on_first_use = config.cudagraph_capture != "idle"
+    routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
+    if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
+        routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
+    runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
+    if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
+        return runtime
+    has_prompts = getattr(backend, "supports_prompt_graph", False)
+    sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
+    make = partial(StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes)
+    return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -1,16 +1,21 @@
-"""CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch. Decode steps run so.
+"""CUDA graphs: capture a sequence of kernel launches once, and replay it with a single launch. Most steps run so.
 
 In: a function that launches the same kernels on the same memory each time and never synchronizes with the host. Out: a
-CapturedGraph. A decode step of a small model, or the sampling of its tokens, launches hundreds of kernels of microseconds each,
-and Python cannot launch them fast enough. Whatever changes from step to step is copied into static input tensors before a
-replay. The number of rows is padded to one of a few sizes, each of which is captured on first use and reads the first rows of
-the same tensors. The padding rows of a decode step read and write a block of their own, which no sequence has.
+CapturedGraph. A step launches hundreds of kernels, and Python cannot launch them fast enough. Whatever changes from step to
+step is copied into static input tensors before a replay. Tokens are padded to one of a few shapes, which read the first rows of
+the same tensors:
+
+    decodes, padding                 a step of decodes
+    decodes, padding | the tokens of up to GRAPH_CHUNKS chunks, padding         a step with prompts
+
+A padding token reads and writes a block of its own, which no sequence has. Chunks that a step lacks have no tokens.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -20,11 +25,18 @@ from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.errors import first_line
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import Run
+from nanoinfer.execution.runtime import GRAPH_CHUNKS
+from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
 
+PROMPT_SIZES = (64, 128, 256, 512, 768, 1024, 2048)  # the GPU computes more tokens for longer than Python launches them
+DECODE_SIZES = (0, 16, 64, 256)  # the decodes of a step with prompts
+
 # Captures what a function launches. Returns its replay, and the tensor that the replay fills.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +47,6 @@ class CapturedGraph:
     out: Tensor
 
 
-def capture_graph(name: str, run: Callable[[], Tensor], capture: Capture) -> CapturedGraph | None:
-    """Capture `run`, or log a warning and return None. name: the graph's name in the log, such as "a decode step of 8 rows"."""
-    try:
-        return CapturedGraph(*capture(run))
-    except RuntimeError as error:  # torch's, also when memory runs out
-        logger.warning("%s could not be captured as a CUDA graph (%s); such steps run without one", name, first_line(error))
-        return None
-
-
 def capture_sizes(max_num_rows: int) -> list[int]:
     """Return the numbers of rows for which graphs are captured.
 
@@ -51,6 +54,11 @@ def capture_sizes(max_num_rows: int) -> list[int]:
     [1, 2, 4, 8, 16, 32, 40]
     """
     return [*(size for size in (1, 2, 4, 8) if size < max_num_rows), *range(16, max_num_rows, 16), max_num_rows]
+
+
+def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of prompt tokens for which graphs are captured. max_num_tokens: the most of a step."""
+    return (*(size for size in PROMPT_SIZES if size < max_num_tokens), *[max_num_tokens][: max_num_tokens <= PROMPT_SIZES[-1]])
 
 
 class CUDACapture:
@@ -63,7 +71,6 @@ class CUDACapture:
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         gpu = self._gpu
-        before = gpu.memory_reserved()
         self._stream.wait_stream(gpu.current_stream())
         with gpu.stream(self._stream):
             run()  # compiles kernels and selects algorithms, which cannot be captured
@@ -73,84 +80,195 @@ class CUDACapture:
         with gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
-        taken = (gpu.memory_reserved() - before) / 2**20
-        logger.info("captured a CUDA graph for %d rows (%.0f MiB); enforce_eager=True disables CUDA graphs", len(out), taken)
         return graph.replay, out
 
 
-class DecodeGraphs:
-    """CUDA graphs of the forward pass of a decode step, by number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+@dataclass(eq=False)
+class CapturedGraphs(Generic[Key]):
+    """Captures graphs by key, those with the most rows first, so that the others reuse their memory.
 
-    info: the sizes of the cache. The padding rows use the block after its last, which the cache must have as well.
+    Attributes:
+        launch: launches what the graph of a key replays, and returns its result.
+        name: the name of a key's graph in the log, such as "a step of 8 decodes".
+        num_rows: returns the number of rows of a key's graph.
+        on_first_use: whether `find` captures what it misses. Otherwise `capture_next` does.
+        graphs: key -> its graph. None: the capture failed.
+        wanted: the keys to capture.
     """
 
-    def __init__(self, info: ExecutorInfo, max_num_rows: int, capture: Capture) -> None:
+    capture: Capture
+    launch: Callable[[Key], Tensor]
+    name: Callable[[Key], str]
+    num_rows: Callable[[Key], int]
+    on_first_use: bool
+    graphs: dict[Key, CapturedGraph | None] = field(default_factory=dict)
+    wanted: set[Key] = field(default_factory=set)
+
+    def find(self, key: Key, largest: Key) -> CapturedGraph | None:
+        """Return the graph of a key. None: it is not captured. largest: the key to capture before the first."""
+        if key not in self.graphs:
+            self.wanted |= {key, largest} - self.graphs.keys()
+            if self.on_first_use:
+                self.capture_all(())
+        return self.graphs.get(key)
+
+    def capture_all(self, keys: Iterable[Key]) -> None:
+        """Capture the graphs of these keys, and all that are wanted."""
+        self.wanted |= set(keys)
+        while self.capture_next():
+            pass
+
+    def capture_next(self) -> bool:
+        """Capture the largest graph that is wanted. A failure is logged. Returns False if none is wanted."""
+        if not self.wanted:
+            return False
+        key = max(self.wanted, key=self.num_rows)
+        self.wanted.remove(key)
+        try:
+            self.graphs[key] = CapturedGraph(*self.capture(lambda: self.launch(key)))
+        except RuntimeError as error:  # torch's, also when memory runs out
+            self.graphs[key] = None
+            name, why = self.name(key), first_line(error)
+            logger.warning("%s could not be captured as a CUDA graph (%s); such steps run without one", name, why)
+        return True
+
+
+class StepSize(NamedTuple):
+    """The padded number of tokens of a step: those of its chunks, 0 without any, and those of its decodes."""
+
+    num_chunk_tokens: int
+    num_decodes: int
+
+
+class StepGraphs:
+    """CUDA graphs of the forward pass of a step, by its StepSize.
+
+    info: the sizes of the cache. The padding tokens use the block after its last, which the cache must have as well.
+    max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
+    sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, max_num_rows: int, capture: Capture, *, on_first_use: bool = True, sizes: Iterable[int] = ()
+    ) -> None:
         self.sizes = capture_sizes(max_num_rows)
-        self._max_model_len = info.max_model_len
-        self._max_blocks = -(-info.max_model_len // info.block_size)
-        self._padding_block = info.num_blocks
-        self._padding_slot = info.num_blocks * info.block_size
-        self._capture = capture
-        self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read, for the largest size
-        # Number of rows -> the graph's rows of these tensors, and the graph, which is None if it could not be captured.
-        self._graphs: dict[int, tuple[ForwardBatch, CapturedGraph | None]] = {}
+        self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
+        self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
+        self.shapes = [StepSize(0, size) for size in self.sizes]
+        self.shapes += [StepSize(size, num) for size in self._prompt_sizes for num in self._decode_sizes]
+        self._largest = max(self.shapes, key=sum)
+        self._info, self._device = info, torch.device(info.device)
+        self._padding_block, self._padding_slot = info.num_blocks, info.num_blocks * info.block_size
+        self._run: Run  # of the last call
+        self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
+        self._inputs: dict[StepSize, ForwardBatch] = {}  # a graph's rows of these tensors
+        name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
+        self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
 
-    def supports(self, batch: ForwardBatch) -> bool:
-        """Whether every sequence of the step has one new token, and their number is at most the largest captured size."""
-        return batch.attention.num_decodes == len(batch.input_ids) <= self.sizes[-1]
+    def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
+        """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
+        self._run = run
+        self.table.capture_all(self.shapes)
+        return self._rows.get("hidden")
 
-    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
-        """Return the hidden rows of run(batch), from the graph of the smallest sufficient size. It is captured on first use."""
-        num_rows = len(batch.input_ids)
-        size = next(size for size in self.sizes if size >= num_rows)
-        if size not in self._graphs:
-            static_inputs = self._make_static_inputs(size, 1 + len(batch.further_groups), batch.input_ids.device)
-            self._fill(static_inputs, batch)
-            graph = capture_graph(f"a decode step of {size} rows", lambda: run(static_inputs), self._capture)
-            self._graphs[size] = static_inputs, graph
-        static_inputs, graph = self._graphs[size]
-        if graph is None:
-            return run(batch)
-        self._fill(static_inputs, batch)
+    def capture_next(self) -> bool:
+        return self.table.capture_next()
+
+    def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None:
+        """Return the hidden rows of run(batch), from the graph of the smallest sufficient shape. None: there is none."""
+        self._run, num_decodes, num_tokens = run, batch.attention.num_decodes, len(batch.input_ids)
+        shape = self._shape_of(num_decodes, num_tokens, len(batch.attention.seq_lens_cpu))
+        if shape is None or (graph := self.table.find(shape, self._largest)) is None:
+            return None
+        self._fill(shape, batch)
         graph.replay()
-        return graph.out[:num_rows]
+        if num_decodes in (num_tokens, shape.num_decodes):
+            return graph.out[:num_tokens]
+        return torch.cat((graph.out[:num_decodes], graph.out[shape.num_decodes :][: num_tokens - num_decodes]))
 
-    def _make_static_inputs(self, size: int, num_groups: int, device: torch.device) -> ForwardBatch:
+    def _shape_of(self, num_decodes: int, num_tokens: int, num_seqs: int) -> StepSize | None:
+        """Return the smallest sufficient shape. None: there is none."""
+        if num_decodes > self.sizes[-1]:
+            return None
+        if num_decodes == num_tokens:
+            return StepSize(0, self.sizes[bisect_left(self.sizes, num_decodes)])
+        size = bisect_left(self._prompt_sizes, num_tokens - num_decodes)
+        if size == len(self._prompt_sizes) or num_seqs - num_decodes > GRAPH_CHUNKS:
+            return None
+        return StepSize(self._prompt_sizes[size], self._decode_sizes[bisect_left(self._decode_sizes, num_decodes)])
+
+    def _launch(self, shape: StepSize) -> Float[Tensor, "num_tokens hidden"]:
+        """Compute a step of this shape from its static inputs. This is what a graph captures."""
+        if shape not in self._inputs:
+            self._inputs[shape] = self._make_inputs(shape)
+            self._fill(shape, None)
+        hidden = self._run(self._inputs[shape])
+        if "hidden" not in self._rows:
+            self._rows["hidden"] = hidden.new_empty(sum(self._largest), hidden.shape[1])
+        # Of a graph's own memory nothing is kept, so that the next graph has all of it.
+        return self._rows["hidden"][: len(hidden)].copy_(hidden)
+
+    def _make_inputs(self, shape: StepSize) -> ForwardBatch:
         """Return the first rows of the tensors that graphs read, which the first call makes."""
+        num_chunks = GRAPH_CHUNKS if shape.num_chunk_tokens else 0
+        num_seqs, num_tokens = shape.num_decodes + num_chunks, sum(shape)
+        most = self.sizes[-1] + GRAPH_CHUNKS, sum(self._largest)
 
-        def rows(name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Int[Tensor, "..."]:
+        def rows(name: str, *more: int, dtype: torch.dtype = torch.int64, of_tokens: bool = False) -> Int[Tensor, "..."]:
             if name not in self._rows:
-                self._rows[name] = torch.zeros(self.sizes[-1], *shape, dtype=dtype, device=device)
-            return self._rows[name][:size]
+                self._rows[name] = torch.zeros(most[of_tokens], *more, dtype=dtype, device=self._device)
+            return self._rows[name][: num_tokens if of_tokens else num_seqs]
 
-        attention, *further = (
-            AttentionMetadata(
-                query_start_loc=torch.arange(size + 1, device=device),
-                seq_lens=rows(f"lengths {group}"),
-                block_tables=rows(f"tables {group}", self._max_blocks, dtype=torch.int32),
-                slot_mapping=rows(f"slots {group}"),
-                max_query_len=1,
-                max_seq_len=self._max_model_len,
-                num_decodes=size,
-                query_start_loc_cpu=list(range(size + 1)),
-                seq_lens_cpu=[self._max_model_len] * size,
-            )
-            for group in range(num_groups)
+        starts = [*range(shape.num_decodes + 1), *[shape.num_decodes] * num_chunks]
+        max_blocks = -(-self._info.max_model_len // self._info.block_size)
+        tables = [rows(f"tables {group}", max_blocks, dtype=torch.int32) for group in range(len(self._info.windows))]
+        slots = [rows(f"slots {group}", of_tokens=True) for group in range(len(self._info.windows))]
+        attention = AttentionMetadata(
+            query_start_loc=integers_on_device([starts], self._device)[0],
+            seq_lens=rows("lengths"),
+            block_tables=tables[0],
+            slot_mapping=slots[0],
+            max_query_len=shape.num_chunk_tokens or 1,
+            max_seq_len=self._info.max_model_len,
+            num_decodes=shape.num_decodes,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=[self._info.max_model_len] * num_seqs,
         )
-        return ForwardBatch(rows("ids"), rows("positions"), slice(0, size), attention, [], tuple(further))
+        further = [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]
+        tokens = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
+        return ForwardBatch(*tokens, slice(0, num_tokens), attention, [], tuple(further))
 
-    def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
-        """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
-        padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
-        for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
-            rows = static_input
-            if (num_rows := new.shape[0]) < static_input.shape[0]:
-                rows = static_input[:num_rows]
-                static_input[num_rows:] = value
-            (rows if new.ndim == 1 else rows[:, : new.shape[1]]).copy_(new)
+    def _fill(self, shape: StepSize, batch: ForwardBatch | None) -> None:
+        """Copy a batch into the static inputs, and make padding of the other rows. None: of all rows."""
+        inputs, start = self._inputs[shape], shape.num_decodes
+        num_decodes = 0 if batch is None else batch.attention.num_decodes
+        padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * len(self._info.windows)
+        for static, new, (of_decodes, of_chunks) in zip(_changing(inputs), _changing(batch or inputs), padding, strict=True):
+            if batch is None:
+                new = new[:0]
+            if not shape.num_chunk_tokens:
+                _put(static, new, of_decodes)
+                continue
+            _put(static[:start], new[:num_decodes], of_decodes)
+            _put(static[start:], new[num_decodes:], of_chunks)
+        if shape.num_chunk_tokens and batch is not None:
+            ends = [start - num_decodes + end for end in batch.attention.query_start_loc_cpu[num_decodes + 1 :]]
+            ends += ends[-1:] * (GRAPH_CHUNKS - len(ends))
+            inputs.attention.query_start_loc[start + 1 :].copy_(integers_on_device([ends], self._device)[0])
 
 
-def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Return the tensors that change from step to step."""
-    groups = (batch.attention, *batch.further_groups)
-    return batch.input_ids, batch.positions, *(x for one in groups for x in (one.seq_lens, one.slot_mapping, one.block_tables))
+def _put(static: Tensor, new: Tensor, value: int) -> None:
+    """Copy `new` into the first rows, which have as many columns or more, and `value` into the others."""
+    if (num_rows := new.shape[0]) < static.shape[0]:
+        static[num_rows:] = value
+        static = static[:num_rows]
+    if num_rows:
+        (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
+
+
+def _changing(batch: ForwardBatch) -> list[Tensor]:
+    """Return the tensors that change from step to step, except query_start_loc."""
+    changing = [batch.input_ids, batch.positions, batch.attention.seq_lens]
+    for group in (batch.attention, *batch.further_groups):
+        changing += (group.slot_mapping, group.block_tables)
+    return changing

@@ -1,19 +1,21 @@
-"""CUDA graphs of the draw, for steps that use no parameters but temperature, min_p, top_k and top_p.
+"""CUDA graphs of the LM head and the draw, for steps that use no parameters but temperature, min_p, top_k and top_p.
 
 In: HeadRows and a SamplingBatch. Out: the token ids that the stages and the draw give, or None for an unsupported step. A graph
-launches the same kernels in every step, so each row is computed both greedily and by the draw. The parameters are copied into
-static inputs, with the off value for a parameter that a row does not use. Rows are independent, so the content of the rows
-beyond the batch does not matter.
+launches the same kernels in every step, so each row is computed both greedily and by the draw. The hidden rows and the
+parameters are copied into static inputs, with the off value for a parameter that a row does not use. Rows are independent, so
+the content of the rows beyond the batch does not matter.
 """
 
-from functools import partial
+from bisect import bisect_left
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, capture_graph, capture_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CapturedGraphs, capture_sizes
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
@@ -30,64 +32,85 @@ _INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, o
 }
 
 
-class SamplerGraphs(Route):
-    """Captured graphs of the draw, by the number of rows and the inputs that are read."""
+_ALWAYS = "greedy", "temperature", "u"
+_PREPARED = (), _ALWAYS, (*_ALWAYS, "top_k"), (*_ALWAYS, "top_p"), (*_ALWAYS, "top_k", "top_p")  # the inputs of most requests
 
-    def __init__(self, max_num_rows: int, capture: Capture) -> None:
+
+Draw = tuple[int, tuple[str, ...]]  # the padded number of rows, and the inputs that are read, as _inputs_read returns them
+
+
+class SamplerGraphs(Route):
+    """Captured graphs of the LM head and the draw. on_first_use: as in CapturedGraphs."""
+
+    def __init__(self, max_num_rows: int, capture: Capture, *, on_first_use: bool = True) -> None:
         self.sizes = capture_sizes(max_num_rows)
-        self._capture = capture
-        self._logits = torch.empty(0, 0)  # [max_num_rows, vocab] from the first step on
+        self._head: Callable[[Tensor], Tensor] | None = None  # the one LM head that the graphs compute
+        self._hidden = torch.empty(0, 0)  # [max_num_rows, hidden] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
         self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
-        self._graphs: dict[tuple[int, tuple[str, ...]], CapturedGraph | None] = {}  # None: the capture failed
+        name = "the draw of {0[0]} tokens".format
+        self.table = CapturedGraphs[Draw](capture, self._draw, name, itemgetter(0), on_first_use)
+
+    def prepare(self, rows: HeadRows) -> None:
+        """Capture the draws of most requests."""
+        self._allocate(rows)
+        self.table.capture_all((size, names) for size in self.sizes for names in _PREPARED)
+
+    def capture_next(self) -> bool:
+        return self.table.capture_next()
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
-        """Replay the graph of the step, captured on first use. Returns None also if the capture failed."""
-        if not rows.is_raw or len(rows.hidden) > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
+        """Replay the graph of the step. Returns None also if it is not captured."""
+        num_rows = len(rows.hidden)
+        if not rows.is_raw or num_rows > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
             return None
-        logits = rows.head(rows.hidden)  # kernels read bf16 in half the time
-        size = next(size for size in self.sizes if size >= len(logits))
+        self._allocate(rows)
+        if rows.head != self._head:
+            return None
         names = _inputs_read(batch)
-        self._fill(logits, batch, names)
-        for needed in (self.sizes[-1], size):  # the largest first, so that smaller graphs reuse its memory
-            if (needed, names) not in self._graphs:
-                name = f"the draw of {needed} tokens"
-                self._graphs[needed, names] = capture_graph(name, partial(self._draw, needed, names), self._capture)
-        if (graph := self._graphs[size, names]) is None:
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        if (graph := self.table.find((size, names), (self.sizes[-1], names))) is None:
             return None
+        self._fill(rows.hidden, batch, names)
         graph.replay()
-        return graph.out[: len(logits)].clone()  # a copy, because it may be read after the next replay
+        return graph.out[:num_rows].clone()  # a copy, because it may be read after the next replay
 
     def reserved_bytes(self, logits_bytes: int) -> int:
-        """Return the bytes of the static logits."""
+        """Return the bytes of the logits that a graph computes."""
         return logits_bytes
 
-    def _fill(self, logits: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
-        """Copy a step into the first rows of the static inputs, which are allocated by the first call."""
-        if not self._columns:
-            self._logits = logits.new_zeros(self.sizes[-1], logits.shape[-1])
-            for name, (dtype, off) in _INPUTS.items():
-                self._columns[name] = torch.full((self.sizes[-1],), off, dtype=dtype, device=logits.device)
-        self._logits[: len(logits)] = logits
+    def _allocate(self, rows: HeadRows) -> None:
+        """Make the static inputs, in the first call."""
+        if self._head is None:
+            self._head, hidden = rows.head, rows.hidden
+            self._hidden = hidden.new_zeros(self.sizes[-1], hidden.shape[-1])
+            shape, device = (self.sizes[-1],), hidden.device
+            self._columns = {name: torch.full(shape, off, dtype=dtype, device=device) for name, (dtype, off) in _INPUTS.items()}
+
+    def _fill(self, hidden: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
+        """Copy a step into the first rows of the static inputs."""
+        self._hidden[: len(hidden)] = hidden
         if "u" in names:
-            self._columns["u"][: len(logits)] = batch.u
+            self._columns["u"][: len(hidden)] = batch.u
         if names and self._filled is not batch.columns:
             self._filled = batch.columns
             for name in _INPUTS.keys() - {"u"}:
                 column, (_, off) = getattr(batch.columns, name), _INPUTS[name]
-                self._columns[name][: len(logits)] = off if column is None else column
+                self._columns[name][: len(hidden)] = off if column is None else column
 
-    def _draw(self, size: int, names: tuple[str, ...]) -> Int[Tensor, " size"]:
+    def _draw(self, draw: Draw) -> Int[Tensor, " size"]:
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
+        assert self._head is not None
+        size, names = draw
         inputs: dict[str, Any] = {name: self._columns[name][:size] for name in names}
         u = inputs.pop("u", None)
-        max_top_k = min(MAX_TOP_K, self._logits.shape[-1])
-        return sample_on_gpu(self._logits[:size], ParameterColumns(max_top_k=max_top_k, **inputs), u)
+        logits = self._head(self._hidden[:size])  # kernels read bf16 in half the time
+        max_top_k = min(MAX_TOP_K, logits.shape[-1])
+        return sample_on_gpu(logits, ParameterColumns(max_top_k=max_top_k, **inputs), u)
 
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
     """Return () if all rows are greedy. Otherwise all inputs, but min_p, top_k and top_p only if used, since they take time."""
     if batch.row_groups.all_greedy:
         return ()
-    always = "greedy", "temperature", "u"
-    return tuple(name for name in _INPUTS if name in always or getattr(batch.columns, name) is not None)
+    return (*_ALWAYS, *(name for name in ("min_p", "top_k", "top_p") if getattr(batch.columns, name) is not None))

@@ -1,14 +1,22 @@
-"""The graphs of decode steps share the tensors that they read, whatever their size."""
+"""A replayed step is the step of its batch, whatever the shapes of the graphs, which share the tensors that they read.
 
+Captures are doubles on a CPU. The model is a double too, whose rows are sums of what their sequence has in the cache.
+"""
+
+import itertools
+import random
+
+import pytest
 import torch
 
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda.graphs import DecodeGraphs
+from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CapturedGraphs, StepGraphs, StepSize, prompt_sizes
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 40, 24, 19
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 400, 24, 19
+CPU = torch.device("cpu")
 
 
 def run_again(run):
@@ -17,29 +25,279 @@ def run_again(run):
     return lambda: out.copy_(run()), out
 
 
-def decode_batch(lengths):
-    sequences = scratch_sequences([[0] * length for length in lengths], BLOCK_SIZE)
-    for seq in sequences:
+def graphs_of(capture=run_again, *, max_num_rows=MAX_NUM_ROWS, num_graph_tokens=64, **options):
+    info = ExecutorInfo(
+        64, MAX_MODEL_LEN, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, windows=(None, 8), num_graph_tokens=num_graph_tokens
+    )
+    return StepGraphs(info, max_num_rows, capture, **({"sizes": (8, 24, 64)} | options))
+
+
+def batch_of(lengths, rng=random):
+    """A step of two KV groups. lengths: (tokens in the cache, new tokens) of each sequence, decodes first."""
+    sequences = scratch_sequences([[rng.randrange(1, 60) for _ in range(sum(pair))] for pair in lengths], BLOCK_SIZE)
+    for seq, (num_cached, _) in zip(sequences, lengths, strict=True):
         seq.more_block_tables = [seq.block_table[::-1]]
-        seq.num_computed_tokens = len(seq.token_ids) - 1
-    return ForwardBatch.build(StepPlan(tuple(ScheduledSequence(seq, 1) for seq in sequences)), BLOCK_SIZE, torch.device("cpu"))
+        seq.num_computed_tokens = num_cached
+    scheduled = tuple(ScheduledSequence(seq, new) for seq, (_, new) in zip(sequences, lengths, strict=True))
+    return ForwardBatch.build(StepPlan(scheduled), BLOCK_SIZE, CPU)
 
 
-def test_graphs_of_all_sizes_read_the_first_rows_of_one_table_for_each_group_and_pad_the_others():
-    info = ExecutorInfo(64, MAX_MODEL_LEN, MAX_MODEL_LEN, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    graphs, tables = DecodeGraphs(info, MAX_NUM_ROWS, run_again), {}
+class Model:
+    """Writes a token's id and position into its slots, and returns, for each token, sums over its sequence up to it."""
+
+    def __init__(self):
+        self.pages = torch.zeros(2, (NUM_BLOCKS + 1) * BLOCK_SIZE)
+
+    def __call__(self, batch):
+        groups = batch.attention, *batch.further_groups
+        hidden = torch.full((len(batch.input_ids), 2), torch.nan)
+        for of_group, (metadata, pages) in enumerate(zip(groups, self.pages, strict=True)):
+            pages[metadata.slot_mapping] = batch.input_ids + batch.positions / 100
+            starts, tables = metadata.query_start_loc.tolist(), metadata.block_tables
+            num_new = [stop - start for start, stop in itertools.pairwise(starts)]
+            assert num_new[: metadata.num_decodes] == [1] * metadata.num_decodes
+            assert 1 not in num_new[metadata.num_decodes :]  # a kernel for chunks computes them
+            assert max(num_new) <= metadata.max_query_len
+            assert metadata.seq_lens.max() <= metadata.max_seq_len
+            for seq, (start, stop) in enumerate(itertools.pairwise(starts)):
+                for token in range(start, stop):
+                    num_keys = int(metadata.seq_lens[seq]) - (stop - 1 - token)
+                    slots = tables[seq, : -(-num_keys // BLOCK_SIZE), None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
+                    keys = pages[slots.flatten()[:num_keys]]
+                    hidden[token, of_group] = (keys * torch.arange(1, num_keys + 1)).sum()
+        return hidden
+
+
+def random_lengths(rng, max_num_decodes=MAX_NUM_ROWS, max_num_tokens=64):
+    decodes = [(rng.randrange(MAX_MODEL_LEN - 1), 1) for _ in range(rng.choice([0, 0, 1, 3, 16, 17, max_num_decodes]))]
+    chunks = []
+    while rng.random() < 0.7:
+        num_cached = rng.choice([0, 0, 4, 9])
+        chunks.append((num_cached, rng.randint(2, MAX_MODEL_LEN - num_cached)))
+    return [*decodes, *chunks] or [(3, 1)]
+
+
+def spoil(graphs, pages):
+    """Give values that no row may read to everything that a replay does not write first."""
+    pages[:, NUM_BLOCKS * BLOCK_SIZE :] = torch.nan
+    if "hidden" in graphs._rows:
+        graphs._rows["hidden"].fill_(torch.nan)
+
+
+def check_random_steps(num_steps, graphs, rng, is_padding_spoilt=True):
+    """Compare steps with eager ones: their rows and both caches. Returns how many were replayed."""
+    replayed, eager, num_replayed = Model(), Model(), 0
+    for _ in range(num_steps):
+        batch = batch_of(random_lengths(rng), rng)
+        spoil(graphs, replayed.pages)
+        hidden = graphs.try_replay(batch, replayed)
+        num_replayed += hidden is not None
+        hidden = replayed(batch) if hidden is None else hidden
+        torch.testing.assert_close(hidden, eager(batch), rtol=0, atol=0)
+        used = slice(NUM_BLOCKS * BLOCK_SIZE)
+        assert torch.equal(replayed.pages[:, used], eager.pages[:, used])
+    return num_replayed
+
+
+def test_rows_and_caches_of_random_steps_are_those_of_eager_steps():
+    assert check_random_steps(60, graphs_of(), random.Random(0)) > 40
+
+
+def test_steps_of_all_shapes_share_one_table_for_each_group():
+    graphs, tables = graphs_of(), {}
 
     def run(batch):
         for group, metadata in enumerate((batch.attention, *batch.further_groups)):
-            if batch.attention.seq_lens_cpu[0] == MAX_MODEL_LEN:  # the graphs' own
-                assert torch.all(metadata.seq_lens[num_rows:] == 1)
-                assert torch.all(metadata.block_tables[num_rows:] == NUM_BLOCKS)
-                assert torch.all(metadata.slot_mapping[num_rows:] == NUM_BLOCKS * BLOCK_SIZE)
-                storage = metadata.block_tables.untyped_storage()
-                tables[group, storage.data_ptr()] = storage.nbytes()
-        return batch.attention.seq_lens[:, None].float() + batch.further_groups[0].block_tables[:, :1]
+            storage = metadata.block_tables.untyped_storage()
+            tables[group, storage.data_ptr()] = storage.nbytes()
+        return torch.zeros(len(batch.input_ids), 2)
 
-    for num_rows in (*range(1, MAX_NUM_ROWS + 1), 3, 17, 5):
-        batch = decode_batch([1 + row % 5 for row in range(num_rows)])
-        assert torch.equal(graphs.replay(batch, run), run(batch))
-    assert list(tables.values()) == [MAX_NUM_ROWS * -(-MAX_MODEL_LEN // BLOCK_SIZE) * 4] * 2
+    graphs.prepare(run)
+    assert list(tables.values()) == [(MAX_NUM_ROWS + 16) * -(-MAX_MODEL_LEN // BLOCK_SIZE) * 4] * 2
+
+
+def test_padding_is_a_token_of_its_own_block_for_decodes_and_none_for_chunks():
+    graphs, model, seen = graphs_of(), Model(), []
+
+    def run(batch):
+        seen.append(batch)
+        return model(batch)
+
+    for lengths in ([(5, 1)] * 9, [(5, 1)] * 3 + [(4, 6), (0, 3)], [(0, 5)]):
+        graphs.try_replay(batch_of(lengths), run)
+        batch, num_decodes = seen[-1], sum(new == 1 for _, new in lengths)
+        num_chunks, start = len(lengths) - num_decodes, batch.attention.num_decodes
+        for group in (batch.attention, *batch.further_groups):
+            assert torch.all(group.seq_lens[num_decodes:start] == 1)
+            assert torch.all(group.seq_lens[start + num_chunks :] == 0)
+            assert torch.all(group.block_tables[num_decodes:start] == NUM_BLOCKS)
+            num_tokens = sum(new for _, new in lengths) - num_decodes
+            padding = torch.cat((group.slot_mapping[num_decodes:start], group.slot_mapping[start + num_tokens :]))
+            assert torch.all(padding == NUM_BLOCKS * BLOCK_SIZE)
+            assert group.query_start_loc[: start + 1].tolist() == [*range(start + 1)]
+            assert torch.all(group.query_start_loc[start + num_chunks :] == start + num_tokens)
+
+
+def test_a_step_is_padded_to_the_smallest_shape_that_has_room():
+    shapes, graphs = [], graphs_of()
+
+    def run(batch):
+        shapes.append((len(batch.input_ids) - batch.attention.num_decodes, batch.attention.num_decodes))
+        return torch.zeros(len(batch.input_ids), 2)
+
+    def shape_of(num_decodes, *chunks):
+        is_replayed = graphs.try_replay(batch_of([(3, 1)] * num_decodes + [(0, num) for num in chunks]), run) is not None
+        return shapes[-1] if is_replayed else None
+
+    assert shape_of(1) == (0, 1)
+    assert [shape_of(num) for num in (3, 8, 9, 17, 19)] == [(0, 4), (0, 8), (0, 16), (0, 19), (0, 19)]
+    assert [shape_of(0, num) for num in (2, 8, 9, 24)] == [(8, 0), (8, 0), (24, 0), (24, 0)]
+    assert [shape_of(num, 8) for num in (1, 16, 17, 19)] == [(8, 16), (8, 16), (8, 19), (8, 19)]
+    assert [shape_of(2, *[2] * num) for num in (5, 12, 16)] == [(24, 16), (24, 16), (64, 16)]
+    assert shape_of(2, *[2] * 17) is None  # more chunks than slots
+    assert shape_of(0, *[20] * 4) is None  # more tokens than the largest shape
+    assert shape_of(20) is None
+
+
+def test_the_memory_decides_which_shapes_there_are():
+    assert graphs_of(num_graph_tokens=0).shapes == [StepSize(0, size) for size in (1, 2, 4, 8, 16, 19)]
+    assert {shape.num_chunk_tokens for shape in graphs_of(num_graph_tokens=24).shapes} == {0, 8, 24}
+    assert {shape.num_decodes for shape in graphs_of().shapes if shape.num_chunk_tokens} == {0, 16, 19}
+    assert [prompt_sizes(num)[-1] for num in (40, 64, 1000, 2048, 4096)] == [40, 64, 1000, 2048, 2048]
+    assert prompt_sizes(9999) == PROMPT_SIZES
+    shapes = graphs_of(max_num_rows=300, num_graph_tokens=64).shapes
+    assert {shape.num_decodes for shape in shapes if shape.num_chunk_tokens} == {*DECODE_SIZES, 300}
+
+
+def test_all_shapes_are_captured_before_the_first_step_the_largest_first():
+    captured = []
+
+    def capture(run):
+        captured.append(len(run()))
+        return run_again(run)
+
+    graphs = graphs_of(capture)
+    assert len(graphs.prepare(Model())) == 64 + 19
+    assert captured == sorted(map(sum, graphs.shapes), reverse=True)
+    assert check_random_steps(5, graphs, random.Random(1)) > 2
+    assert len(captured) == len(graphs.shapes)
+
+
+def test_what_a_step_lacked_is_captured_when_nothing_runs_or_at_once():
+    model, batch, captured = Model(), batch_of([(3, 1)] * 3), []
+
+    def capture(run):
+        captured.append(len(run()))
+        return run_again(run)
+
+    graphs = graphs_of(capture, on_first_use=False)
+    assert graphs.try_replay(batch, model) is None
+    assert captured == []
+    assert [graphs.capture_next(), graphs.capture_next(), graphs.capture_next()] == [True, True, False]
+    assert captured == [64 + 19, 4]
+    assert torch.equal(graphs.try_replay(batch, model), Model()(batch))
+    at_once = graphs_of(capture)
+    assert torch.equal(at_once.try_replay(batch, model), Model()(batch))
+    assert captured == [64 + 19, 4] * 2
+    assert not at_once.capture_next()
+
+
+def test_a_capture_that_fails_is_logged_once_and_not_tried_again(caplog):
+    calls = []
+
+    def fail(run):
+        calls.append(run)
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    graphs, model = graphs_of(fail), Model()
+    for _ in range(2):
+        assert graphs.try_replay(batch_of([(2, 1), (0, 9)]), model) is None
+    assert len(calls) == 2  # the largest, and that of the step
+    text = "a step of 16 decodes and 24 prompt tokens could not be captured as a CUDA graph (CUDA out of memory)"
+    assert caplog.text.count(text) == 1
+
+
+def test_a_table_does_not_capture_what_it_has():
+    table = CapturedGraphs(run_again, lambda key: torch.zeros(key), str, int, on_first_use=True)
+    graph = table.find(3, 5)
+    assert table.find(3, 5) is graph
+    assert list(table.graphs) == [5, 3]
+    assert table.wanted == set()
+
+
+# ---- faults, which the comparison must find
+
+
+def stale(name):
+    """A tensor of the graphs that keeps what the first step of a shape has filled in."""
+
+    def fill(self, shape, batch):
+        tensors = {"starts": self._inputs[shape].attention.query_start_loc} | self._rows
+        kept = tensors[name].clone()
+        plain_fill(self, shape, batch)
+        if batch is not None and shape in self.seen:
+            tensors[name].copy_(kept)
+        self.seen.add(shape)
+
+    return fill
+
+
+plain_fill = StepGraphs._fill
+
+
+@pytest.mark.parametrize("name", ["ids", "positions", "lengths", "tables 0", "tables 1", "slots 0", "slots 1", "starts"])
+def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
+    monkeypatch.setattr(StepGraphs, "_fill", stale(name))
+    graphs = graphs_of()
+    graphs.seen = set()
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check_random_steps(60, graphs, random.Random(0))
+
+
+def reads_padding(self, shape, batch):
+    """Real rows that read a key of the padding block."""
+    plain_fill(self, shape, batch)
+    if batch is not None:
+        self._inputs[shape].attention.block_tables[:1, 0] = NUM_BLOCKS
+
+
+def pads_a_row_too_many(self, shape, batch):
+    """A chunk that begins a token later."""
+    plain_fill(self, shape, batch)
+    starts = self._inputs[shape].attention.query_start_loc
+    if batch is not None and shape.num_chunk_tokens:
+        starts[shape.num_decodes + 1 :] += 1
+
+
+def slot_off_by_one(self, shape, batch):
+    plain_fill(self, shape, batch)
+    if batch is not None:
+        self._inputs[shape].attention.slot_mapping[0] += 1
+
+
+def padding_in_a_block_of_a_sequence(self, shape, batch):
+    plain_fill(self, shape, batch)
+    slots = self._inputs[shape].attention.slot_mapping
+    slots[slots == self._padding_slot] = 0
+
+
+FILLS = reads_padding, pads_a_row_too_many, slot_off_by_one, padding_in_a_block_of_a_sequence
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+def test_the_comparison_notices_padding_that_is_read_or_written_elsewhere(fill, monkeypatch):
+    monkeypatch.setattr(StepGraphs, "_fill", fill)
+    with pytest.raises((AssertionError, IndexError)):
+        check_random_steps(30, graphs_of(), random.Random(0))
+
+
+def test_the_comparison_notices_the_graph_of_another_shape(monkeypatch):
+    plain = StepGraphs._shape_of
+
+    def next_smaller(self, *numbers):
+        shape = plain(self, *numbers)
+        return shape if shape is None or shape[0] != 24 else StepSize(8, shape[1])
+
+    monkeypatch.setattr(StepGraphs, "_shape_of", next_smaller)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_random_steps(30, graphs_of(), random.Random(0))

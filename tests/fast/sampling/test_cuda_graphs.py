@@ -9,12 +9,13 @@ import torch
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import TokenDrawn
 from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
-from tests.helpers.sampling_rows import batch_of, sampling_by
+from tests.helpers.sampling_rows import batch_of, sampling_by, the_same
 
 # On a GPU, Triton's kernel does not read tensors of the CPU. end_to_end/test_gpu.py has draws there.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="captures are simulated on a CPU")]
@@ -120,7 +121,7 @@ def test_the_columns_of_rows_that_go_on_are_copied_once(monkeypatch):
 @pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])
 def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
     def stale(self, logits, batch, names):
-        static_inputs = self._columns | {"logits": self._logits}
+        static_inputs = self._columns | {"logits": self._hidden}
         kept = static_inputs[name].clone() if self._columns else None
         fill(self, logits, batch, names)
         if kept is not None:
@@ -137,7 +138,7 @@ def test_the_rows_beyond_the_batch_do_not_matter():
     for step in steps:
         assert num_disagreeing([step], sampling_by(graphs)) == 0
         num_rows = len(step[0])
-        graphs._logits[num_rows:] = NAN
+        graphs._hidden[num_rows:] = NAN
         for name, worst in {"greedy": True, "temperature": 0.0, "min_p": NAN, "top_p": -1.0, "u": NAN}.items():
             graphs._columns[name][num_rows:] = worst
 
@@ -159,6 +160,27 @@ def test_drawn_tokens_outlive_the_next_replay():
     batch = batch_of([sequence(temperature=0)], 3)
     first, second = (sampler(torch.tensor([logits]), batch) for logits in ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]))
     assert (first.read().token_ids, second.read().token_ids) == ([1], [2])
+
+
+def test_the_rows_of_another_head_are_not_drawn_by_the_graphs_of_the_first():
+    """Such as those of a drafter, which shares the routes with its model."""
+    graphs, batch = SamplerGraphs(2, SimulatedCapture()), batch_of([sequence(temperature=0)], 3)
+    sampler = Sampler(routes=[graphs])
+    hidden = torch.tensor([[0.0, 1.0, 2.0]])
+    for head, expected in ((lambda rows: rows, 2), (lambda rows: -rows, 0)):
+        assert sampler(HeadRows(hidden, head), batch).read().token_ids == [expected]
+    assert len(graphs.table.graphs) == 2
+
+
+def test_the_usual_draws_are_captured_beforehand():
+    capture = SimulatedCapture()
+    graphs = SamplerGraphs(3, capture)
+    graphs.prepare(HeadRows(torch.zeros(1, 30), the_same))
+    assert capture.sizes == [3] * 5 + [2] * 5 + [1] * 5
+    usual = {name: params for name, params in SUPPORTED.items() if "min_p" not in params}
+    assert num_disagreeing(random_steps(30, 12, 3, usual), sampling_by(graphs)) == 0
+    assert len(capture.sizes) == 15
+    assert capture.num_replays == 12
 
 
 # ---- what is captured
