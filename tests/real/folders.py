@@ -38,7 +38,7 @@ class File:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights by llama.cpp's names, in float32."""
         return {
-            tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
             for tensor in self._reader.tensors
         }
 

@@ -92,14 +92,14 @@ CODE = [
     "#include <vector>\ntemplate <typename T> auto f(T&& x) -> decltype(x) { return x; }",
     "SELECT name, COUNT(*) FROM users WHERE age >= 18 GROUP BY name HAVING COUNT(*) > 1;",
     '{"name": "Lily", "age": 7, "likes": ["cats", null, true, 1.5e3], "nested": {"a": {}}}',
-    "<div class=\"row\"><p>Hello &amp; bye</p><br/></div><!-- comment -->",
+    '<div class="row"><p>Hello &amp; bye</p><br/></div><!-- comment -->',
     "const f = async (x) => { await g(`${x}`); return x?.y ?? null; };",
-    "fn main() { let v: Vec<&str> = vec![\"a\"]; println!(\"{:?}\", v); }",
+    'fn main() { let v: Vec<&str> = vec!["a"]; println!("{:?}", v); }',
     "\\begin{equation} \\frac{\\partial L}{\\partial \\theta} = \\sum_{i=1}^{n} x_i^2 \\end{equation}",
     "$ grep -rn 'foo\\|bar' --include=\"*.py\" . | xargs sed -i 's/foo/bar/g' && echo $?",
     "https://example.org/a/b?c=d&e=%20f#g user@example.org C:\\Users\\x\\y.txt",
     "if(x!=y||z==w&&!v){x<<=2;y>>>=1;z**=3;w//=4;}",
-    "\tif err != nil {\n\t\treturn nil, fmt.Errorf(\"%w: %d\", err, n)\n\t}\n",
+    '\tif err != nil {\n\t\treturn nil, fmt.Errorf("%w: %d", err, n)\n\t}\n',
     "| a | b |\n|---|:-:|\n| 1 | *2* |\n\n> quote\n\n- [x] done\n",
     "yaml:\n  - key: 'value'\n    other: >-\n      folded\n      text\n",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -114,7 +114,18 @@ SYMBOLS = [
     *("é", "e\u0301", "Å", "A\u030a", "ﬁ ﬂ ﬃ", "ǅ", "ẞß", "İi̇Iı", "ﷺ", "각", "\u1100\u1161\u11a8", "が", "か\u3099"),
     *("∑∏∫√∞≠≤≥±×÷", "αβγδ ΑΒΓΔ", "→←↑↓⇒⇔", "♠♥♦♣♔♕", "■□▪▫●○", "┌─┐│└┘", "™®©§¶†‡", "⠓⠑⠇⠇⠕", "𝒜𝓑𝔠𝕕", "𐍈𒀀𓀀𠜎"),
     *("a\u0300\u0301\u0302\u0303b", "z̴̛a̵l̶g̷o̸", "\u202eabc\u202c", "\u2066x\u2069", "\ue000\uf8ff", "\U0010ffff\U000e0041"),
-    *("\ufffd", "a\ufffdb", "\x00", "\x01\x02\x1b[0m", "\x7f\x80\x9f", "\u2581", "a\u2581b", "Ġ Ċ ĉ Âł", "<0x41><0x0A>", "##ing"),
+    *(
+        "\ufffd",
+        "a\ufffdb",
+        "\x00",
+        "\x01\x02\x1b[0m",
+        "\x7f\x80\x9f",
+        "\u2581",
+        "a\u2581b",
+        "Ġ Ċ ĉ Âł",
+        "<0x41><0x0A>",
+        "##ing",
+    ),
 ]
 
 SPECIAL = r"""
@@ -136,7 +147,7 @@ SPECIAL = r"""
 <｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜><｜end▁of▁sentence｜>
 <｜tool▁calls▁begin｜><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>
 [AVAILABLE_TOOLS][]​[/AVAILABLE_TOOLS][TOOL_CALLS]
-  <|im_end|>  
+  <|im_end|>\n  a
 a<|im_end|>b
 a <s> b</s> c
 <|im_start|
