@@ -44,3 +44,24 @@ def test_another_version_of_python_makes_the_environment_anew_and_the_same_one_d
     assert f"{sys.executable} -m venv --clear .venv" in commands(folder, "demo", f"PYTHON={sys.executable}")
     same = folder / ".venv" / "bin" / "python"
     assert not [line for line in commands(folder, "demo", f"PYTHON={same}") if "-m venv" in line]
+
+
+def test_published_weights_run_in_an_environment_of_their_own_and_a_missing_registry_fails_only_in_ci(folder):
+    def status(**variables):
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "MAKEFLAGS", "CI")}
+        command = ["make", "test-real", "PYTHON=false"]  # nothing can be installed
+        done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True)
+        assert "make test-real is skipped: its environment" in done.stdout
+        return done.returncode
+
+    assert (status(), status(CI="true")) == (0, 2)
+    stamps = [folder / ".venv-real" / name for name in ("installed", "installed-test")]
+    python = folder / ".venv-real" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    for stamp in stamps:
+        stamp.touch()
+    done = subprocess.run(["make", "test-real"], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "-m pytest tests/real -rs"
+    assert "tests/real" not in "".join(commands(folder, "test"))

@@ -9,15 +9,16 @@ import transformers
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.cli import verify
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import open_weights
+from nanoinfer.loading.loader import load_tokenizer, open_weights
 from tests.helpers import http_server, tool_cases
+from tests.real.texts import TEXTS
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 SETTINGS = {"dtype": "float32", "seed": 0, "kv_cache_memory": 2**27, "max_model_len": 1024}
-TEXTS = ("docs/contributing.md", "README.zh.md", "nanoinfer/scheduling/scheduler.py")
-NUM_TOKENS = 512  # of each text
+FILES = ("docs/contributing.md", "README.zh.md", "nanoinfer/scheduling/scheduler.py")
+NUM_TOKENS = 512  # of each file
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,14 @@ def test_every_weight_of_the_file_is_the_gguf_packages(unpacked, gguf_path):
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(weights.read(name), weight), name
+
+
+def test_the_files_tokenizer_gives_the_ids_of_the_unpacked_one(unpacked, gguf_path):
+    from tests.real import folders
+
+    expected, tokenizer = folders.tokenizer_of(unpacked), load_tokenizer(gguf_path.parent, Checkpoint.open(str(gguf_path)).gguf)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == expected.encode(text).ids, text
 
 
 FORMS = {  # what the table calls it -> the fixture of its path, and the variants. None: all
@@ -76,7 +85,7 @@ def test_a_chat_has_the_answer_of_transformers(llm, llama_path, reference):
 
 
 def test_real_texts_have_the_log_probabilities_of_transformers(llm, reference):
-    for file in TEXTS:
+    for file in FILES:
         ids = llm.get_tokenizer()((ROOT / file).read_text(encoding="utf-8")).input_ids[:NUM_TOKENS]
         with torch.inference_mode():
             rows = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
