@@ -40,7 +40,8 @@ def fetch(name: str) -> Path:
         try:
             subprocess.run(_command(package), cwd=CACHE, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+            lines = (getattr(error, "stderr", None) or str(error)).splitlines()
+            reason = next((line for line in lines if "error" in line.lower()), str(error))
             raise NotFetched(f"{name} {package['version']} is not in {CACHE} and could not be downloaded: {reason}") from error
     if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != package["sha256"]:
         raise ValueError(f"{path} has the SHA-256 {found}, and packages.json has {package['sha256']}; delete it to try again")
