@@ -101,7 +101,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     except Exception as error:
         logger.warning("%s: tokenizer.json is read without its class: %s", path, first_line(error))
     stated = hf if type(hf) is PreTrainedTokenizerFast else PreTrainedTokenizerFast.from_pretrained(str(path), **options)
-    # Those that tokenizer_config.json states in addition, in one call: each prepares the search for all of them, 6,414 in Gemma 3.
+    # Those that tokenizer_config.json states in addition. A call prepares the search for all of them: Gemma 3 has 6,414.
     backend.add_tokens([token for _, token in sorted(stated.added_tokens_decoder.items())])
     hf = hf if getattr(hf, "is_fast", False) else stated
     hf._tokenizer = backend
