@@ -52,6 +52,8 @@ settings.load_profile("patient")
 
 torch.set_num_threads(1)  # pytest runs one process per core
 
+collect_ignore = ["real"]  # `make test-real` names the folder, which is then collected
+
 
 def pytest_collection_modifyitems(config, items):
     """Leave the tests marked long out unless -m names them. An -m in addopts would be replaced by that of the command."""

@@ -57,3 +57,24 @@ def test_every_environment_has_its_own_versions(folder):
         installs = [line for line in commands(folder, target) if " -m pip install" in line]
         assert installs
         assert all(f" -c {constraints} " in line for line in installs)
+
+
+def test_published_weights_run_in_an_environment_of_their_own_and_a_missing_registry_fails_only_in_ci(folder):
+    def status(**variables):
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "MAKEFLAGS", "CI")}
+        command = ["make", "test-real", "PYTHON=false"]  # nothing can be installed
+        done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True)
+        assert "make test-real is skipped: its environment" in done.stdout
+        return done.returncode
+
+    assert (status(), status(CI="true")) == (0, 2)
+    stamps = [folder / ".venv-real" / name for name in ("installed", "installed-test")]
+    python = folder / ".venv-real" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    for stamp in stamps:
+        stamp.touch()
+    done = subprocess.run(["make", "test-real"], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "-m pytest tests/real -rs"
+    assert "tests/real" not in "".join(commands(folder, "test"))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoinfer.errors import UnsupportedError
@@ -139,6 +140,23 @@ def test_the_tokens_that_tokenizer_config_states_are_added(folder):
         tokenizer = Tokenizer.load(folder(backend, tokenizer_class, **stated))
         assert tokenizer.encode("[x]<s><|turn|><eos>") == [num, num + 1, num + 2, num - 1]
         assert tokenizer.decode([num, num + 1, num + 2]) == "[x]"
+
+
+def test_the_number_of_calls_that_add_tokens_does_not_grow_with_the_tokens(folder, monkeypatch):
+    """Each call prepares the search for all added tokens, of which Gemma 3 states 6,414."""
+    calls = []
+    for name in ("add_tokens", "add_special_tokens"):
+        add = getattr(LibraryTokenizer, name)
+        monkeypatch.setattr(LibraryTokenizer, name, lambda self, tokens, add=add: calls.append(tokens) or add(self, tokens))
+
+    def num_calls(num_tokens):
+        stated = {str(300 + i): {"content": f"<{i}>"} for i in range(num_tokens)}
+        path = folder(with_tokens("<eos>"), None, added_tokens_decoder=stated)
+        calls.clear()
+        Tokenizer.load(path)
+        return len(calls)
+
+    assert num_calls(40) == num_calls(2)
 
 
 def test_split_special_tokens_is_obeyed(folder):
