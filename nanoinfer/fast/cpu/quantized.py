@@ -11,6 +11,7 @@ Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations roun
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,10 @@ from torch import Tensor
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear, write_outputs
 from nanoinfer.fast.cpu.program import tile_definitions
+from nanoinfer.fast.cpu.rounding import Moments, rounded
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import quantize, quantized, stored_integers
-from nanoinfer.loading.weights import QuantizedWeight
+from nanoinfer.loading.weights import QuantizedWeight, StoredParameter
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -40,8 +42,11 @@ class PackedQuantizedLinear(PackedLinear):
         bits: int,
         adapters: "AdaptedLayers | None" = None,
         kept: Sequence[UInt8[Tensor, " bytes"]] = (),
+        moments: Moments | None = None,
     ) -> None:
-        self._bits = bits
+        self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
+        known = (moments or {}).get(first.source) if isinstance(first, StoredParameter) else None
+        self._in_four_bits = None if known is None else partial(rounded, moments=known)
         super().__init__(fused, adapters, kept)
 
     def _lay_out(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]]) -> None:
@@ -56,7 +61,7 @@ class PackedQuantizedLinear(PackedLinear):
         if kept:
             dtypes = torch.int32, torch.float32, torch.uint8
             self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=True))
-        for piece in () if kept else quantized(weights, self._bits):
+        for piece in () if kept else quantized(weights, self._bits, self._in_four_bits):
             columns = _columns(piece)
             self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
             self._write_columns(columns, start)
@@ -67,7 +72,7 @@ class PackedQuantizedLinear(PackedLinear):
         self.scratch_bytes = self.num_in + 8 * scales.shape[1]  # integers, and a scale and a sum per group
 
     def _write_weight(self, values: Float[Tensor, "outputs in"], start: int) -> None:
-        self._write_columns(_columns(quantize(values, self._bits, self._group_size)), start)
+        self._write_columns(_columns(quantize(values, self._bits, self._group_size, self._in_four_bits)), start)
 
     def _write_columns(self, columns: Sequence[Tensor], start: int) -> None:
         for tiles, values in zip(self._arrays, columns, strict=True):
