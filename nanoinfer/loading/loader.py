@@ -23,6 +23,7 @@ from nanoinfer.errors import (
     OutOfMemoryError,
     UnsupportedError,
     WeightsError,
+    first_line,
     shown,
 )
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate

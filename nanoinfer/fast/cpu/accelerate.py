@@ -221,13 +221,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         has_tiles()  # loads program.cpp, without which no kernel runs
         use_exponentials()
         runtime = replace(runtime, routes=(FewLogits(),))
-        kernels = KernelBackend(
-            runtime.dtype,
-            num_heads=sizes.num_attention_heads,
-            num_kv_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
-            has_int8_pages=runtime.cache_dtype == torch.int8,
-        )
+        kernels = KernelBackend.of(sizes, runtime.dtype, has_int8_pages=runtime.cache_dtype == torch.int8)
     except UnsupportedError as error:
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
@@ -238,7 +232,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
-    moments = find_moments(model, runtime.weights, compile_model) if config.rounds_to_four_bits else None
+    moments = find_moments(runtime, compile_model) if config.rounds_to_four_bits else None
     packs = Packs(model, config.quantization, head, moments)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model

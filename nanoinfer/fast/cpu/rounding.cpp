@@ -10,15 +10,19 @@ namespace {
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 constexpr int MOST_VECTORS = 4;  // of a group
-constexpr int MOST_REFITS = 3;
-constexpr float HIGHEST = 15;  // of the integers
+constexpr float HIGHEST = 15;    // of the integers
 
-inline Floats nearest(Floats x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+template <class T>
+inline T within(T x, T lowest, T highest) {  // NaN becomes the lowest
+    return x > lowest ? (x < highest ? x : highest) : lowest;
+}
+
+template <class T>
+inline T nearest_integer(T x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     return x + round - round;
 }
 
-// A scale and a zero for a group of weights.
 struct Choice {
     float scale, zero, gain;  // gain: by how much the error is smaller than that of zeros
 };
@@ -28,46 +32,39 @@ struct Group {
     Floats weights[MOST_VECTORS], counts[MOST_VECTORS];
     int num;  // of vectors
 
-    // The integers of vector i, less the zero.
-    Floats integers(int i, float scale, float zero) const {
-        const Floats lowest = Floats{} - zero, highest = Floats{} + (HIGHEST - zero), x = nearest(weights[i] * (1 / scale));
-        return x < lowest ? lowest : x > highest ? highest : x;
+    Floats shifted(int i, const Choice& choice) const {  // the integers of vector i, less the zero
+        const Floats x = nearest_integer(weights[i] * (1 / choice.scale));
+        return within(x, Floats{} - choice.zero, Floats{} + (HIGHEST - choice.zero));
     }
 
-    // The scale with the least error for the integers that another scale gives.
-    Choice fitted(float scale, float zero) const {
+    // Replace a choice by another scale and zero if that is better: by the scale with the least error for its integers.
+    bool improve(Choice& best, float scale, float zero) const {
         Floats products = {}, squares = {};
         for (int i = 0; i < num; i++) {
-            const Floats x = integers(i, scale, zero), weighted = x * counts[i];
+            const Floats x = shifted(i, {scale, zero, 0}), weighted = x * counts[i];
             products += weighted * weights[i];
             squares += weighted * x;
         }
-        const float product = sum(products), square = sum(squares);
-        return {product / square, zero, product > 0 ? product * product / square : 0};
+        const float product = sum(products), square = sum(squares), gain = product * product / square;
+        if (!(product > 0 && gain > best.gain)) return false;
+        best = {product / square, zero, gain};
+        return true;
     }
 
-    // The best of some scales, each with the zeros near that of the smallest weight.
+    // The best of the ranges from 0.6 to 1.05 of the whole one, with zeros near that of the smallest weight.
     Choice best() const {
-        Floats low = {}, high = {};
-        for (int i = 0; i < num; i++) {
-            low = weights[i] < low ? weights[i] : low;
-            high = weights[i] > high ? weights[i] : high;
+        float lowest = 0, highest = 0;
+        for (int i = 0; i < num * LANES; i++) {
+            lowest = std::min(lowest, weights[i / LANES][i % LANES]);
+            highest = std::max(highest, weights[i / LANES][i % LANES]);
         }
-        float smallest = 0, largest = 0;
-        for (int i = 0; i < LANES; i++) smallest = std::min(smallest, low[i]), largest = std::max(largest, high[i]);
-        const float whole = std::max((largest - smallest) / HIGHEST, 1.1754944e-38f);  // a group of zeros may have any scale
-        Choice best{whole, std::nearbyint(-smallest / whole), 0};
-        for (int step = 0; step < 16; step++) {
-            const float scale = whole * (0.6f + 0.03f * step), zero = std::nearbyint(-smallest / scale);
-            for (float other = std::max(zero - 2, 0.0f); other <= std::min(zero + 2, HIGHEST); other++) {
-                const Choice choice = fitted(scale, other);
-                if (choice.gain > best.gain) best = choice;
-            }
+        const float whole = std::max((highest - lowest) / HIGHEST, 1.1754944e-38f);  // a group of zeros may have any scale
+        Choice best{whole, within(nearest_integer(-lowest / whole), 0.0f, HIGHEST), 0};
+        for (int step = 20; step <= 35; step++) {
+            const float scale = whole * (step * 0.03f), middle = nearest_integer(-lowest / scale);
+            for (int other = -1; other <= 1; other++) improve(best, scale, within(middle + other, 0.0f, HIGHEST));
         }
-        for (int i = 0; i < MOST_REFITS; i++) {
-            const Choice choice = fitted(best.scale, best.zero);
-            if (!(choice.gain > best.gain)) break;
-            best = choice;
+        for (int i = 0; i < 3 && improve(best, best.scale, best.zero); i++) {
         }
         return best;
     }
@@ -75,28 +72,27 @@ struct Group {
 
 }  // namespace
 
-// The weights are array 0 of the batch, and the counts array 1. The results are arrays 2, 3 and 4.
+// The batch has the weights, the counts of the inputs, and the results: integers, scales and zeros.
 struct RoundingCall {
     int64_t num_groups, group_size;
 };
 
 extern "C" void round_weights(const RoundingCall* call, const Batch& batch, Member& me) {
-    for (int64_t row : me.tasks(batch.num_rows)) {
-        for (int64_t g = 0; g < call->num_groups; g++) {
-            const int64_t index = row * call->num_groups + g, first = index * call->group_size;
-            Group group{{}, {}, int(call->group_size / LANES)};
-            for (int i = 0; i < group.num; i++) {
-                group.weights[i] = vector_at<Floats>(static_cast<float*>(batch.arrays[0]) + first + i * LANES);
-                group.counts[i] = vector_at<Floats>(static_cast<float*>(batch.arrays[1]) + g * call->group_size + i * LANES);
-            }
-            const Choice best = group.best();
-            for (int i = 0; i < group.num; i++) {
-                const Ints integers = __builtin_convertvector(group.integers(i, best.scale, best.zero) + best.zero, Ints);
-                put(static_cast<uint8_t*>(batch.arrays[2]) + first + i * LANES, __builtin_convertvector(integers, Bytes));
-            }
-            static_cast<float*>(batch.arrays[3])[index] = best.scale;
-            static_cast<uint8_t*>(batch.arrays[4])[index] = uint8_t(best.zero);
+    const float* const* given = (const float* const*)batch.arrays;
+    uint8_t *integers = static_cast<uint8_t*>(batch.arrays[2]), *zeros = static_cast<uint8_t*>(batch.arrays[4]);
+    for (int64_t i : me.tasks(batch.num_rows * call->num_groups)) {
+        const int64_t first = i * call->group_size, input = i % call->num_groups * call->group_size;
+        Group group{{}, {}, int(call->group_size / LANES)};
+        for (int j = 0; j < group.num; j++) {
+            group.weights[j] = vector_at<Floats>(given[0] + first + j * LANES);
+            group.counts[j] = vector_at<Floats>(given[1] + input + j * LANES);
         }
+        const Choice best = group.best();
+        for (int j = 0; j < group.num; j++) {
+            put(integers + first + j * LANES, __builtin_convertvector(group.shifted(j, best) + best.zero, Bytes));
+        }
+        static_cast<float*>(batch.arrays[3])[i] = best.scale;
+        zeros[i] = uint8_t(best.zero);
     }
 }
 
