@@ -80,7 +80,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 def hidden_rows(
     runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool = False
 ) -> Float[Tensor, "num_tokens hidden"]:
-    """Return the rows of the sequence that is compared, or of the only one. steps: for each step, the number of new tokens of each sequence."""
+    """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
     cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:

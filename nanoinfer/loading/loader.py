@@ -93,17 +93,14 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
 
 def _read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
     """Return the first tokens of a text. Raises: InvalidValueError if there are none."""
-    reason, ids = "it has no text", list[int]()
     try:
         with open(path, encoding="utf-8") as file:
-            ids = [] if tokenizer is None else tokenizer.encode(file.read(32 * MAX_CALIBRATION_TOKENS))
+            if tokenizer and (ids := tokenizer.encode(file.read(32 * MAX_CALIBRATION_TOKENS))):
+                return ids[:MAX_CALIBRATION_TOKENS]
+        reason = "it has no tokens"
     except (OSError, ValueError) as error:
         reason = first_line(error)
-    if not ids:
-        raise InvalidValueError(
-            f"calibration must be a text file, for a model with a tokenizer, got {path!r}: {reason}; leave it out"
-        )
-    return ids[:MAX_CALIBRATION_TOKENS]
+    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {path!r}: {reason}; leave it out")
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:

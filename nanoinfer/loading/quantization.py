@@ -22,8 +22,7 @@ from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_o
 
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
-Rounded = tuple[Tensor, Tensor, Tensor]  # integers [out, in], scales and zeros [out, groups]
-Round = Callable[[Float[Tensor, "out groups group"]], Rounded]
+Round = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # groups -> integers [out, in], scales and zeros [out, groups]
 
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
 
@@ -139,13 +138,13 @@ def _group_size(num_inputs: int, bits: int) -> int:
     return next((group_size for group_size in GROUP_SIZES[bits] if num_inputs % group_size == 0), MULTIPLE)
 
 
-def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> Rounded:
+def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
     scales = (groups.abs().amax(2) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # a group of zeros may have any scale
     integers = (groups / scales.unsqueeze(2)).round() + 128
     return integers.to(torch.uint8).flatten(1), scales, torch.full_like(scales, 128, dtype=torch.uint8)
 
 
-def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> Rounded:
+def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)  # 0 is representable
     scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
     zeros = (-low / scales).round().unsqueeze(2)

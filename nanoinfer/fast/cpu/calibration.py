@@ -2,9 +2,8 @@
 
 In: a model that is about to be rounded. Out: the moments of its layers' inputs, kept for the next start, or none.
 
-The model reads some tokens: the user's text, or else random ids, which need no tokenizer and are nearly as good. It computes in
-float32, because these kernels have the same bits on every processor. A layer is read from the checkpoint when it is called, and
-freed afterwards. Of several ranks, rank 0 runs the whole model and sends the moments to the others.
+The model reads the user's text, or random ids, in float32, whose kernels have the same bits on every processor. A layer is read
+from the checkpoint when it is called, and freed afterwards. Of several ranks, rank 0 runs the whole model.
 """
 
 import io
@@ -44,20 +43,18 @@ Compile = Callable[..., CompiledModel]  # compile_model (accelerate.py)
 
 
 def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
-    """Return the moments of an earlier start, or of a pass that is made now. All ranks of a model call it together.
+    """Return the moments of an earlier start or of a pass that is made now. Empty: there are none, as the log says.
 
-    Returns: the moments, by the weights' names in the checkpoint. Empty: weights are rounded without them, as the log says.
-
-    Raises: UnsupportedError if the user has given a text, and moments cannot be kept.
+    All ranks of a model call it together. Raises: UnsupportedError if the user has given a text that cannot be used.
     """
-    shards, origin = runtime.weights.shards, runtime.weights.origin
+    shards, ids = runtime.weights.shards, runtime.weights.calibration_ids
     stored = {w.source: w.files for w in runtime.model.parameters() if isinstance(w, StoredParameter)}  # type: ignore[attr-defined]
     moments: Moments = {}
     try:
         if shards is None or shards.rank == 0:
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
     except UnsupportedError as error:
-        if origin is not None and origin.config.calibration is not None:
+        if ids:
             raise
         logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", error)
     if shards is None:
@@ -71,60 +68,57 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
 
 
 def _kept_or_measured(runtime: Runtime, files: Weights, compile_with: Compile) -> Moments:
-    origin = runtime.weights.origin
+    origin, ids = runtime.weights.origin, runtime.weights.calibration_ids
     if origin is None or files.identity is None or not KeptArrays.are_possible:
         raise UnsupportedError("moments are kept for checkpoints without merged adapters, on Linux and macOS")
-    ids = runtime.weights.calibration_ids
     file = KeptArrays(files.identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
     if file.arrays:
         return {name: array.view(torch.float32) for name, [array] in file.arrays.items()}
     moments = _Calibration(origin.config, compile_with).run(runtime, ids)
     if not file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()}):
-        raise UnsupportedError("each start would take longer")
+        raise UnsupportedError("moments cannot be kept, and to compute them takes long")
     return moments
 
 
 class _Calibration:
-    """A checkpoint's whole model in float32, whose linear layers add the squares of their inputs to `moments`."""
+    """A checkpoint's whole model in float32, whose linear layers add the squares of their inputs to moments."""
 
     def __init__(self, config: EngineConfig, compile_with: Compile) -> None:
         self._moments: dict[str, Tensor] = {}
         self._compile = partial(compile_with, pack=self._measured)
         model, files = on_meta(Checkpoint.open(config.model, config.revision))
         place_weights(model, files, model.weight_rules, torch.float32)
-        is_table = (nn.Linear, nn.Embedding)
-        fill(model, torch.device("cpu"), kept={module.weight for module in model.modules() if isinstance(module, is_table)})
+        tables = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+        fill(model, torch.device("cpu"), kept={table.weight for table in tables})
         self._bar = progress_bar("calibrating", model.config.num_hidden_layers)
-        places = [(path, model.get_submodule(path.rpartition(".")[0]), module) for path, module in model.named_modules()]
-        for path, owner, module in places:
-            name = path.rpartition(".")[2]
+        places = [(path.rpartition("."), module) for path, module in model.named_modules()]
+        for owner, name, module in [(model.get_submodule(parent), name, module) for (parent, _, name), module in places]:
             if isinstance(module, nn.Embedding):
                 setattr(owner, name, _Calls(partial(_rows, module.weight)))
-            elif f"{path}.weight" == model.weight_rules.head:
+            elif f"{name}.weight" == model.weight_rules.head:
                 setattr(owner, name, _Calls(partial(self._measure_head, module)))
             elif isinstance(owner, nn.ModuleList) and owner in model.children():
                 owner[int(name)] = _Calls(partial(self._compute, module))
         self._model: Any = self._compile(model.eval()).model
 
+    @torch.inference_mode()
     def run(self, runtime: Runtime, ids: Sequence[int]) -> Moments:
         """Read tokens, and return the moments. ids: empty: random ones. runtime: the sizes of the model's cache."""
-        config = self._model.config
+        config, groups = self._model.config, len(runtime.sizes.groups)
         random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
         text = [*(ids or random.tolist())][: config.max_position_embeddings]
-        sequences = scratch_sequences([text], runtime.block_size, num_groups := len(runtime.sizes.groups))
+        sequences = scratch_sequences([text], runtime.block_size, groups)
         runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32), cache_dtype=torch.float32)
-        cache = runtime.make_cache(num_groups * len(sequences[0].block_table), 1)
-        with torch.inference_mode():
-            self._model.compute_logits(
-                hidden_rows(ModelRunner(self._model, cache, runtime.backend), sequences, [[len(text)]])
-            )
+        cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
+        runner = ModelRunner(self._model, cache, runtime.backend)
+        self._model.compute_logits(hidden_rows(runner, sequences, [[len(text)]]))
         self._bar.close()
         return self._moments
 
     def _measured(self, fused: FusedLinear, **options: Any) -> PackedLinear:
         sums = torch.zeros(fused.in_features)
         self._moments |= {linear.weight.source: sums for linear in fused.linears}  # type: ignore[attr-defined]
-        return MeasuredLinear(fused, sums=sums, **options)
+        return MeasuredLinear(fused, sums, **options)
 
     def _compute(self, layer: nn.Module, *given: Any) -> Any:
         self._bar.update()
@@ -142,10 +136,7 @@ class _Calls(Untraced):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function = function
-
-    def forward(self, *given: Any) -> Any:
-        return self._function(*given)
+        self.forward = function
 
 
 def _rows(table: StoredParameter, input_ids: Ids) -> Hidden:

@@ -105,12 +105,8 @@ class KeptArrays:
 
     Args:
         identity: the checkpoint's.
-        kind: "weights" or "moments".
-        layout: what tells these arrays from others of this kind.
+        kind, layout: what tells these arrays from others of the checkpoint.
         made_from: what else decides their bytes. A file that was made from something else is replaced.
-
-    Attributes:
-        arrays: those of the file. Empty: there is none.
     """
 
     are_possible = sys.platform != "win32"
@@ -120,7 +116,7 @@ class KeptArrays:
         self._made_from, self._kind = _made_from(version, made_from), kind
         name = hashlib.sha256(repr((self._checkpoint, part, *layout)).encode()).hexdigest()[:32]
         self._path = native.cache_folder() / "packed" / f"{name}.{kind}"
-        self.arrays: Arrays = {}
+        self.arrays: Arrays = {}  # those of the file
         with suppress(OSError, InvalidValueError):  # there is no file, or it cannot be believed
             private_folder(self._path.parent, "the folder of packed weights")
             self.arrays = self._read(self._path)

@@ -8,65 +8,50 @@ constexpr int LANES = 16;
 namespace {
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-
-constexpr int MOST_VECTORS = 4;  // of a group
-constexpr float HIGHEST = 15;    // of the integers
+constexpr float HIGHEST = 15;  // of the integers
 
 template <class T>
-inline T within(T x, T lowest, T highest) {  // NaN becomes the lowest
+inline T nearest_within(T x, T lowest, T highest) {  // NaN becomes the lowest
+    const float round = 12582912.0f;                 // 1.5 * 2^23: adding it rounds to an integer
+    x = x + round - round;
     return x > lowest ? (x < highest ? x : highest) : lowest;
 }
 
-template <class T>
-inline T nearest_integer(T x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds
-    return x + round - round;
-}
-
-struct Choice {
-    float scale, zero, gain;  // gain: by how much the error is smaller than that of zeros
-};
-
 // The weights of a group of an output, and how much each of them counts.
 struct Group {
-    Floats weights[MOST_VECTORS], counts[MOST_VECTORS];
+    Floats weights[4], counts[4];
     int num;  // of vectors
+    float scale = 0, zero = 0, gain = 0;  // the best so far. gain: by how much its error is smaller than that of zeros
 
-    Floats shifted(int i, const Choice& choice) const {  // the integers of vector i, less the zero
-        const Floats x = nearest_integer(weights[i] * (1 / choice.scale));
-        return within(x, Floats{} - choice.zero, Floats{} + (HIGHEST - choice.zero));
+    Floats shifted(int i, float scale, float zero) const {  // the integers of vector i, less the zero
+        return nearest_within(weights[i] * (1 / scale), Floats{} - zero, Floats{} + (HIGHEST - zero));
     }
 
-    // Replace a choice by another scale and zero if that is better: by the scale with the least error for its integers.
-    bool improve(Choice& best, float scale, float zero) const {
+    // Try another scale and zero. The scale that is kept has the least error for the integers that they give.
+    void attempt(float other_scale, float other_zero) {
         Floats products = {}, squares = {};
         for (int i = 0; i < num; i++) {
-            const Floats x = shifted(i, {scale, zero, 0}), weighted = x * counts[i];
+            const Floats x = shifted(i, other_scale, other_zero), weighted = x * counts[i];
             products += weighted * weights[i];
             squares += weighted * x;
         }
-        const float product = sum(products), square = sum(squares), gain = product * product / square;
-        if (!(product > 0 && gain > best.gain)) return false;
-        best = {product / square, zero, gain};
-        return true;
+        const float product = sum(products), square = sum(squares), other_gain = product * product / square;
+        if (product > 0 && other_gain > gain) scale = product / square, zero = other_zero, gain = other_gain;
     }
 
-    // The best of the ranges from 0.6 to 1.05 of the whole one, with zeros near that of the smallest weight.
-    Choice best() const {
+    // Try ranges about the whole one, with zeros near that of the smallest weight.
+    void search() {
         float lowest = 0, highest = 0;
         for (int i = 0; i < num * LANES; i++) {
             lowest = std::min(lowest, weights[i / LANES][i % LANES]);
             highest = std::max(highest, weights[i / LANES][i % LANES]);
         }
-        const float whole = std::max((highest - lowest) / HIGHEST, 1.1754944e-38f);  // a group of zeros may have any scale
-        Choice best{whole, within(nearest_integer(-lowest / whole), 0.0f, HIGHEST), 0};
-        for (int step = 20; step <= 35; step++) {
-            const float scale = whole * (step * 0.03f), middle = nearest_integer(-lowest / scale);
-            for (int other = -1; other <= 1; other++) improve(best, scale, within(middle + other, 0.0f, HIGHEST));
+        const float whole = scale = std::max((highest - lowest) / HIGHEST, 1.1754944e-38f);  // of zeros, any scale
+        for (int step = 28; step <= 35; step++) {
+            const float tried = whole * (step * 0.03f);
+            for (int i = -1; i <= 1; i++) attempt(tried, nearest_within(i - lowest / tried, 0.0f, HIGHEST));
         }
-        for (int i = 0; i < 3 && improve(best, best.scale, best.zero); i++) {
-        }
-        return best;
+        for (int i = 0; i < 3; i++) attempt(scale, zero);
     }
 };
 
@@ -78,21 +63,21 @@ struct RoundingCall {
 };
 
 extern "C" void round_weights(const RoundingCall* call, const Batch& batch, Member& me) {
-    const float* const* given = (const float* const*)batch.arrays;
-    uint8_t *integers = static_cast<uint8_t*>(batch.arrays[2]), *zeros = static_cast<uint8_t*>(batch.arrays[4]);
+    const auto weights = static_cast<const float*>(batch.arrays[0]), counts = static_cast<const float*>(batch.arrays[1]);
     for (int64_t i : me.tasks(batch.num_rows * call->num_groups)) {
         const int64_t first = i * call->group_size, input = i % call->num_groups * call->group_size;
         Group group{{}, {}, int(call->group_size / LANES)};
         for (int j = 0; j < group.num; j++) {
-            group.weights[j] = vector_at<Floats>(given[0] + first + j * LANES);
-            group.counts[j] = vector_at<Floats>(given[1] + input + j * LANES);
+            group.weights[j] = vector_at<Floats>(weights + first + j * LANES);
+            group.counts[j] = vector_at<Floats>(counts + input + j * LANES);
         }
-        const Choice best = group.best();
+        group.search();
         for (int j = 0; j < group.num; j++) {
-            put(integers + first + j * LANES, __builtin_convertvector(group.shifted(j, best) + best.zero, Bytes));
+            const Floats integers = group.shifted(j, group.scale, group.zero) + group.zero;
+            put(static_cast<uint8_t*>(batch.arrays[2]) + first + j * LANES, __builtin_convertvector(integers, Bytes));
         }
-        static_cast<float*>(batch.arrays[3])[i] = best.scale;
-        zeros[i] = uint8_t(best.zero);
+        static_cast<float*>(batch.arrays[3])[i] = group.scale;
+        static_cast<uint8_t*>(batch.arrays[4])[i] = uint8_t(group.zero);
     }
 }
 

@@ -1,12 +1,10 @@
 """Weights in 4 bits, rounded by how much each input counts: by the sum of its squares over some tokens, its moment.
 
-In: the weights of a linear layer in groups, and the moments of its inputs. Out: integers, scales and zeros. Of many ranges of a
-group, rounding.cpp takes the one with the least squared error, each weight's times its moment. A layer's outputs then change
-least where its inputs are large. Its sums have an order of their own, so equal moments give equal integers on any processor,
-rank and number of threads. MeasuredLinear is a layer that finds the moments. calibration.py runs a model of such layers.
+In: weights in groups, and the moments of their inputs. Out: integers, scales and zeros. Of the ranges that rounding.cpp tries
+for a group, it takes the one with the least sum of squared errors times moments. Its sums have an order of their own, so equal
+moments give equal integers on any processor, rank and number of threads. A MeasuredLinear finds the moments.
 
-Source: the importance matrix of llama.cpp, https://github.com/ggml-org/llama.cpp/pull/4861. Lin et al. 2023,
-https://arxiv.org/abs/2306.00978 (a few inputs count for most of the error).
+Source: the importance matrix of llama.cpp, https://github.com/ggml-org/llama.cpp/pull/4861
 """
 
 import ctypes
@@ -21,29 +19,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear
+from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import KernelCall, Program, fields
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import Rounded
 
 Moments = Mapping[str, Float[Tensor, " in"]]  # the name of a weight in the checkpoint -> the moments of the layer's inputs
 
 
 class RoundingCall(ctypes.Structure):
-    """The sizes of a matrix (rounding.cpp)."""
-
     _fields_ = fields((c_int64, "num_groups group_size"))
 
 
 class MeasuredCall(ctypes.Structure):
-    """The call of a layer, and where the squares of its inputs are added (rounding.cpp). kept: what both point to."""
-
-    kept: tuple[Tensor, KernelCall]
+    kept: object  # what the fields point to
     _fields_ = fields((KernelCall, "call"), (c_void_p, "sums"))
 
 
-def rounded(groups: Float[Tensor, "out groups group"], moments: Float[Tensor, " in"]) -> Rounded:
-    """Round weights to 4 bits. An input of which no token had anything counts as much as the mean."""
+def rounded(groups: Float[Tensor, "out groups group"], moments: Float[Tensor, " in"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Round weights to 4 bits. An input without a moment counts as much as the mean."""
     is_known = moments.isfinite() & (moments > 0)
     known = moments[is_known].tolist()
     counts = torch.where(is_known, moments / (math.fsum(known) / len(known) if known else 1.0), 1.0)
@@ -56,10 +49,10 @@ def rounded(groups: Float[Tensor, "out groups group"], moments: Float[Tensor, " 
 
 
 class MeasuredLinear(PackedLinear):
-    """A linear layer that adds the squares of its inputs to `sums`, [num_in]."""
+    """A linear layer that adds the squares of its inputs to `sums`."""
 
-    def __init__(self, fused: FusedLinear, *options: Any, sums: Float[Tensor, " in"], **more: Any) -> None:
-        super().__init__(fused, *options, **more)
+    def __init__(self, fused: FusedLinear, sums: Float[Tensor, " in"], **options: Any) -> None:
+        super().__init__(fused, **options)
         self._sums = sums
 
     def call(self, **slices: Any) -> KernelCall:
@@ -70,5 +63,4 @@ class MeasuredLinear(PackedLinear):
 
 
 def _library() -> ctypes.CDLL:
-    """Load rounding.cpp. Raises: UnsupportedError."""
     return native.load(Path(__file__).with_name("rounding.cpp"), structures=(RoundingCall, MeasuredCall))
