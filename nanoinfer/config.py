@@ -396,8 +396,8 @@ class EngineArgs:
     quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
         Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
     calibration: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
-        'A text file by which "int4" rounds the weights: the inputs count by how large they are in its first 2,048 tokens. None '
-        "is 512 random tokens (docs/supported.md).")] = None
+        'A text by which "int4" rounds weights: inputs count by how large they are in its first 2,048 tokens. None: in random '
+        "ones (docs/supported.md).")] = None
     screened_head: Annotated[bool, Doc(
         "On a CPU, keep a copy of a large LM head in 8 bits. Steps of few rows compute only the logits that may be the largest "
         "by it. The tokens stay the same (docs/usage.md).")] = EngineConfig.screened_head

@@ -8,7 +8,7 @@ scale per group).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_o
 
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
+Moments = Mapping[str, Tensor]  # the name of a weight in the checkpoint -> the sums of squares of its inputs [in]
 Round = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # groups -> integers [out, in], scales and zeros [out, groups]
 
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
@@ -124,7 +125,7 @@ def quantize(
         weight: the matrix, of any float dtype.
         bits: 8 or 4.
         group_size: the number of inputs that share a scale. None: the largest of GROUP_SIZES that divides the number of inputs.
-        in_four_bits: rounds to 4 bits in another way, such as by moments (fast/cpu/rounding.py). None: as above.
+        in_four_bits: rounds to 4 bits in another way, such as by moments. None: as above.
     """
     group_size = group_size or _group_size(weight.shape[1], bits)
     rounded = _in_eight_bits if bits == 8 else in_four_bits or _in_four_bits

@@ -29,7 +29,6 @@ from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinea
 from nanoinfer.fast.cpu.packs import Packs
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
-from nanoinfer.fast.cpu.rounding import Moments
 from nanoinfer.fast.cpu.screen import GROUP_SIZES, LEAST_BYTES, ScreenedLinear, num_copy_bytes
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -37,7 +36,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.loading.quantization import check_sizes, quantize_model
+from nanoinfer.loading.quantization import Moments, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model

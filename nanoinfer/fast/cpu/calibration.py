@@ -1,4 +1,4 @@
-"""Find out how much each input of each linear layer counts, for weights that are rounded to 4 bits (rounding.py).
+"""Find out how much each input of each linear layer counts, for weights that are rounded to 4 bits (quantized.py).
 
 In: a model that is about to be rounded. Out: the moments of its layers' inputs, kept for the next start, or none.
 
@@ -6,16 +6,20 @@ The model reads the user's text, or random ids, in float32, whose kernels have t
 from the checkpoint when it is called, and freed afterwards. Of several ranks, rank 0 runs the whole model.
 """
 
+import ctypes
 import io
 import logging
 from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
@@ -24,13 +28,15 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import hidden_rows, scratch_sequences
 from nanoinfer.fast.compile import CompiledModel
+from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.packs import KeptArrays
-from nanoinfer.fast.cpu.rounding import MeasuredLinear, Moments
+from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
+from nanoinfer.loading.quantization import Moments
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
 from nanoinfer.models.layers import Hidden, Ids, Untraced
 from nanoinfer.sampling.draw import philox
@@ -118,7 +124,7 @@ class _Calibration:
     def _measured(self, fused: FusedLinear, **options: Any) -> PackedLinear:
         sums = torch.zeros(fused.in_features)
         self._moments |= {linear.weight.source: sums for linear in fused.linears}  # type: ignore[attr-defined]
-        return MeasuredLinear(fused, sums, **options)
+        return _MeasuredLinear(fused, sums, **options)
 
     def _compute(self, layer: nn.Module, *given: Any) -> Any:
         self._bar.update()
@@ -129,6 +135,25 @@ class _Calibration:
         for row in x:  # torch's sum has another order on other processors
             sums += row * row
         return x.new_zeros(()).expand(len(x), head.out_features)  # nobody reads the logits
+
+
+class MeasuredCall(ctypes.Structure):
+    kept: object  # what the fields point to
+    _fields_ = fields((KernelCall, "call"), (c_void_p, "sums"))
+
+
+class _MeasuredLinear(PackedLinear):
+    """A linear layer that adds the squares of its inputs to `sums`."""
+
+    def __init__(self, fused: FusedLinear, sums: Float[Tensor, " in"], **options: Any) -> None:
+        super().__init__(fused, **options)
+        self._sums, source = sums, Path(__file__).with_name("rounding.cpp")
+        self._measure = native.load(source, structures=(MeasuredCall,)).measure
+
+    def call(self, **slices: Any) -> KernelCall:
+        arguments = MeasuredCall(inner := super().call(**slices), self._sums.data_ptr())
+        arguments.kept = inner
+        return KernelCall(self._measure, arguments)
 
 
 class _Calls(Untraced):

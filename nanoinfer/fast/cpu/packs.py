@@ -35,8 +35,8 @@ from nanoinfer.errors import InvalidValueError, first_line
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
-from nanoinfer.fast.cpu.rounding import Moments
 from nanoinfer.fast.cpu.threads import one_torch_thread
+from nanoinfer.loading.quantization import Moments
 from nanoinfer.loading.weights import Identity, StoredParameter
 from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
 
@@ -59,7 +59,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         model: the model whose layers are packed. None: nothing is kept.
         quantization: how all weights are rounded. None: they stay as they are.
         screened: the layer that becomes a ScreenedLinear. None: no layer.
-        moments: how much each input counts when a layer's weights are rounded (rounding.py).
+        moments: how much each input counts when a layer's weights are rounded (quantized.py).
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 // What rounds weights to 4 bits so that a layer's outputs change little, and what finds out how much each input counts for that.
-// rounding.py calls both. The bits of the results depend neither on the processor nor on the number of threads.
+// quantized.py and calibration.py call them. The bits of the results depend neither on the processor nor on the number of threads.
 
 constexpr int LANES = 16;
 

@@ -12,8 +12,7 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.distributed.sharding import ShardedWeights
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.fast.cpu import calibration, native, packs
-from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
-from nanoinfer.fast.cpu.rounding import rounded
+from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear, rounded
 from nanoinfer.loading import loader, quantization
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.quantization import quantize
