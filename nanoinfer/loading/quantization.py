@@ -151,13 +151,6 @@ def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Te
     zeros = (-low / scales).round().unsqueeze(2)
     integers = ((groups / scales.unsqueeze(2)).round() + zeros).clamp(0, 15)
     shifted = integers - zeros
-    fitted = _sum(groups * shifted) / _sum(shifted.square())  # the scale with the least squared error for these integers
+    fitted = (groups * shifted).sum(2) / shifted.square().sum(2)  # the scale with the least squared error for these integers
     scales = torch.where(fitted > 0, fitted, scales)
     return integers.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8).squeeze(2)
-
-
-def _sum(groups: Float[Tensor, "out groups group"]) -> Float[Tensor, "out groups"]:
-    """Sum over groups. torch.sum has another order on processors with other vectors, so integers would differ."""
-    while (size := groups.shape[2]) > 1:
-        groups = groups[..., : size // 2] + groups[..., size // 2 :]
-    return groups[..., 0]

@@ -36,7 +36,7 @@ from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.quantization import Moments
+from nanoinfer.loading.quantization import Moments, stored_integers
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
 from nanoinfer.models.layers import Hidden, Ids, Untraced
 from nanoinfer.sampling.draw import philox
@@ -54,10 +54,11 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     All ranks of a model call it together. Raises: UnsupportedError if the user has given a text that cannot be used.
     """
     shards, ids = runtime.weights.shards, runtime.weights.calibration_ids
-    stored = {w.source: w.files for w in runtime.model.parameters() if isinstance(w, StoredParameter)}  # type: ignore[attr-defined]
+    linears = [module.weight for module in runtime.model.modules() if type(module) is nn.Linear]
+    stored = {weight.source: weight.files for weight in linears if isinstance(weight, StoredParameter)}
     moments: Moments = {}
     try:
-        if shards is None or shards.rank == 0:
+        if (shards is None or shards.rank == 0) and not all(stored_integers(weight, 4) for weight in linears):
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
     except UnsupportedError as error:
         if ids:

@@ -13,7 +13,7 @@ from nanoinfer.distributed.sharding import ShardedWeights
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.fast.cpu import calibration, native, packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear, rounded
-from nanoinfer.loading import loader, quantization
+from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.quantization import quantize
 from nanoinfer.loading.weights import TensorInfo, Weights
@@ -197,12 +197,18 @@ def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
         with pytest.raises(InvalidValueError, match=f"calibration must be a text file.*{why}"):
             LLM(quantization="int4", calibration=tmp_path / name, kv_cache_memory=2**22)
     for more in ({}, {"quantization": "int8"}, {"quantization": "int4", "enforce_eager": True}):
-        with pytest.raises(InvalidValueError, match="calibration='text' needs quantization='int4' or drafts"):
+        with pytest.raises(InvalidValueError, match="calibration='text' needs weights that are rounded to 4 bits"):
             LLM(calibration="text", **more)
     (tmp_path / "text").write_text("Once upon a time")
     folder.write_text("")
     with pytest.raises(UnsupportedError, match="moments cannot be kept"):
         LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
+
+
+def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch):
+    monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
+    monkeypatch.setattr(calibration._Calibration, "run", None)
+    assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
 
 
 class _Names(Weights):
@@ -247,13 +253,3 @@ def test_integers_are_the_same_with_other_instructions_of_torch_and_other_number
         assert child.returncode == 0, child.stderr
         told.add(child.stdout.split()[-1])
     assert len(told) == 1
-
-
-def test_plain_rounding_adds_in_an_order_of_its_own():
-    """The twin of the kernel's order: halves are added, so that the sum of 64 numbers does not depend on torch's vectors."""
-    values = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0))
-    expected = values.clone()
-    while expected.shape[2] > 1:
-        half = expected.shape[2] // 2
-        expected = expected[..., :half] + expected[..., half:]
-    assert torch.equal(quantization._sum(values), expected[..., 0])
