@@ -72,12 +72,10 @@ def compile_model(
         packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
         pack: lays a layer out that is not rounded.
 
-    Raises:
-        UnsupportedError: the sizes of a layer do not fit the quantisation.
+    Raises: UnsupportedError if the sizes of a layer do not fit the quantisation.
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
-    weights = HeldWeights() if weights is None else weights
-    packs = Packs() if packs is None else packs
+    weights, packs = HeldWeights() if weights is None else weights, Packs() if packs is None else packs
     if quantization:
         check_sizes(model)
         pack = partial(PackedQuantizedLinear, bits=BITS[quantization], moments=packs.moments)
