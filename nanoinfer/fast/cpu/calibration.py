@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     stored = {weight.source: weight.files for weight in linears if isinstance(weight, StoredParameter)}
     moments: Moments = {}
     try:
-        if (shards is None or shards.rank == 0) and not all(stored_integers(weight, 4) for weight in linears):
+        are_kept = [stored_integers(weight, 4) is not None for weight in linears]
+        if (shards is None or shards.rank == 0) and not all(are_kept):
+            if any(are_kept):  # a layer in float32 would raise the peak of memory
+                raise UnsupportedError("the checkpoint has integers for most of them")
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
     except UnsupportedError as error:
         if ids:
@@ -92,6 +96,7 @@ class _Calibration:
 
     def __init__(self, config: EngineConfig, compile_with: Compile) -> None:
         self._moments: dict[str, Tensor] = {}
+        self._packs: list[PackedLinear] = []  # of the layer that is computed
         self._compile = partial(compile_with, pack=self._measured)
         model, files = on_meta(Checkpoint.open(config.model, config.revision))
         place_weights(model, files, model.weight_rules, torch.float32)
@@ -125,11 +130,16 @@ class _Calibration:
     def _measured(self, fused: FusedLinear, **options: Any) -> PackedLinear:
         sums = torch.zeros(fused.in_features)
         self._moments |= {linear.weight.source: sums for linear in fused.linears}  # type: ignore[attr-defined]
-        return _MeasuredLinear(fused, sums, **options)
+        self._packs.append(pack := _MeasuredLinear(fused, sums, **options))
+        return pack
 
     def _compute(self, layer: nn.Module, *given: Any) -> Any:
+        self._packs.clear()
+        out = self._compile(layer).model(*given)
+        for array in chain.from_iterable(pack.arrays() for pack in self._packs):
+            array.untyped_storage().resize_(0)  # now: compiled modules refer to each other in circles
         self._bar.update()
-        return self._compile(layer).model(*given)
+        return out
 
     def _measure_head(self, head: nn.Linear, x: Hidden) -> Tensor:
         sums = self._moments[head.weight.source] = torch.zeros(head.in_features)  # type: ignore[attr-defined]
