@@ -109,7 +109,7 @@ def quantized(
         if isinstance(weight, StoredParameter) and first is not None:
             pieces = (weight.integers(rows) or rounded(weight.read(rows)) for rows in weight.pieces())
         else:
-            pieces = map(rounded, pieces_of(weight))
+            pieces = (rounded(piece) for piece in pieces_of(weight))
         for piece in pieces:
             repeats = piece.group_size // group_size
             scales, zeros = (array.repeat_interleave(repeats, dim=1) for array in (piece.scales, piece.zeros))

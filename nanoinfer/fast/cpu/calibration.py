@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     All ranks of a model call it together. Raises: UnsupportedError if the user has given a text that cannot be used.
     """
     shards, ids = runtime.weights.shards, runtime.weights.calibration_ids
-    linears = [module.weight for module in runtime.model.modules() if type(module) is nn.Linear]
+    linears = [module.weight for module in cast(nn.Module, runtime.model).modules() if type(module) is nn.Linear]
     stored = {weight.source: weight.files for weight in linears if isinstance(weight, StoredParameter)}
     moments: Moments = {}
     try:
@@ -175,6 +175,6 @@ class _Calls(Untraced):
         self.forward = function
 
 
-def _rows(table: StoredParameter, input_ids: Ids) -> Hidden:
+def _rows(table: Any, input_ids: Ids) -> Hidden:
     """Read the rows of an embedding from the checkpoint."""
     return torch.cat([table.read(slice(i, i + 1)) for i in input_ids.tolist()])
