@@ -64,7 +64,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
             if any(are_kept):  # a layer in float32 would raise the peak of memory
                 raise UnsupportedError("the checkpoint has integers for most of them")
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
-    except UnsupportedError as error:
+    except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
             raise
         logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", error)
@@ -106,11 +106,11 @@ class _Calibration:
         places = [(path.rpartition("."), module) for path, module in model.named_modules()]
         for owner, name, module in [(model.get_submodule(parent), name, module) for (parent, _, name), module in places]:
             if isinstance(module, nn.Embedding):
-                setattr(owner, name, _Calls(partial(_rows, module.weight)))
+                setattr(owner, name, _Calls(module, partial(_rows, module.weight)))
             elif f"{name}.weight" == model.weight_rules.head:
-                setattr(owner, name, _Calls(partial(self._measure_head, module)))
+                setattr(owner, name, _Calls(module, partial(self._measure_head, module)))
             elif isinstance(owner, nn.ModuleList) and owner in model.children():
-                owner[int(name)] = _Calls(partial(self._compute, module))
+                owner[int(name)] = _Calls(module, partial(self._compute, module))
         self._model: Any = self._compile(model.eval()).model
 
     @torch.inference_mode()
@@ -168,10 +168,11 @@ class _MeasuredLinear(PackedLinear):
 
 
 class _Calls(Untraced):
-    """A module that calls a function."""
+    """Calls a function in place of a module, whose other attributes it has."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
+        self.__dict__ |= {name: value for name, value in vars(module).items() if not name.startswith("_")}
         self.forward = function
 
 
