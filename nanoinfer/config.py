@@ -233,6 +233,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"  # a key of DTYPES
     quantization: str | None = None
+    calibration: str | None = None
     screened_head: bool = True
     lora: tuple[tuple[str, float], ...] = ()  # adapters, each with its strength
     enable_lora: bool = False
@@ -277,12 +278,22 @@ class EngineConfig:
         if self.speculative is not None and (self.stages is not None or self.logits_processors):
             of_user = "stages" if self.stages is not None else "logits_processors"
             raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
+        if self.calibration is not None and (not self.rounds_to_four_bits or self.enforce_eager or self.skip_tokenizer_init):
+            raise InvalidValueError(
+                f"calibration={self.calibration!r} needs weights that are rounded to 4 bits, kernels and a tokenizer; leave it "
+                "out, or pass quantization='int4' without enforce_eager and skip_tokenizer_init"
+            )
         bits, bits_of_draft = (self.quantization or "").removeprefix("int"), self.bits_of_draft
         if bits and bits_of_draft is not None and int(bits) <= bits_of_draft:
             raise UnsupportedError(
                 f"speculative_config with method 'quantized' drafts in {bits_of_draft} bits, which saves no time with "
                 f"quantization={self.quantization!r}; leave one of the two out"
             )
+
+    @property
+    def rounds_to_four_bits(self) -> bool:
+        """Whether the weights, or those of the model's own drafter, are rounded to 4 bits."""
+        return self.quantization == "int4" or self.bits_of_draft == BITS["int4"]
 
     @property
     def bits_of_draft(self) -> int | None:
@@ -385,6 +396,9 @@ class EngineArgs:
         '"float32"/"float", "bfloat16", "float16"/"half", or a dtype of torch.')] = "auto"
     quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
         Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
+    calibration: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
+        'A text by which "int4" rounds weights: inputs count by how large they are in its first 2,048 tokens. None: in random '
+        "ones (docs/supported.md).")] = None
     screened_head: Annotated[bool, Doc(
         "On a CPU, keep a copy of a large LM head in 8 bits. Steps of few rows compute only the logits that may be the largest "
         "by it. The tokens stay the same (docs/usage.md).")] = EngineConfig.screened_head
@@ -488,7 +502,7 @@ class EngineArgs:
             UnsupportedError: A combination that is not supported.
         """
         given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(EngineArgs)}
-        for name in ("model", "tokenizer", "prefix_cache_dir"):
+        for name in ("model", "tokenizer", "calibration", "prefix_cache_dir"):
             if isinstance(path := given[name], os.PathLike):
                 given[name] = os.fspath(path)
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):

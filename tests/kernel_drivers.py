@@ -59,6 +59,7 @@ DRIVERS = {
     "dense_linear": Driver("fast/cpu/dense_linear.cpp", "linear", counted_rows=(1, 16)),
     "tile_linear": Driver("fast/cpu/tile_linear.cpp", "linear", PLAYED),
     "quantized_linear": Driver("fast/cpu/quantized_linear.cpp", "linear", ("BF16", "QUANTIZED"), (1, 16)),
+    "rounding": Driver("fast/cpu/rounding.cpp", "rounding", ()),
     "screen": Driver("fast/cpu/screen.cpp", "screen", counted_rows=(1,)),
     "layers": Driver("fast/cpu/layers.cpp", "layers", counted_rows=(1,)),
     "paged_decode": _decode(40, 3, "BF16"),

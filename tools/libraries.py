@@ -31,6 +31,7 @@ def variants() -> Iterable[Variant]:
     cpu, sampling = native.HEADERS, native.HEADERS.parent / "sampling"
     yield EXCHANGE, ()
     yield cpu / "program.cpp", ()
+    yield cpu / "rounding.cpp", ()
     for dtype in ((), ("BF16",)):
         yield cpu / "layers.cpp", dtype
         yield sampling / "kernels.cpp", dtype

@@ -102,6 +102,7 @@ class EngineOptions:
     tokenizer: Annotated[str | None, EngineArgs] = None
     dtype: Annotated[str, EngineArgs] = "auto"
     quantization: Annotated[str | None, EngineArgs] = None
+    calibration: Annotated[str | None, EngineArgs] = None
     screened_head: Annotated[bool, EngineArgs] = True
     lora: Annotated[
         list[str] | None,

@@ -233,6 +233,12 @@ class ShardedWeights(DerivedWeights):
         start, stop, _ = rows.indices(slices[0].stop - slices[0].start)
         return self.base.read(name, slice(slices[0].start + start, slices[0].start + stop))
 
+    def inputs(self, name: str, values: Tensor) -> Tensor:
+        axis, slices = self._slices(name)
+        if slices is None or axis == name.endswith(self._rules.transpose):  # the outputs are split
+            return values
+        return torch.cat([values[part] for part in slices])
+
     def _split_of(self, name: str) -> Split | None:
         layer, _, leaf = name.removeprefix(self._rules.prefix).rpartition(".")
         return split_of(self._model_class, layer if leaf in ("weight", "bias") else f"{layer}.{leaf}")

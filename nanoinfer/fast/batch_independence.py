@@ -43,7 +43,7 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     num_blocks = num_groups * sum(len(seq.block_table) for seq in sequences)
     runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.backend)
     decodes = [1] * NUM_DECODES
-    run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
+    run = partial(hidden_rows, runner, has_single_queries=has_single_queries)
     results = []
     for num in range(1, num_threads() + 1):
         with one_torch_thread(num):
@@ -77,10 +77,10 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
 
-def _hidden_rows(
-    runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool
+def hidden_rows(
+    runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool = False
 ) -> Float[Tensor, "num_tokens hidden"]:
-    """Return the compared sequence's rows. steps: for each step, the number of new tokens of each sequence."""
+    """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
     cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:

@@ -5,7 +5,7 @@ a weight everywhere, and `tensors`, the memory of all weights. It knows no kerne
 written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -69,7 +69,10 @@ class HeldWeights:
     Attributes:
         places: the modules and names of each parameter. Rounded weights have none, because they cannot be replaced.
         origin: how the model was loaded. None: not from a checkpoint.
+        calibration_ids: the tokens of the user's text by which weights are rounded. Empty: there is none.
     """
+
+    calibration_ids: Sequence[int] = ()
 
     def __init__(self, places: Places | None = None, origin: Origin | None = None) -> None:
         self.places, self.origin = places or {}, origin

@@ -23,6 +23,7 @@ from nanoinfer.errors import (
     OutOfMemoryError,
     UnsupportedError,
     WeightsError,
+    first_line,
     shown,
 )
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
@@ -49,6 +50,7 @@ _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn
 DEVICE_TYPES = ("cpu", "cuda")  # torch's names
 
 MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
+MAX_CALIBRATION_TOKENS = 2048
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
 
 
@@ -76,6 +78,8 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
     model, weights, num_parameters = load_configured(checkpoint, config, shards)
     gguf = checkpoint.gguf if config.tokenizer is None else None
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_path, gguf)
+    if config.calibration is not None:
+        weights.calibration_ids = _read_calibration(config.calibration, tokenizer)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
@@ -85,6 +89,18 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
         logger.warning("eos_token_id %s is outside the vocabulary and is ignored", shown(outside))
     eos_token_ids -= frozenset(outside)
     return Loaded(checkpoint, model, weights, num_parameters, tokenizer, eos_token_ids)
+
+
+def _read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the first tokens of a text. Raises: InvalidValueError if there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if tokenizer and (ids := tokenizer.encode(file.read(32 * MAX_CALIBRATION_TOKENS))):
+                return ids[:MAX_CALIBRATION_TOKENS]
+        reason = "it has no tokens"
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {path!r}: {reason}; leave it out")
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:

@@ -8,7 +8,8 @@ scale per group).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_o
 
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
+Moments = Mapping[str, Tensor]  # the name of a weight in the checkpoint -> the sums of squares of its inputs [in]
+Round = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # groups -> integers [out, in], scales and zeros [out, groups]
+
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
 
 
@@ -90,35 +94,41 @@ def _linear_weights(model: nn.Module) -> set[Tensor]:
     return {module.weight for module in model.modules() if type(module) is nn.Linear}
 
 
-def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> Iterator[QuantizedWeight]:
+def quantized(
+    weights: Sequence[Float[Tensor, "_ in"]], bits: int, in_four_bits: Round | None = None
+) -> Iterator[QuantizedWeight]:
     """Join matrices that have the same inputs into a single matrix, in integers. Yield its rows piece by piece.
 
-    A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
+    A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded, as `quantize` says.
     """
     kept = [stored_integers(weight, bits) for weight in weights]
     # All share a group size, which is smaller than that of a file with large groups: activations would lose more.
     group_size = math.gcd(_group_size(weights[0].shape[1], bits), *(first.group_size for first in kept if first is not None))
+    rounded = partial(quantize, bits=bits, group_size=group_size, in_four_bits=in_four_bits)
     for weight, first in zip(weights, kept, strict=True):
         if isinstance(weight, StoredParameter) and first is not None:
-            pieces = (weight.integers(rows) or quantize(weight.read(rows), bits, group_size) for rows in weight.pieces())
+            pieces = (weight.integers(rows) or rounded(weight.read(rows)) for rows in weight.pieces())
         else:
-            pieces = (quantize(piece, bits, group_size) for piece in pieces_of(weight))
+            pieces = (rounded(piece) for piece in pieces_of(weight))
         for piece in pieces:
             repeats = piece.group_size // group_size
             scales, zeros = (array.repeat_interleave(repeats, dim=1) for array in (piece.scales, piece.zeros))
             yield QuantizedWeight(bits, piece.integers, scales, zeros)
 
 
-def quantize(weight: Float[Tensor, "out in"], bits: int, group_size: int | None = None) -> QuantizedWeight:
+def quantize(
+    weight: Float[Tensor, "out in"], bits: int, group_size: int | None = None, in_four_bits: Round | None = None
+) -> QuantizedWeight:
     """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
 
     Args:
         weight: the matrix, of any float dtype.
         bits: 8 or 4.
         group_size: the number of inputs that share a scale. None: the largest of GROUP_SIZES that divides the number of inputs.
+        in_four_bits: rounds to 4 bits in another way, such as by moments. None: as above.
     """
     group_size = group_size or _group_size(weight.shape[1], bits)
-    rounded = _in_eight_bits if bits == 8 else _in_four_bits
+    rounded = _in_eight_bits if bits == 8 else in_four_bits or _in_four_bits
     rows = max(2**20 // weight.shape[1], 1)  # so many at a time that intermediate results stay in the processor's cache
     matrices = [rounded(some.unflatten(1, (-1, group_size)).float()) for some in weight.detach().split(rows)]
     integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*matrices, strict=True))

@@ -91,6 +91,10 @@ class Weights(dict[str, TensorInfo]):
         """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
         return None
 
+    def inputs(self, name: str, values: Tensor) -> Tensor:
+        """Return, of values for each input of a matrix as the checkpoint has it, those of the inputs that it has here."""
+        return values
+
     def release(self) -> None:
         """Give the pages of the files that were read back to the system. They are read again when they are used."""
 

@@ -65,8 +65,7 @@ class Policy(nn.Module):
         self._sizes = CacheSizes.of(config)
         if self._sizes.num_state_layers or self._sizes.windows != (None,):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
-        sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
-        self._backend = KernelBackend(weight.dtype, head_dim=config.head_dim, **sizes)
+        self._backend = KernelBackend.of(config, weight.dtype)
         self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples, because the parameters belong to the model
         self._layers = (_with_gradients(self.model),)
 

@@ -58,9 +58,10 @@ KERNELS = {
     "paged_decode with pages in 8 bits": in_float32("paged_decode", "INT8_PAGES"),
     "layers in bfloat16": DRIVERS["layers"],
     "quantized_linear": DRIVERS["quantized_linear"],
+    "rounding": DRIVERS["rounding"],
 }
 # A pair takes 5 s of CPU, most of which are the compilers'. fast/cpu/test_compilers.py has whole models compiled by clang.
-BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM")]
+BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM"), ("rounding", "AVX2")]
 CASES = [
     pytest.param(
         KERNELS[name],

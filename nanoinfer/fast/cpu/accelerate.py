@@ -22,6 +22,7 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cpu.attention import KernelBackend
+from nanoinfer.fast.cpu.calibration import find_moments
 from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
@@ -35,7 +36,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.loading.quantization import check_sizes, quantize_model
+from nanoinfer.loading.quantization import Moments, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
@@ -55,6 +56,7 @@ def compile_model(
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
     packs: Packs | None = None,
+    pack: Callable[..., PackedLinear] = PackedLinear,
 ) -> CompiledModel:
     """Compile a model: its forward pass as programs, and every other nn.Linear as a separate kernel.
 
@@ -68,16 +70,16 @@ def compile_model(
         adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
         packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
+        pack: lays a layer out that is not rounded.
 
-    Raises:
-        UnsupportedError: the sizes of a layer do not fit the quantisation.
+    Raises: UnsupportedError if the sizes of a layer do not fit the quantisation.
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
-    weights = HeldWeights() if weights is None else weights
+    weights, packs = HeldWeights() if weights is None else weights, Packs() if packs is None else packs
     if quantization:
         check_sizes(model)
-    pack = partial(PackedQuantizedLinear, bits=BITS[quantization]) if quantization else PackedLinear
-    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=Packs() if packs is None else packs)
+        pack = partial(PackedQuantizedLinear, bits=BITS[quantization], moments=packs.moments)
+    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=packs)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -216,13 +218,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         has_tiles()  # loads program.cpp, without which no kernel runs
         use_exponentials()
         runtime = replace(runtime, routes=(FewLogits(),))
-        kernels = KernelBackend(
-            runtime.dtype,
-            num_heads=sizes.num_attention_heads,
-            num_kv_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
-            has_int8_pages=runtime.cache_dtype == torch.int8,
-        )
+        kernels = KernelBackend.of(sizes, runtime.dtype, has_int8_pages=runtime.cache_dtype == torch.int8)
     except UnsupportedError as error:
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
@@ -233,7 +229,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
-    packs = Packs(model, config.quantization, head)
+    moments = find_moments(runtime, compile_model) if config.rounds_to_four_bits else None
+    packs = Packs(model, config.quantization, head, moments)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
@@ -245,7 +242,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
         runtime = replace(runtime, routes=(FewLogits(packed, runtime.model.compute_logits),))
     if drafts:
-        drafter = _compile_drafter(model, compiled.model, f"int{config.bits_of_draft}", runtime.weights, adapters)
+        drafter = _compile_drafter(model, compiled.model, f"int{config.bits_of_draft}", runtime.weights, adapters, moments)
         runtime = replace(runtime, drafter=cast(Model, drafter))
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch
@@ -253,10 +250,15 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
 
 
 def _compile_drafter(
-    model: nn.Module, compiled: nn.Module, quantization: str, weights: HeldWeights, adapters: "AdaptedLayers"
+    model: nn.Module,
+    compiled: nn.Module,
+    quantization: str,
+    weights: HeldWeights,
+    adapters: "AdaptedLayers",
+    moments: Moments | None,
 ) -> nn.Module:
     """Compile a model again, with rounded weights, as the drafter of its compiled form. The plain weights are freed."""
-    packs, drafter = Packs(model, quantization), copied(model)
+    packs, drafter = Packs(model, quantization, moments=moments), copied(model)
     for path, module in compiled.named_modules():
         if isinstance(module, KernelEmbedding):
             _replace(drafter, path, module)  # of the model's own head, whose table is exact

@@ -75,6 +75,12 @@ class KernelBackend(CPUBackend):
         self._prefill = native.load(source.with_name("paged_prefill.cpp"), *definitions, structures=structures).prefill
         self._addresses: tuple[KVCache, ctypes.Array[c_void_p]] | None = None  # of the cache that was used last
 
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, *, has_int8_pages: bool = False) -> "KernelBackend":
+        """Make the backend of a model of a family's config."""
+        sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+        return cls(dtype, **sizes, head_dim=config.head_dim, has_int8_pages=has_int8_pages)
+
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return KernelStep(cache, metadata, self)
 

@@ -36,12 +36,13 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.threads import one_torch_thread
-from nanoinfer.loading.weights import StoredParameter
+from nanoinfer.loading.quantization import Moments
+from nanoinfer.loading.weights import Identity, StoredParameter
 from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
 
-PATTERN = "[0-9a-f]" * 32 + ".weights"  # of the names
+PATTERN = "[0-9a-f]" * 32 + ".*"  # of the names
 MAX_BYTES = 2**34  # of all files
 MIN_BYTES = 2**26  # of a model's arrays. Fewer are packed in less than 0.3 s
 ALIGNMENT = 64  # of a weight, as the kernels expect it
@@ -58,31 +59,30 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         model: the model whose layers are packed. None: nothing is kept.
         quantization: how all weights are rounded. None: they stay as they are.
         screened: the layer that becomes a ScreenedLinear. None: no layer.
+        moments: how much each input counts when a layer's weights are rounded (quantized.py).
     """
 
     def __init__(
-        self, model: nn.Module | None = None, quantization: str | None = None, screened: nn.Linear | None = None
+        self,
+        model: nn.Module | None = None,
+        quantization: str | None = None,
+        screened: nn.Linear | None = None,
+        moments: Moments | None = None,
     ) -> None:
-        self.screened = screened
+        self.screened, self.moments = screened, moments or {}
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
-        self._kept: Arrays = {}
-        self._file: Path | None = None
         weights = [module.weight for module in self._paths if type(module) is nn.Linear]
         stored = [weight for weight in weights if isinstance(weight, StoredParameter)]
-        if not stored or len(stored) < len(weights) or stored[0].files.identity is None or sys.platform == "win32":
-            return
-        self._checkpoint, part, version = stored[0].files.identity
-        self._made_from = _made_from(version)
-        layout = self._checkpoint, part, stored[0].dtype, quantization, screened is not None
-        name = hashlib.sha256(repr(layout).encode()).hexdigest()[:32]
-        self._file = native.cache_folder() / "packed" / f"{name}.weights"
-        with suppress(OSError, InvalidValueError):  # there is no file, or it cannot be believed
-            private_folder(self._file.parent, "the folder of packed weights")
-            self._kept = self._read(self._file)
+        identity = stored[0].files.identity if stored and len(stored) == len(weights) else None
+        self._file = None
+        if identity is not None and KeptArrays.are_possible:
+            layout = stored[0].dtype, quantization, screened is not None
+            digest = _digest(*(values.numpy().tobytes() for values in self.moments.values()))
+            self._file = KeptArrays(identity, "weights", layout, digest)
 
     def kept(self, linears: tuple[nn.Linear, ...]) -> Sequence[UInt8[Tensor, " bytes"]]:
         """Return the arrays of layers that an earlier start has packed together. Empty: they are not kept."""
-        return self._kept.get(self._name(linears), ())
+        return () if self._file is None else self._file.arrays.get(self._name(linears), ())
 
     def keep(self) -> None:
         """Write all packs for the next start, unless they are kept already. If that fails, it is logged."""
@@ -93,23 +93,50 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
             for (linears, _), pack in self.items()
         }
         num_bytes = sum(array.nbytes for array in chain(*arrays.values()))
-        if arrays.keys() <= self._kept.keys() or num_bytes < MIN_BYTES:
-            return
+        if not arrays.keys() <= self._file.arrays.keys() and num_bytes >= MIN_BYTES:
+            self._file.keep(arrays)
+
+    def _name(self, linears: tuple[nn.Linear, ...]) -> str:
+        return " ".join(self._paths.get(linear, "") for linear in linears)
+
+
+class KeptArrays:
+    """Arrays that were computed from a checkpoint, in a file for the next start.
+
+    Args:
+        identity: the checkpoint's.
+        kind, layout: what tells these arrays from others of the checkpoint.
+        made_from: what else decides their bytes. A file that was made from something else is replaced.
+    """
+
+    are_possible = sys.platform != "win32"
+
+    def __init__(self, identity: Identity, kind: str, layout: tuple[object, ...], made_from: bytes) -> None:
+        self._checkpoint, part, version = identity
+        self._made_from, self._kind = _made_from(version, made_from), kind
+        name = hashlib.sha256(repr((self._checkpoint, part, *layout)).encode()).hexdigest()[:32]
+        self._path = native.cache_folder() / "packed" / f"{name}.{kind}"
+        self.arrays: Arrays = {}  # those of the file
+        with suppress(OSError, InvalidValueError):  # there is no file, or it cannot be believed
+            private_folder(self._path.parent, "the folder of packed weights")
+            self.arrays = self._read(self._path)
+
+    def keep(self, arrays: Arrays) -> bool:
+        """Write the file, and return whether that was possible. If not, it is logged."""
+        num_bytes = sum(array.nbytes for array in chain(*arrays.values()))
         try:
-            folder = private_folder(self._file.parent, "the folder of packed weights")
+            folder = private_folder(self._path.parent, "the folder of packed weights")
             if num_bytes > (limit := min(MAX_BYTES, shutil.disk_usage(folder).free // 2)):
                 raise OSError(
                     f"{num_bytes / 1e9:.1f} GB are more than {limit / 1e9:.1f} GB, half of the free space or the limit"
                 )
-            self._write(self._file, arrays)
+            self._write(self._path, arrays)
         except (OSError, InvalidValueError) as error:
             way_out = "each start packs them again, unless NANOINFER_CACHE is a folder with space that only you can write"
-            logger.warning("packed weights cannot be kept in %s: %s; %s", self._file.parent, first_line(error), way_out)
-        else:
-            logger.info("packed weights are kept in %s for the next start (%.1f GB)", self._file, num_bytes / 1e9)
-
-    def _name(self, linears: tuple[nn.Linear, ...]) -> str:
-        return " ".join(self._paths.get(linear, "") for linear in linears)
+            logger.warning("packed %s cannot be kept in %s: %s; %s", self._kind, self._path.parent, first_line(error), way_out)
+            return False
+        logger.info("packed %s are kept in %s for the next start (%.1f GB)", self._kind, self._path, num_bytes / 1e9)
+        return True
 
     def _read(self, path: Path) -> Arrays:
         """Map the arrays of a file. A file of another version has none, and a damaged file is removed."""
@@ -127,7 +154,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
             if start != len(content) or _checksum(arrays) != index["checksum"]:
                 raise ValueError("its length or its checksum is wrong")
         except (ValueError, TypeError, RuntimeError) as error:
-            logger.warning("the packed weights in %s are damaged, and are packed again: %s", path, first_line(error))
+            logger.warning("the packed %s in %s are damaged, and are packed again: %s", self._kind, path, first_line(error))
             path.unlink()
             return {}
         with suppress(OSError):  # the folder may be read-only
@@ -170,14 +197,14 @@ def _digest(*contents: bytes) -> bytes:
     return hashlib.sha256(b"\0".join(contents)).hexdigest().encode()
 
 
-def _made_from(version: str) -> str:
-    """Return a digest of all that decides the bytes of packed weights. version: the checkpoint's."""
+def _made_from(version: str, more: bytes) -> str:
+    """Return a digest of all that decides the bytes of packed arrays. version: the checkpoint's. more: what else decides."""
     here = Path(__file__).parent
     package = here.parents[1]
     paths = [*(package / "loading").rglob("*.py"), package / "distributed" / "sharding.py", *here.glob("*.py")]
     paths += [*here.glob("*.cpp"), *here.glob("*.h")]
     what = version, native.find_target(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
-    return _digest(repr(what).encode(), *(path.read_bytes() for path in sorted(paths))).decode()
+    return _digest(repr(what).encode(), more, *(path.read_bytes() for path in sorted(paths))).decode()
 
 
 def _checksum(arrays: Arrays) -> str:

@@ -7,10 +7,19 @@ rows it takes the time of the products, so activations are rounded to 8 bits too
 -127 .. 127. Processors have instructions for sums of such products that do more per cycle than those for bfloat16.
 
 The sum of a group's products is an integer, which is exact in any order. So a row has the same bits in any batch.
-Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations rounded as they come).
+Weights in 4 bits are rounded by moments: how large each input is (calibration.py). Of the ranges that rounding.cpp tries for
+a group, it takes that with the least sum of squared errors times moments. Its sums have an order of their own, so equal moments
+give equal integers on any processor, rank and number of threads.
+
+Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations rounded as they come). The importance matrix of
+llama.cpp, https://github.com/ggml-org/llama.cpp/pull/4861 (weights by moments).
 """
 
+import ctypes
+import math
 from collections.abc import Sequence
+from ctypes import c_int64
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +29,33 @@ from torch import Tensor
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear, write_outputs
-from nanoinfer.fast.cpu.program import tile_definitions
+from nanoinfer.fast.cpu.program import KernelCall, Program, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import quantize, quantized, stored_integers
-from nanoinfer.loading.weights import QuantizedWeight
+from nanoinfer.loading.quantization import Moments, quantize, quantized, stored_integers
+from nanoinfer.loading.weights import QuantizedWeight, StoredParameter
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
+
+
+class RoundingCall(ctypes.Structure):
+    _fields_ = fields((c_int64, "num_groups group_size"))
+
+
+def rounded(groups: Float[Tensor, "out groups group"], moments: Float[Tensor, " in"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Round weights to 4 bits by moments. An input without a moment counts as much as the mean."""
+    is_known = moments.isfinite() & (moments > 0)
+    known = moments[is_known].tolist()
+    counts = torch.where(is_known, moments / (math.fsum(known) / len(known) if known else 1.0), 1.0)
+    num_out, num_groups, group_size = groups.shape
+    integers, zeros = (torch.empty(num_out, size, dtype=torch.uint8) for size in (num_groups * group_size, num_groups))
+    scales = torch.empty(num_out, num_groups)
+    library = native.load(Path(__file__).with_name("rounding.cpp"), structures=(RoundingCall,))
+    rounding = Program([KernelCall(library.round_weights, RoundingCall(num_groups, group_size))])
+    rounding(num_out, (groups.contiguous(), counts, integers, scales, zeros))
+    return integers, scales, zeros
 
 
 class PackedQuantizedLinear(PackedLinear):
@@ -40,8 +67,11 @@ class PackedQuantizedLinear(PackedLinear):
         bits: int,
         adapters: "AdaptedLayers | None" = None,
         kept: Sequence[UInt8[Tensor, " bytes"]] = (),
+        moments: Moments | None = None,
     ) -> None:
-        self._bits = bits
+        self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
+        known = (moments or {}).get(first.source) if isinstance(first, StoredParameter) else None
+        self._in_four_bits = None if known is None else partial(rounded, moments=known)
         super().__init__(fused, adapters, kept)
 
     def _lay_out(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]]) -> None:
@@ -56,7 +86,7 @@ class PackedQuantizedLinear(PackedLinear):
         if kept:
             dtypes = torch.int32, torch.float32, torch.uint8
             self._arrays = tuple(x.view(dtype).view(num_tiles, -1, TILE) for x, dtype in zip(kept, dtypes, strict=True))
-        for piece in () if kept else quantized(weights, self._bits):
+        for piece in () if kept else quantized(weights, self._bits, self._in_four_bits):
             columns = _columns(piece)
             self._arrays = self._arrays or tuple(x.new_zeros(num_tiles, x.shape[1], TILE) for x in columns)
             self._write_columns(columns, start)
@@ -67,7 +97,7 @@ class PackedQuantizedLinear(PackedLinear):
         self.scratch_bytes = self.num_in + 8 * scales.shape[1]  # integers, and a scale and a sum per group
 
     def _write_weight(self, values: Float[Tensor, "outputs in"], start: int) -> None:
-        self._write_columns(_columns(quantize(values, self._bits, self._group_size)), start)
+        self._write_columns(_columns(quantize(values, self._bits, self._group_size, self._in_four_bits)), start)
 
     def _write_columns(self, columns: Sequence[Tensor], start: int) -> None:
         for tiles, values in zip(self._arrays, columns, strict=True):
