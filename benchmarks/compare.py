@@ -18,7 +18,7 @@ import torch
 import typer
 
 from benchmarks import program
-from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
+from benchmarks.baselines.process import ENGINES, Baseline, BaselineProcess, parse_baselines
 from benchmarks.results import LEAST_RUNS, RELEASE
 from nanoinfer.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
 from nanoinfer.cli.options import AsJson, EngineOptions, llm_arguments, print_table
@@ -74,7 +74,7 @@ class Comparison:
 
 
 def compare(
-    model: str | None, workloads: list[Workload], *, repeats: int, peers: list[Peer], **engine: Any
+    model: str | None, workloads: list[Workload], *, repeats: int, baselines: list[Baseline], **engine: Any
 ) -> Iterator[Comparison]:
     """Run each workload once to warm up, then `repeats` times, in every engine, and yield its comparison.
 
@@ -84,37 +84,37 @@ def compare(
         model: A name or a folder, as LLM takes it.
         workloads: Run in this order.
         repeats: Measured runs of each workload, >= 1.
-        peers: The other engines.
+        baselines: The other engines.
         engine: Arguments of LLM. dtype and device are required.
 
     Raises:
-        InvalidValueError: A workload is too long, or a peer does not support the device or the dtype.
-        NanoinferError: A peer has failed.
+        InvalidValueError: A workload is too long, or a baseline does not support the device or the dtype.
+        NanoinferError: A baseline has failed.
     """
-    if any(ENGINES[peer.name].is_temperature_only for peer in peers):
+    if any(ENGINES[baseline.name].is_temperature_only for baseline in baselines):
         workloads = [_with_temperature_only(workload) for workload in workloads]
     llm = load(model, workloads, **engine)
     info = llm.info
     for workload in workloads:  # generate pads to the longest prompt and the longest answer
         needed, limit = max(workload.input_lens) + max(workload.output_lens), llm.engine.max_model_len
-        if needed > limit and any(peer.name == "transformers" for peer in peers):
+        if needed > limit and any(baseline.name == "transformers" for baseline in baselines):
             raise InvalidValueError(
                 f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is {limit}; pick a shorter one"
             )
-    for peer in peers:
-        required = ENGINES[peer.name]
+    for baseline in baselines:
+        required = ENGINES[baseline.name]
         if required.device not in (None, torch.device(info.device).type) or info.dtype not in required.dtypes:
             raise InvalidValueError(
-                f"{peer.name} requires device={required.device} and dtype {' or '.join(required.dtypes)}, got "
+                f"{baseline.name} requires device={required.device} and dtype {' or '.join(required.dtypes)}, got "
                 f"{info.device} and {info.dtype}; leave it out of engines"
             )
     for workload in workloads:
         run_workload(llm, workload, 0)
     with ExitStack() as stack:
         processes = []
-        for peer in peers:
-            process = PeerProcess(
-                peer,
+        for baseline in baselines:
+            process = BaselineProcess(
+                baseline,
                 Checkpoint.open(model, engine.get("revision")).path,
                 dtype=info.dtype,
                 device=info.device,
@@ -135,18 +135,18 @@ def _with_temperature_only(workload: Workload) -> Workload:
     return replace(workload, name=f"{workload.name}, temperature {temperature}", sampling={"temperature": temperature})
 
 
-def _interleave(workload: Workload, repeats: int, llm: LLM, processes: list[PeerProcess]) -> Comparison:
-    """Run a workload `repeats` times in every engine. The peers run it once before, to warm up."""
+def _interleave(workload: Workload, repeats: int, llm: LLM, processes: list[BaselineProcess]) -> Comparison:
+    """Run a workload `repeats` times in every engine. The baselines run it once before, to warm up."""
     vocab_size = llm.engine.executor.info.vocab_size
-    runs: dict[str, list[float]] = {name: [] for name in (OURS, *(process.peer.name for process in processes))}
+    runs: dict[str, list[float]] = {name: [] for name in (OURS, *(process.baseline.name for process in processes))}
     for process in processes:
         process.run(workload, workload.prompts(vocab_size, 0))
     for run in range(1, repeats + 1):
         runs[OURS].append(figures(run_workload(llm, workload, run)).output_tokens_per_s)
         for process in processes:
             seconds = process.run(workload, workload.prompts(vocab_size, run))
-            runs[process.peer.name].append(sum(workload.output_lens) / seconds)
-    engines = {process.peer.name: process.engine for process in processes}
+            runs[process.baseline.name].append(sum(workload.output_lens) / seconds)
+    engines = {process.baseline.name: process.engine for process in processes}
     return Comparison(workload.name, sum(workload.output_lens) == 1, runs, engines)
 
 
@@ -164,7 +164,7 @@ def result_lines(results: list[Comparison], machine: str, model: str, dtype: str
     about |= {"release": RELEASE, "model": model, "dtype": dtype}
     return [
         about
-        | {"workload": result.workload.partition(", temperature")[0], "peer": engine}
+        | {"workload": result.workload.partition(", temperature")[0], "baseline": engine}
         | {"unit": "ms" if result.is_prefill else "tokens/s"}
         | {"runs": len(result.runs[name]), "nanoinfer": result.range_of(OURS), "other": result.range_of(name)}
         | {"note": "a temperature alone" if ", temperature" in result.workload else "", "versions": versions}
@@ -199,9 +199,11 @@ def main(
             f"a row of results needs repeats >= {LEAST_RUNS}, a machine and a dtype, got {repeats}, {machine!r} and "
             f'{engine.dtype}; write --repeats {LEAST_RUNS} --machine "Zen 4" --dtype bfloat16'
         )
-    workloads, peers = pick_workloads(picked), parse_peers(engines)
+    workloads, baselines = pick_workloads(picked), parse_baselines(engines)
     with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint:
-        results = list(compare(workloads=workloads, repeats=repeats, peers=peers, **llm_arguments(engine, model=checkpoint)))
+        results = list(
+            compare(workloads=workloads, repeats=repeats, baselines=baselines, **llm_arguments(engine, model=checkpoint))
+        )
     if results_file:
         name = NAMES.get(random_model or "", random_model or engine.model or "tiny-qwen3")
         with results_file.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The time of answers with an adapter for each request, compared with that of the plain model, in turns.
+"""The time of answers with an adapter for each request, compared with that of the plain model, interleaved.
 
 python -m benchmarks.lora --random-model gpt2 --dtype float32
 """

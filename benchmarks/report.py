@@ -1,4 +1,5 @@
-"""Write a dated entry for BENCHMARKS.md: machine, versions, transformers in turns, and the shares of the roofline's limit."""
+"""Write a dated entry for BENCHMARKS.md: machine, versions, transformers interleaved, and the shares of the roofline's
+limit."""
 
 import datetime
 import gc
@@ -9,8 +10,8 @@ import sys
 import torch
 
 from benchmarks import program
+from benchmarks.baselines.process import Baseline
 from benchmarks.compare import OURS, Comparison, compare
-from benchmarks.peers.process import Peer
 from nanoinfer.cli.bench import DEFAULT_WORKLOADS, ModelOptions, Named, Repeats
 from nanoinfer.lab.bench import offline, roofline, workloads
 from nanoinfer.lab.bench.random_models import checkpoint_of
@@ -77,8 +78,8 @@ def main(*, measured: ModelOptions, workload: Named = None, repeats: Repeats = 1
     paddable = [one for one in chosen if len(one.input_lens) * (max(one.input_lens) + max(one.output_lens)) <= LARGEST_BATCH]
     engine = {"dtype": measured.dtype, "device": measured.device}
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
-        peers = [Peer("transformers", sys.executable)]
-        results = list(compare(checkpoint, paddable, repeats=repeats, peers=peers, **engine))
+        baselines = [Baseline("transformers", sys.executable)]
+        results = list(compare(checkpoint, paddable, repeats=repeats, baselines=baselines, **engine))
         _free_memory()
         machine, dtype, phases = roofline.run(checkpoint, **engine)
         limits = [(phase.name, phase.least_s(machine, dtype), phase.measured_s) for phase in phases]

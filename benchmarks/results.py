@@ -60,7 +60,7 @@ class Speed:
     model: str
     dtype: str
     workload: str
-    peer: str
+    baseline: str
     unit: str
     runs: int | None
     nanoinfer: tuple[float, float | None, float | None]
@@ -70,7 +70,7 @@ class Speed:
     @property
     def key(self) -> tuple[str, ...]:
         """What is measured: machine, model, dtype, workload, and the engine without its version."""
-        return self.machine, self.model, self.dtype, self.workload, re.sub(r"( of llama-cpp-python)? \d\S*$", "", self.peer)
+        return self.machine, self.model, self.dtype, self.workload, re.sub(r"( of llama-cpp-python)? \d\S*$", "", self.baseline)
 
     @property
     def is_older_build(self) -> bool:
@@ -157,10 +157,12 @@ def _speeds(chosen: Callable[[Speed], bool]) -> str:
     head = ("machine", "model, dtype", "workload", "nanoinfer", "other", "ratio", "runs", "other engine", "measured")
     rows = []
     for one in sorted(
-        filter(chosen, (one for one in read() if isinstance(one, Speed))), key=lambda one: (one.machine, one.peer)
+        filter(chosen, (one for one in read() if isinstance(one, Speed))), key=lambda one: (one.machine, one.baseline)
     ):
         measured = f"{one.date}, {one.commit}" if one.commit else one.date
-        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.peer) + (f", {one.note}" if one.note else "")  # without the build's name
+        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.baseline) + (
+            f", {one.note}" if one.note else ""
+        )  # without the build's name
         figures = [one.show(one.nanoinfer), one.show(one.other), one.show_ratio(), str(one.runs or "")]
         rows.append([one.machine, f"{one.model}, {one.dtype}", one.workload, *figures, engine, measured])
     return _markdown(head, rows)

@@ -1,6 +1,6 @@
 """Time the drawing of a step's tokens, compared with transformers' warpers and torch.multinomial.
 
-Both sides get the same logits, in turns, so that other work of the machine affects both. A ratio is between the two medians.
+Both sides get the same logits, interleaved, so that other work of the machine affects both. A ratio is between the two medians.
 The logits are those of a fairly confident model: the r-th most probable token has a probability proportional to 1 / r ** 2, in
 a different order for each row. The case "flat" shows the cost of top_p where many tokens are nearly equally probable.
 """

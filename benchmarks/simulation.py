@@ -2,9 +2,9 @@
 
 python -m benchmarks.simulation FOLDER --model config.json --hardware hardware.json --settings default= seqs4=max_num_seqs=4
 
-FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. Start the server anew for each repeat and take the settings in
-turns, because a process or a minute may be slower than the next. A prediction is compared with the median of the repeats. The
-bound of its error is 15%, or the range of the repeats divided by their median if that is larger. Errors beyond it are bold.
+FOLDER has the measured reports as SETTING.TRACE.REPEAT.json. Start the server anew for each repeat and take the settings
+interleaved, because a process or a minute may be slower than the next. A prediction is compared with the median of the repeats.
+The bound of its error is 15%, or the range of the repeats divided by their median if that is larger. Errors beyond it are bold.
 Times are in milliseconds: predicted (measured).
 """
 

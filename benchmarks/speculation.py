@@ -1,4 +1,4 @@
-"""Compare generation with and without drafts, in turns, on one engine.
+"""Compare generation with and without drafts, interleaved, on one engine.
 
 Random weights do not copy text. How predictable an answer is comes from allowed_token_ids: with one id every draft is right,
 with two ids about half of those guessed by n-grams are, and among all ids nothing repeats. The first case is an upper bound

@@ -29,7 +29,7 @@ ALTS = re.findall(
     r"!\[(.*)\]\(pictures/(lesson-\d)\.svg\)", Path(__file__).with_name("teaching.md").read_text(encoding="utf-8")
 )
 VIEWPORT = {"width": 1280, "height": 1000}  # of the replay page, drawn 820 pixels wide
-# The steps of the moving picture, and the sequence whose token is shown: at 29 sequence 2 is preempted, at 40 it comes back.
+# The steps of the animation, and the sequence whose token is shown: at 29 sequence 2 is preempted, at 40 it comes back.
 REPLAYED = [(0, 0), (2, 0), (4, 0), (6, 0), (9, 0), (14, 0), (20, 0), (28, 0), (29, 0), (34, 1), (40, 2), (45, 2)]
 NUM_COLOURS = 200
 PROMPTS = ["Once upon a time, there was a kind duck", "Lily was", "Once upon a time, there was a kind duck named Max"]

@@ -54,7 +54,7 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Hint:
     """What messages advise, after the range."""
 
     text: str
@@ -80,7 +80,7 @@ class Declaration:
     kind: object
     or_none: bool
     default: object
-    markers: tuple[object, ...]  # Ge or Interval, Allowed, WayOut, Option, Bytes and Doc
+    markers: tuple[object, ...]  # Ge or Interval, Allowed, Hint, Option, Bytes and Doc
 
     def marker(self, kind: type[T]) -> T | None:
         return next((one for one in self.markers if isinstance(one, kind)), None)
@@ -91,9 +91,9 @@ class Declaration:
 
     @cached_property
     def allowed(self) -> str:
-        """What messages say is allowed, with the way out after a semicolon. Empty without a range."""
+        """What messages say is allowed, with a hint after a semicolon. Empty without a range."""
         low, high, above = self.interval.ge, self.interval.le, self.interval.gt
-        stated, way_out = self.marker(Allowed), self.marker(WayOut)
+        stated, hint = self.marker(Allowed), self.marker(Hint)
         least, bracket = (f">= {low}", f"[{low}") if above is None else (f"> {above}", f"({above}")
         if stated is not None or (low is None and above is None):
             text = "" if stated is None else stated.text
@@ -101,7 +101,7 @@ class Declaration:
             text = f"finite and {least}" if self.kind is float else least
         else:
             text = f"in {low} .. {high}" if self.kind is int else f"in {bracket}, {high}]"
-        return text if way_out is None else f"{text}; {way_out.text}"
+        return text if hint is None else f"{text}; {hint.text}"
 
     @cached_property
     def sentences(self) -> list[str]:
@@ -224,8 +224,8 @@ def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if (surplus := args[1 + len(positional) :]) and len(known) > len(positional):
                 after = f" after {positional[-1]}" if positional else ""
-                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
-                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
+                hint = f"write {known[len(positional)]}={shown(surplus[0])}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {hint}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if neutral is None or name not in neutral:
@@ -251,8 +251,8 @@ def check_neutral(name: str, value: object, neutral: Neutral) -> None:
     """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
     accepted = neutral[name]
     if not isinstance(accepted, str) and not is_one_of(value, accepted[0]):
-        way_out = accepted[1] or f"leave it out (it acts as {accepted[0][0]!r})"
-        raise UnsupportedError(f"{name}={shown(value)} is not supported; {way_out}")
+        hint = accepted[1] or f"leave it out (it acts as {accepted[0][0]!r})"
+        raise UnsupportedError(f"{name}={shown(value)} is not supported; {hint}")
 
 
 def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, neutral: Neutral) -> None:

@@ -7,7 +7,7 @@ In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they g
                                        step, step, step ...
     RequestStreams  <-- one call --    the new Deltas of all requests
 
-Prompts are prepared in other threads (system/work_threads.py), so that a long prompt delays no other request. Grammars are
+Prompts are prepared in other threads (system/worker_threads.py), so that a long prompt delays no other request. Grammars are
 compiled in separate threads, so that a request without a grammar never waits for them.
 """
 
@@ -33,7 +33,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
-from nanoinfer.system.work_threads import LARGE, ThreadPool, WorkThreads
+from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
 
 if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
@@ -70,7 +70,7 @@ class AsyncLLM:
         self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPool(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
-        self.threads = WorkThreads()
+        self.threads = WorkerThreads()
         self._is_closing = False
         self._freeing = threading.Lock()
         self._streaming = args.streaming
@@ -159,7 +159,7 @@ class AsyncLLM:
             has_news: an event that is set when the stream has deltas. Several streams may share it, and be read by take().
             num_answers: the n of the request. Each answer is a sequence, which counts towards the limit.
             request_id: as in generate.
-            is_large: whether the request is longer than work_threads.LARGE, so that small requests must not wait for it.
+            is_large: whether the request is longer than worker_threads.LARGE, so that small requests must not wait for it.
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):

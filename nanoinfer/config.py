@@ -132,10 +132,8 @@ class SpeculativeConfig:
         elif self.method not in ("ngram", "draft_model", "mtp", "quantized"):
             raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
         if (self.method == "draft_model") != isinstance(self.model, str):
-            way_out = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
-            raise InvalidValueError(
-                f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {way_out}"
-            )
+            hint = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
+            raise InvalidValueError(f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {hint}")
         if not is_one_of(self.bits, (4, 8)):
             raise InvalidValueError(f"speculative_config's bits must be 4 or 8, got {shown(self.bits)}")
         read_fields(self)
@@ -360,7 +358,7 @@ NEUTRAL: Neutral = {
     ),
     "reasoning_parser": (
         (None, ""),
-        "parse_chat_answer(text) separates the thought; with a thinking_token_budget a structured output of chat() follows it",
+        "parse_chat_answer(text) separates reasoning; with a thinking_token_budget a structured output of chat() follows it",
     ),
     "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
     "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),

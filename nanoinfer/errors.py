@@ -1,6 +1,6 @@
 """Errors that nanoinfer raises on purpose, and the argument checks that raise them.
 
-Each message says what is wrong, what was given, what is allowed, and the way out.
+Each message says what is wrong, what was given, what is allowed, and gives a hint.
 
 A prompt that is only too long for the engine raises no error. Its result has finish_reason "error". Other prompts are answered.
 """
@@ -43,7 +43,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class WeightsError(CheckpointError):
-    """Missing, unexpected, misshaped or damaged tensors."""
+    """Missing, unexpected, misshaped or corrupted tensors."""
 
 
 class InvalidTypeError(NanoinferError, TypeError):
@@ -100,7 +100,7 @@ def is_one_of(value: object, allowed: Sequence[object]) -> bool:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return the way out for an unknown name: the known name that was probably meant, or all known names."""
+    """Return a hint for an unknown name: the known name that was probably meant, or all known names."""
     close = difflib.get_close_matches(name, known, n=1) or [other for other in known if name[2:] and other.startswith(name)]
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
@@ -120,9 +120,9 @@ def shown(value: object) -> str:
 
 
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
-    """Return the error for a value that is not `allowed`, which may contain a way out after a semicolon."""
-    allowed, _, way_out = allowed.partition("; ")
-    return InvalidValueError(f"{name} must be {allowed}, got {shown(value)}" + (f"; {way_out}" if way_out else ""))
+    """Return the error for a value that is not `allowed`, which may contain a hint after a semicolon."""
+    allowed, _, hint = allowed.partition("; ")
+    return InvalidValueError(f"{name} must be {allowed}, got {shown(value)}" + (f"; {hint}" if hint else ""))
 
 
 def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:

@@ -68,7 +68,7 @@ class LLM:
         Raises:
             InvalidValueError, InvalidTypeError: an argument is out of its range, of the wrong type or unknown.
             UnsupportedError: the model or a setting is not supported.
-            CheckpointNotFoundError, CheckpointError, WeightsError: files are missing or damaged.
+            CheckpointNotFoundError, CheckpointError, WeightsError: files are missing or corrupted.
             EngineDeadError: a rank has ended.
         """
         config = args.to_config()
@@ -193,7 +193,7 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
                 parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
-            sampling_params: as in generate. A structured output follows the thought that the template has begun, if any.
+            sampling_params: as in generate. A structured output follows the reasoning that the template has begun, if any.
                 parse_chat_answer(text, output.prompt) separates them.
             use_tqdm: whether to show a progress bar.
             chat_template: a Jinja template. None: the checkpoint's.
@@ -409,7 +409,7 @@ class LLM:
             path: The folder, on this machine, of a checkpoint of the same model with the files that LLM(model) reads, or a
                 .safetensors file with all or some of the tensors.
 
-        Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
+        Returns, Raises: As update_weights, and as LLM() does for missing and corrupted files.
         """
         from nanoinfer.training import rollouts
 
@@ -546,7 +546,7 @@ class LLM:
 
 
 def missing(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM or AsyncLLM lacks, with the way out if vLLM's or our LLM has it."""
+    """Return the error for an attribute that an LLM or AsyncLLM lacks, with a hint if vLLM's or our LLM has it."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in METHODS:
         return UnsupportedAttributeError(f"{text}: {METHODS[name]}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
-from nanoinfer.arguments import Allowed, Neutral, Option, WayOut, declared, read_fields
+from nanoinfer.arguments import Allowed, Hint, Neutral, Option, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -216,13 +216,13 @@ class SamplingParams(_CheckedParams):
     """
 
     # fmt: off
-    temperature: Annotated[float, Ge(0), WayOut("0 is greedy"), Option("-t"),
+    temperature: Annotated[float, Ge(0), Hint("0 is greedy"), Option("-t"),
         Doc("Divides the logits. The largest logit is then taken, ties to the lowest id.")] = 1.0
     top_k: Annotated[int, Ge(-1), Allowed(">= 1, or 0 or -1 to turn it off"), Option(),
         Doc("Keep the k largest logits. Ties with the k-th stay.")] = 0
-    top_p: Annotated[float, Interval(gt=0, le=1), WayOut("use 1.0 to turn it off"), Option(),
+    top_p: Annotated[float, Interval(gt=0, le=1), Hint("use 1.0 to turn it off"), Option(),
         Doc("Keep the smallest set whose probabilities reach top_p. The token that crosses it stays.")] = 1.0
-    min_p: Annotated[float, Interval(ge=0, le=1), WayOut("use 0 to turn it off"), Option(),
+    min_p: Annotated[float, Interval(ge=0, le=1), Hint("use 0 to turn it off"), Option(),
         Doc("Drop tokens less probable than min_p times the most probable one.")] = 0.0
     seed: Annotated[int | None, Interval(ge=-1, le=2**64 - 1), Option(),
         Allowed("in 0 .. 2**64 - 1, or None or -1 to draw one"),
@@ -234,9 +234,9 @@ class SamplingParams(_CheckedParams):
         "text after them.")] = 0
     thinking_token_budget: Annotated[int | None, Ge(-1), Option(),
         Allowed(">= 0, or None or -1 for no limit"), Doc(
-        "The most tokens of the thought at the beginning of an answer, between the tags of reasoning. The end tag follows, "
-        "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the thought. With a budget a "
-        "structured output of chat() follows the thought.")] = None
+        "The most tokens of the reasoning at the beginning of an answer, between the tags of reasoning. The end tag follows, "
+        "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the reasoning. With a budget a "
+        "structured output of chat() follows the reasoning.")] = None
     repetition_detection: Annotated[RepetitionDetectionParams | Mapping[str, int] | None, Doc(
         'Ends an answer with finish_reason "repetition", after min_tokens, when its last tokens are a pattern min_count times '
         "in a row. A RepetitionDetectionParams, or a dict of its arguments.")] = None
@@ -256,11 +256,11 @@ class SamplingParams(_CheckedParams):
     detokenize: Annotated[bool, Doc("False returns token ids only, without text.")] = True
     n: Annotated[int, Interval(ge=1, le=MAX_ANSWERS),
         Doc("Number of answers to the prompt. The i-th is drawn with seed + i.")] = 1
-    repetition_penalty: Annotated[float, Interval(gt=0), WayOut("use 1.0 to turn it off"), Option(),
+    repetition_penalty: Annotated[float, Interval(gt=0), Hint("use 1.0 to turn it off"), Option(),
         Doc("Logits of ids in prompt or output are divided by it if positive, else multiplied.")] = 1.0
-    presence_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(),
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2), Hint("use 0 to turn it off"), Option(),
         Doc("Subtracted once for every id that is in the output.")] = 0.0
-    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), WayOut("use 0 to turn it off"), Option(),
+    frequency_penalty: Annotated[float, Interval(ge=-2, le=2), Hint("use 0 to turn it off"), Option(),
         Doc("Subtracted once for each time an id is in the output.")] = 0.0
     no_repeat_ngram_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"), Option(),
         Doc("No run of this many tokens occurs twice in prompt + output.")] = 0
@@ -422,9 +422,9 @@ class BeamSearchParams(_CheckedParams):
 
     # fmt: off
     beam_width: Annotated[int, Ge(1),
-        Doc("Number of beams kept at each step, and of answers returned. More than max_num_seqs run in turns.")]
+        Doc("Number of beams kept at each step, and of answers returned. More than max_num_seqs run in groups.")]
     max_tokens: Annotated[int, Ge(1), Doc("Maximum length of an answer in tokens.")] = 16
-    length_penalty: Annotated[float, Interval(ge=-10, le=10), WayOut("0 compares plain sums"), Doc(
+    length_penalty: Annotated[float, Interval(ge=-10, le=10), Hint("0 compares plain sums"), Doc(
         "A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS counted. Above 0 it "
         "favours long answers, since the sums are negative.")] = 1.0
     early_stopping: Annotated[bool | Literal["never"], Doc(

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
-# The shapes and types that the arithmetic's annotations state are checked, in this process. (The front doors check their
+# The shapes and types that the arithmetic's annotations state are checked, in this process. (The public functions check their
 # arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
 ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "flash")]

@@ -53,11 +53,11 @@ def _delta(key_dim: int, value_dim: int, group: int, num_tokens: int, *definitio
     return Driver("fast/cpu/delta.cpp", "delta", (*sizes, *definitions), (1,))
 
 
-PLAYED = ("BF16", "TILES", f'PLAY_TILES="{FOLDER / "played_tiles.h"}"')
+EMULATED = ("BF16", "TILES", f'EMULATE_TILES="{FOLDER / "emulated_tiles.h"}"')
 
 DRIVERS = {
     "dense_linear": Driver("fast/cpu/dense_linear.cpp", "linear", counted_rows=(1, 16)),
-    "tile_linear": Driver("fast/cpu/tile_linear.cpp", "linear", PLAYED),
+    "tile_linear": Driver("fast/cpu/tile_linear.cpp", "linear", EMULATED),
     "quantized_linear": Driver("fast/cpu/quantized_linear.cpp", "linear", ("BF16", "QUANTIZED"), (1, 16)),
     "rounding": Driver("fast/cpu/rounding.cpp", "rounding", ()),
     "screen": Driver("fast/cpu/screen.cpp", "screen", counted_rows=(1,)),
@@ -83,7 +83,7 @@ MORE_DRIVERS = {
         f"quantized_linear {dtype}": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *given))
         for dtype, given in _DTYPES.items()
     },
-    "quantized_linear in tiles": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *PLAYED)),
+    "quantized_linear in tiles": Driver("fast/cpu/quantized_linear.cpp", "linear", ("QUANTIZED", *EMULATED)),
     "paged_decode 16": _decode(16, 1),
     "paged_decode 33": _decode(33, 2, "BF16"),
     "paged_decode 64": _decode(64, 3, "FP16"),
@@ -93,7 +93,7 @@ MORE_DRIVERS = {
     "paged_prefill 16": _prefill(16),
     "paged_prefill 33": _prefill(33, "BF16"),
     "paged_prefill 64": _prefill(64, "FP16"),
-    "paged_prefill 64 in tiles": _prefill(64, *PLAYED),
+    "paged_prefill 64 in tiles": _prefill(64, *EMULATED),
     "paged_prefill 80 int8": _prefill(80, "BF16", "INT8_PAGES"),
     "paged_prefill 128": _prefill(128, "BF16"),
     "paged_prefill 256": _prefill(256, "BF16"),

@@ -12,7 +12,7 @@ from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.arguments import Allowed, WayOut, declarations, declared, read_fields
+from nanoinfer.arguments import Allowed, Hint, declarations, declared, read_fields
 from nanoinfer.config import NEUTRAL
 
 NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != "self"]
@@ -63,7 +63,7 @@ class Point:
     Args: as declared below.
     """
 
-    number: Annotated[float, Ge(0), WayOut("0 is off"), Doc("How far. It may be half a step.")] = 1.0
+    number: Annotated[float, Ge(0), Hint("0 is off"), Doc("How far. It may be half a step.")] = 1.0
     count: Annotated[int | None, Interval(ge=1, le=9), Doc("How often.")] = None
     share: Annotated[float, Interval(gt=0, le=1), Doc("How much.")] = 1.0
     word: Annotated[str, Allowed("'one' or 'two'"), Doc("Which.")] = "one"

@@ -91,7 +91,7 @@ def test_a_flag_is_no_number():
         check_flag("f", 1)
 
 
-def test_a_way_out_follows_what_was_given():
+def test_a_hint_follows_what_was_given():
     assert str(out_of_range("n", 9, "in 1 .. 5; leave it out")) == "n must be in 1 .. 5, got 9; leave it out"
     assert str(out_of_range("n", 9, "in 1 .. 5")) == "n must be in 1 .. 5, got 9"
 

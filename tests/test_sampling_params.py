@@ -156,10 +156,10 @@ def message(error, kind, name, value):
 )
 def test_a_value_out_of_range_is_refused_by_name_value_and_range(kind, name, value, got, allowed):
     told = message(InvalidValueError, kind, name, value)
-    allowed, _, way_out = allowed.partition("; ")
+    allowed, _, hint = allowed.partition("; ")
     assert told.startswith((f"{name} must ", f"each of {name} must ", f"each id of {name} ", f"{name}["))
     assert f"{allowed}, got {shown(got)}" in told
-    assert told.partition("; ")[2].startswith(way_out)
+    assert told.partition("; ")[2].startswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_any_other_value_of_these_is_refused_by_name(name, value, acts_as):
         ("routed_experts_prompt_start", 3),
     ],
 )  # fmt: skip
-def test_any_other_value_of_vllms_newer_parameters_is_refused_with_a_way_out(name, value):
+def test_any_other_value_of_vllms_newer_parameters_is_refused_with_a_hint(name, value):
     with pytest.raises(UnsupportedError, match=re.escape(f"{name}={value!r} is not supported; {NEUTRAL[name][1]}")):
         SamplingParams(**{name: value})
 

@@ -31,8 +31,12 @@ def main(
     parts: Annotated[str | None, typer.Option(help="Only these parts, with commas, such as tests,steps.")] = None,
     output: Annotated[Path | None, typer.Option(help="A file that gets each JSON line at once.")] = None,
     block: Annotated[Path | None, typer.Option(help="A file to which the table is added, such as BENCHMARKS.md.")] = None,
-    against: Annotated[Path | None, typer.Option(help="Another tree of the project, measured in turns with this one.")] = None,
-    nano_vllm: Annotated[Path | None, typer.Option(help="nano-vllm's folder, to measure it in turns with this engine.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another tree of the project, measured interleaved with this one.")
+    ] = None,
+    nano_vllm: Annotated[
+        Path | None, typer.Option(help="nano-vllm's folder, to measure it interleaved with this engine.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help=f"A checkpoint's folder. Default: {RANDOM_MODEL}, random weights.")] = None,
     simulate: Annotated[bool, typer.Option(help="Try the parts without a GPU: tiny shapes on a simulated device.")] = False,
 ) -> None:

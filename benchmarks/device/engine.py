@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
+from benchmarks.baselines.process import parse_baselines
 from benchmarks.compare import compare
 from benchmarks.device.parts import Results, Setup
 from benchmarks.device.watch import Watch
-from benchmarks.peers.process import parse_peers
 from nanoinfer.lab.bench.offline import load, run_workload
 from nanoinfer.lab.bench.workloads import Workload, named
 from nanoinfer.llm import LLM
@@ -59,13 +59,13 @@ def workloads(setup: Setup) -> Results:
 
 
 def beside_nano_vllm(setup: Setup) -> Results:
-    """Measure both engines in turns (compare.py). On the simulated device: transformers, both on the CPU."""
-    peers = parse_peers("transformers" if setup.is_simulated else "nano-vllm")
+    """Measure both engines interleaved (compare.py). On the simulated device: transformers, both on the CPU."""
+    baselines = parse_baselines("transformers" if setup.is_simulated else "nano-vllm")
     device, repeats = ("cpu", 1) if setup.is_simulated else (setup.device, 3)
     workloads = chosen(setup, "A,B16,B64,C,E,F")
-    for result in compare(setup.model, workloads, repeats=repeats, peers=peers, dtype="auto", device=device):
+    for result in compare(setup.model, workloads, repeats=repeats, baselines=baselines, dtype="auto", device=device):
         speeds = {f"{name}, tokens/s": speed for name, speed in result.speeds.items()}
-        yield {"what": result.workload, **speeds, "ratio": result.ratios[peers[0].name]}
+        yield {"what": result.workload, **speeds, "ratio": result.ratios[baselines[0].name]}
 
 
 def steps(setup: Setup) -> Results:
@@ -118,7 +118,7 @@ def prompts(setup: Setup) -> Results:
 
 
 def _compared(workload: Workload, ours: LLM, eager: LLM, *, num_runs: int) -> dict[str, float]:
-    """Return the median milliseconds of both in turns, the share of equal answers, and how far log-probabilities differ."""
+    """Return the median milliseconds of both interleaved, the share of equal answers, and how far log-probabilities differ."""
     lens = [length + 4 for length in workload.output_lens]
     params = [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True, detokenize=False, logprobs=1) for num in lens]
     given = workload.prompts(ours.info.vocab_size, 0)

@@ -51,7 +51,7 @@ def bandwidths(setup: Setup) -> Results:
 
 
 def seconds_of(setup: Setup, variants: Variants) -> dict[str, float]:
-    """Return the median seconds of a replay of each variant's graph, in turns."""
+    """Return the median seconds of a replay of each variant's graph, interleaved."""
     gpu, replays, seconds = torch.get_device_module(setup.device), dict[str, Any](), dict[str, list[float]]()
     for name, run in variants.items():
         run()  # compiles

@@ -37,7 +37,7 @@ class Setup:
 class Part:
     """function: a module of this folder and its function, Setup -> Results. seconds: the part's share of the time.
 
-    is_compared: another tree is measured in turns with this one. needs_gpu: without a GPU the part does not run.
+    is_compared: another tree is measured interleaved with this one. needs_gpu: without a GPU the part does not run.
     """
 
     name: str

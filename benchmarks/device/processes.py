@@ -1,4 +1,4 @@
-"""Run parts one after the other, each in a process with a limit of its own, and with another tree in turns.
+"""Run parts one after the other, each in a process with a limit of its own, and with another tree interleaved.
 
 In: parts, a Setup, trees. Out: lines, each as soon as it is known. A part that fails or reaches its limit does not stop the
 others, because a kernel that fails makes the GPU unusable for its process alone.
@@ -84,7 +84,7 @@ class PartProcess:
 def run_part(
     part: Part, setup: Setup, trees: dict[str, Path], environment: dict[str, str], limit_s: float, emit: Callable[[Line], None]
 ) -> None:
-    """Run a part with each tree, in turns, and emit its results and how it ended. trees: name -> folder."""
+    """Run a part with each tree, interleaved, and emit its results and how it ended. trees: name -> folder."""
     start = time.monotonic()
     ended, processes, turns = {"state": "done"}, dict[str, PartProcess](), deque(trees)
     with ExitStack() as stack:

@@ -162,7 +162,7 @@ class StateCache:
 
 
 def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
-    """Return k and v as they are stored: if a token's v is not finite (fp16 overflow, damaged weights), v is 0 and k is NaN.
+    """Return k and v as they are stored: if a token's v is not finite (fp16 overflow, corrupted weights), v is 0 and k is NaN.
 
     Attention masks a key by replacing its score by -inf, but masks a value by weight 0, and 0 * NaN is NaN. So a NaN in v would
     reach every query that shares a matrix product with the token, and later every sequence that is given the token's block. A

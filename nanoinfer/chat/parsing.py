@@ -76,7 +76,7 @@ class ChatParser:
 
     Whitespace next to a tag belongs to the tag, unless it separates two pieces of content. Without tags, all text is
     content. Malformed JSON after a call's name and the opening brace of its arguments stays there, as in OpenAI's API. A
-    </think> that no tag began ends a thought if the answer comes as one piece. In a stream the text before it stays content.
+    </think> that no tag began ends reasoning if the answer comes as one piece. In a stream the text before it stays content.
 
     Attributes:
         has_tool_calls: whether a call is complete.

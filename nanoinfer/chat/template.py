@@ -22,7 +22,7 @@ MAX_WAIT_SECONDS = 5.0  # how long a request may wait while the chats of other r
 MAX_BYTES = 2**28  # the memory that templates may take, besides what an idle renderer has
 MAX_CHARACTERS = 2**23
 # Requests with more characters, the template included, use a second renderer, so that small chats need not wait. The limit is
-# four times work_threads.LARGE, since a small chat may have a long template.
+# four times worker_threads.LARGE, since a small chat may have a long template.
 LARGE_REQUEST = 2**16
 
 

@@ -68,8 +68,8 @@ def batch(
     if job.ray is not None:
         options.check_packages("ray", "ray")
     elif job.replicas > 1:
-        way_out = "give --ray local for several engines on this machine"
-        raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")
+        hint = "give --ray local for several engines on this machine"
+        raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {hint}")
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.server.batch import ResultFile
 

@@ -112,7 +112,7 @@ class RunOptions:
     random_model: RandomModel = None
     lora_request: Annotated[
         list[str] | None,
-        typer.Option(help="A LoRA adapter for requests, with --enable-lora. They take several in turns.", metavar="PATH"),
+        typer.Option(help="A LoRA adapter for requests, with --enable-lora. They take several round-robin.", metavar="PATH"),
     ] = None
     repeats: Repeats = 3
 

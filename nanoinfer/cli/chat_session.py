@@ -152,8 +152,8 @@ class ChatSession(Conversation):
         argument = argument.strip()
         if name not in COMMANDS:
             found = suggest(f"/{name}", [f"/{command}" for command in COMMANDS])
-            way_out = f"{found} (put a space before a question that begins with /)"
-            raise InvalidValueError(f"there is no command /{name}; {way_out}")
+            hint = f"{found} (put a space before a question that begins with /)"
+            raise InvalidValueError(f"there is no command /{name}; {hint}")
         expected, run = COMMANDS[name]
         if not expected.startswith("[") and bool(expected) != bool(argument):
             raise InvalidValueError(f"write /{name} {expected}".rstrip() + f", got {message!r}")

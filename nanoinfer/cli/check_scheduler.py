@@ -29,12 +29,12 @@ def check_scheduler(
             metavar="NAME=NUMBER", help="A size of the world, such as num_requests=2 or async_scheduling=1. May be repeated."
         ),
     ] = None,
-    html: Annotated[Path, typer.Option(help="Path of the HTML replay of a run that breaks a promise.")] = Path("trace.html"),
+    html: Annotated[Path, typer.Option(help="Path of the HTML replay of a violation.")] = Path("trace.html"),
     as_json: AsJson = False,
 ) -> None:
     """Check every schedule of three requests, four blocks and two places: no block lost, no request starved, no wrong token.
 
-    If a promise is broken, print a shortest run that breaks it, and write a page that replays it. Takes a minute or two.
+    If an invariant is violated, print a shortest run that violates it, and write a page that replays it. Takes a minute or two.
     """
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
@@ -43,7 +43,7 @@ def check_scheduler(
 
     def print_seen(seen: dict[str, float]) -> None:
         counts = f"{seen['num_states']:,} states, {seen['num_transitions']:,} transitions"
-        print(f"{counts}, no promise broken. {seen['seconds']:.0f} s")
+        print(f"{counts}, no invariant violated. {seen['seconds']:.0f} s")
 
     check_writable(html)
     import_modules(None, *classes or ())
@@ -63,7 +63,7 @@ def check_scheduler(
                 lambda seen: status.update(f"Exploring: {seen.num_states:,} states after {seen.num_events} events"),
             )
             return print_result(seen._asdict(), as_json, print_seen)
-        except schedules.BrokenPromiseError as broken:
+        except schedules.InvariantError as broken:
             error = broken
     recorder = Recorder()
     schedules.replay(*checked, sizes, error.events, recorder)

@@ -76,8 +76,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            way_out = (ctx.parent is None and OF_OLLAMA.get(args[0])) or suggest(args[0], self.list_commands(ctx))
-            ctx.fail(f"there is no command {args[0]!r}; {way_out}")
+            hint = (ctx.parent is None and OF_OLLAMA.get(args[0])) or suggest(args[0], self.list_commands(ctx))
+            ctx.fail(f"there is no command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -82,10 +82,10 @@ def examine(
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))
     compiled, compared = examine_model(model) if with_model else None, compare() if with_bits else None
-    return Report(_machine(device) | sizes(kept_files(prefix_cache_dir)), _engine(device, dtype), checks, compiled, compared)
+    return Report(_machine(device) | sizes(cached_files(prefix_cache_dir)), _engine(device, dtype), checks, compiled, compared)
 
 
-def kept_files(prefix_cache_dir: str | None) -> dict[str, list[Path]]:
+def cached_files(prefix_cache_dir: str | None) -> dict[str, list[Path]]:
     """Return the files that are kept for later processes, which can be deleted at any time.
 
     prefix_cache_dir: the folder of prefixes. None: no prefixes are listed, because no folder is their default.
@@ -106,9 +106,9 @@ def sizes(kept: dict[str, list[Path]]) -> dict[str, str]:
     return {name: f"{num_bytes[name] / 2**20:,.1f} MiB in {len(paths)} files" for name, paths in kept.items()}
 
 
-def remove_kept(prefix_cache_dir: str | None) -> dict[str, str]:
-    """Remove what kept_files returns. Returns its sizes, as names and values to print."""
-    kept = kept_files(prefix_cache_dir)
+def remove_cached(prefix_cache_dir: str | None) -> dict[str, str]:
+    """Remove what cached_files returns. Returns its sizes, as names and values to print."""
+    kept = cached_files(prefix_cache_dir)
     removed = sizes(kept)
     for path in chain(*kept.values()):
         path.unlink(missing_ok=True)

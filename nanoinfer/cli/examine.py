@@ -29,9 +29,9 @@ def doctor(
 ) -> None:
     """Print what a bug report needs: this machine, and what the engine will use on it. Check each attention backend."""
     if clear:
-        from nanoinfer.cli.doctor import print_removed, remove_kept
+        from nanoinfer.cli.doctor import print_removed, remove_cached
 
-        return print_result(remove_kept(prefix_cache_dir), as_json, print_removed)
+        return print_result(remove_cached(prefix_cache_dir), as_json, print_removed)
     with busy("Examining this machine"):
         from nanoinfer.cli.doctor import examine, print_report
 

@@ -39,7 +39,7 @@ class Inspection:
 
     path: str  # the folder or the GGUF file
     architecture: str  # the architecture in config.json
-    unsupported_reason: str | None = None  # why it cannot be loaded, with the way out. None: it can be loaded
+    unsupported_reason: str | None = None  # why it cannot be loaded, with a hint. None: it can be loaded
     sizes: dict[str, int] = field(default_factory=dict)  # as the engine reads them, or as in config.json if it is not supported
     is_tied: bool | None = None  # whether the LM head shares the embedding's weight
     num_parameters: int | None = None  # None: the weights are not downloaded
@@ -67,7 +67,7 @@ def examine(
     """Read a checkpoint's headers.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: there is no checkpoint of this name, or its config.json is damaged.
+        CheckpointNotFoundError, CheckpointError: there is no checkpoint of this name, or its config.json is corrupted.
         InvalidValueError: num_tokens exceeds the model's positions, or the dtype is unknown.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)

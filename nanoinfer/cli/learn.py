@@ -48,7 +48,7 @@ All {number} passed. It is your engine now:
   nanoinfer learn export FOLDER            a repository of your own, which runs without nanoinfer"""
 
 
-class WitnessedCommand(Command):
+class ChildProcessCommand(Command):
     """A command that runs in a child process. Status 0 counts only if the child came to the command's end.
 
     The workbook's code may exit.
@@ -102,7 +102,7 @@ def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new f
     print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
 
 
-@app.command(cls=WitnessedCommand)
+@app.command(cls=ChildProcessCommand)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
     workbook = Workbook.here(NAMES)
@@ -111,7 +111,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command(cls=WitnessedCommand)
+@app.command(cls=ChildProcessCommand)
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
@@ -150,7 +150,7 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     print(f"{file.name} has the engine's version.")
 
 
-@app.command(cls=WitnessedCommand)
+@app.command(cls=ChildProcessCommand)
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
@@ -174,7 +174,7 @@ def run(
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-@app.command(cls=WitnessedCommand)
+@app.command(cls=ChildProcessCommand)
 def ladder() -> None:
     """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
     from torch import device
@@ -196,7 +196,7 @@ def ladder() -> None:
         print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
-@app.command(cls=WitnessedCommand)
+@app.command(cls=ChildProcessCommand)
 def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
     """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
     from torch import device

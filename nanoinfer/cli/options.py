@@ -346,8 +346,8 @@ def check_chat_template(engine: EngineOptions) -> None:
         with file.open("rb") as content:
             if b"chat_template" in content.read(MAX_METADATA_BYTES):
                 return
-    way_out = "continue a text with `nanoinfer generate`, or name a tokenizer that has one with --tokenizer"
-    raise UnsupportedError(f"{name} has no chat template; {way_out}")
+    hint = "continue a text with `nanoinfer generate`, or name a tokenizer that has one with --tokenizer"
+    raise UnsupportedError(f"{name} has no chat template; {hint}")
 
 
 def load_llm(engine: EngineOptions, *, needs_chat_template: bool = False, **more: Any) -> "LLM":

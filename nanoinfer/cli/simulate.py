@@ -35,7 +35,7 @@ class MachineOptions:
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
     ] = False
-    num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests in turns.")] = 1
+    num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests round-robin.")] = 1
     num_prefill_engines: Annotated[
         int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
     ] = 0
@@ -83,8 +83,8 @@ def simulate(
         options.check_writable(html)
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
-        way_out = "with the limits of --goodput and one workload; give them, or leave --find out"
-        raise InvalidValueError(f"--find must be goodput, {way_out}, got {find!r}")
+        hint = "with the limits of --goodput and one workload; give them, or leave --find out"
+        raise InvalidValueError(f"--find must be goodput, {hint}, got {find!r}")
     with options.busy("Simulating"):
         run = partial(_run, machine, picked, engine, limits)
         if find is None:

@@ -222,8 +222,8 @@ def _check_reference(reference: Checkpoint, checkpoint: Checkpoint, against: str
     import transformers
 
     if reference.gguf is not None or _is_quantised(reference):
-        way_out = "name the checkpoint that it was made from with --against" if against is None else "name an unquantised one"
-        raise InvalidValueError(f"transformers must read unquantised safetensors, got {str(reference.path)!r}; {way_out}")
+        hint = "name the checkpoint that it was made from with --against" if against is None else "name an unquantised one"
+        raise InvalidValueError(f"transformers must read unquantised safetensors, got {str(reference.path)!r}; {hint}")
     model, _ = loader.on_meta(reference)
     num_tokens, its_num_tokens = (loader.read_config(one)[1].vocab_size for one in (checkpoint, reference))
     if num_tokens != its_num_tokens:

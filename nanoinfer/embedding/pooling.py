@@ -186,7 +186,7 @@ class Pooling:
     def of(cls, checkpoint: Checkpoint) -> "Pooling":
         """Read the files of sentence-transformers as the library itself does.
 
-        Raises: UnsupportedError, CheckpointError for damaged files.
+        Raises: UnsupportedError, CheckpointError for corrupted files.
         """
         path = checkpoint.path / "modules.json"
         if not path.exists():

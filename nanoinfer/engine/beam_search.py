@@ -73,7 +73,7 @@ class BeamSearch:
     def _step(self) -> None:
         """Compute a token for every beam, and start prompts as far as max_num_batched_tokens allows.
 
-        This takes one forward pass, or several if there are more than max_num_seqs beams, which then run in turns.
+        This takes one forward pass, or several if there are more than max_num_seqs beams, which then run in groups.
         """
         with self._engine.guard.exclusive():
             self._admit()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanoinfer.engine.speculative.speculator import Proposer
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
-    from nanoinfer.loading.held_weights import HeldWeights
+    from nanoinfer.loading.loaded_weights import LoadedWeights
     from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
 
@@ -26,7 +26,7 @@ def make_engine(
     model: "Model",
     config: EngineConfig,
     *,
-    weights: "HeldWeights | None" = None,
+    weights: "LoadedWeights | None" = None,
     draft_model: "Model | None" = None,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
@@ -77,7 +77,7 @@ def make_runtime(
     model: "Model",
     config: EngineConfig,
     shards: "Shards | None" = None,
-    weights: "HeldWeights | None" = None,
+    weights: "LoadedWeights | None" = None,
     adapters: "Adapters | None" = None,
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanoinfer.lora.adapters import Adapter, Adapters
     from nanoinfer.lora.request import LoRARequest
     from nanoinfer.sampling.grammar import GrammarCompiler, GrammarState
-    from nanoinfer.sampling.thinking import Thought
+    from nanoinfer.sampling.thinking import ReasoningState
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class TooLong:
     """A prompt that does not fit into the model's context.
 
-    message: what is wrong, and the way out.
+    message: what is wrong, and a hint.
     num_tokens: the tokens of the prompt, or of its beginning if Tokenizer.encode encoded no more of it.
     max_tokens: the model's context length.
     """
@@ -51,7 +51,7 @@ class PreparedRequest:
 
     prompt: the text of the prompt. None: only token ids were given.
     grammar: params.structured_outputs, compiled and at its start. None: the answer is free.
-    thought: params.thinking_token_budget with the tokenizer's tags, at the answer's beginning. None: a thought has no limit.
+    reasoning: params.thinking_token_budget with the tokenizer's tags, at the answer's beginning. None: reasoning has no limit.
     error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
@@ -67,7 +67,7 @@ class PreparedRequest:
     error: TooLong | None = None
     priority: int = 0
     grammar: "GrammarState | None" = None
-    thought: "Thought | None" = None
+    reasoning: "ReasoningState | None" = None
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
@@ -121,15 +121,16 @@ class InputProcessor:
         params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
-        thought = self._thought(token_ids, params)
+        reasoning = self._reasoning(token_ids, params)
         given = prompt if isinstance(prompt, dict) else {}
         salt = f"/{given['cache_salt']}" if given.get("cache_salt") else None  # the user's salt
         # render_chat gives the tokenizer's EOS, for which the model may lack a row.
         given_ends = _token_ids(given.get("eos_token_ids", []), "eos_token_ids of a prompt")
         ends = frozenset(i for i in given_ends if 0 <= i < self._info.vocab_size)
         prepared = PreparedRequest(
-            text, token_ids, params, bad_words, error, int(priority or 0), thought=thought, cache_salt=salt, eos_token_ids=ends
-        )
+            text, token_ids, params, bad_words, error, int(priority or 0), reasoning=reasoning, cache_salt=salt,
+            eos_token_ids=ends,
+        )  # fmt: skip
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
@@ -191,7 +192,7 @@ class InputProcessor:
     ) -> tuple[list[ChatPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
 
-        A structured output follows the thought that the prompt has begun, or that a thinking_token_budget allows. For gpt-oss
+        A structured output follows the reasoning that the prompt has begun, or that a thinking_token_budget allows. For gpt-oss
         the prompt begins the final message. A grammar of the user's own constrains the whole answer.
 
         Raises: the errors of render_chat and constrain_calls, with the conversation's index.
@@ -294,32 +295,32 @@ class InputProcessor:
             )
         return bad_words
 
-    def _thought(self, token_ids: list[int], params: SamplingParams) -> "Thought | None":
-        """Return the thought of the answer to a prompt. Raises: InvalidValueError if no token can end it."""
+    def _reasoning(self, token_ids: list[int], params: SamplingParams) -> "ReasoningState | None":
+        """Return the reasoning of the answer to a prompt. Raises: InvalidValueError if no token can end it."""
         budget, form = params.thinking_token_budget, params.structured_outputs
         if budget is None:
             return None
         from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
-        from nanoinfer.sampling.thinking import Thought
+        from nanoinfer.sampling.thinking import ReasoningState
 
-        if self.tokenizer is None or self.end_of_thought is None:
+        if self.tokenizer is None or self.end_of_reasoning is None:
             raise InvalidValueError(
                 f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
                 "leave it out, and limit max_tokens, or set reasoning_effort to 'low' for gpt-oss, which thinks in a channel"
             )
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
-        return Thought(
+        return ReasoningState(
             THINK.encode(),
             END_THINK.encode(),
-            self.end_of_thought,
+            self.end_of_reasoning,
             budget,
             begin=0 if opens_thinking(end) else None,
-            is_over=closes_thinking(end) or (form is not None and form.kind != "grammar"),  # only a grammar may have a thought
+            is_over=closes_thinking(end) or (form is not None and form.kind != "grammar"),  # only a grammar may have reasoning
         )
 
     @cached_property
-    def end_of_thought(self) -> int | None:
-        """The token that ends a thought, which thinking_token_budget needs. None: the model has none."""
+    def end_of_reasoning(self) -> int | None:
+        """The token that ends reasoning, which thinking_token_budget needs. None: the model has none."""
         from nanoinfer.chat.parsing import END_THINK
 
         token_id = None if self.tokenizer is None else self.tokenizer.backend.token_to_id(END_THINK)
@@ -328,9 +329,9 @@ class InputProcessor:
     def limit_thinking(self, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
         """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
 
-        So a thought leaves room for the call or the format that an answer must have.
+        So reasoning leaves room for the call or the format that an answer must have.
         """
-        if params.thinking_token_budget is not None or self.end_of_thought is None:
+        if params.thinking_token_budget is not None or self.end_of_reasoning is None:
             return params
         num_tokens = params.max_tokens or self.max_model_len - len(prompt["prompt_token_ids"])
         return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))

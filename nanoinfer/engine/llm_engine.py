@@ -162,7 +162,7 @@ class LLMEngine:
                 eos_token_ids=self.eos_token_ids | prepared.eos_token_ids,
                 bad_words=prepared.bad_words,
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
-                thought=copy.copy(prepared.thought),
+                reasoning=copy.copy(prepared.reasoning),
                 reader=prepared.reader,
                 index=index,
                 priority=prepared.priority,

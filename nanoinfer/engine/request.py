@@ -162,7 +162,7 @@ class _Answer:
         if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
             self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
         self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
-        params, state = seq.params, (seq.grammar, seq.thought, self.detokenizer, self._logprobs)
+        params, state = seq.params, (seq.grammar, seq.reasoning, self.detokenizer, self._logprobs)
         reads_tokens = streaming or params.stop or params.return_sampling_mask or params.repetition_detection
         # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
         self.ending_ids: frozenset[int] | None = None
@@ -178,8 +178,8 @@ class _Answer:
         stop = check_token_ids(seq)
         if examine and token_id in self._special_stops and (stop is None or stop.finish_reason != "stop"):
             stop = Stop("stop", self._special_stops[token_id])
-        if seq.thought is not None and self._tokenizer is not None:
-            seq.thought.advance(self._tokenizer.token_bytes(token_id))
+        if seq.reasoning is not None and self._tokenizer is not None:
+            seq.reasoning.advance(self._tokenizer.token_bytes(token_id))
         ended_by_id = stop is not None and stop.finish_reason == "stop"
         if seq.grammar is not None and not ended_by_id:
             seq.grammar.advance(token_id)

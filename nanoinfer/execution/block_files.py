@@ -5,7 +5,7 @@ the key and the number of the cache group:
 
     "nanokv2\\n" | key, 32 bytes | group | SHA-256 of all the rest, 32 bytes | keys and values as in the cache, or a state
 
-A thread writes them (system/kept_files.py), and the engine waits for it only in close(). A file is read as a whole, and
+A thread writes them (system/disk_cache.py), and the engine waits for it only in close(). A file is read as a whole, and
 accepted only if its length, key and checksum are right. It is not mapped, because a mapped file ends this process by SIGBUS if
 another process truncates it, or its disk is gone. Nothing is unpickled.
 
@@ -35,7 +35,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedErro
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.loading.held_weights import Shards
+from nanoinfer.loading.loaded_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.loading.weights import pieces_of
 from nanoinfer.sampling_params import SamplingParams
@@ -43,8 +43,8 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.scheduling.stored_blocks import Entry
-from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
-from nanoinfer.system.work_threads import ThreadPool
+from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
+from nanoinfer.system.worker_threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class BlockFiles:
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
         self._folder = private_folder(folder, "prefix_cache_dir")
-        self._files = KeptFiles(self._folder, max_bytes, PATTERN)
+        self._files = DiskCache(self._folder, max_bytes, PATTERN)
         self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
         self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
         self._copies: dict[Entry, Callable[[], Tensor]] = {}  # entries that wait or are being written
@@ -107,7 +107,7 @@ class BlockFiles:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("the block file %s is damaged, and is removed: %s", path, first_line(error))
+            logger.warning("the block file %s is corrupted, and is removed: %s", path, first_line(error))
             self.discard(entry)
             return None
         self.counts["prefix_cache_read_bytes"] += num_bytes

@@ -150,17 +150,17 @@ def memory_for_cache(
     if device.type != "cpu":
         free, total = map(int, torch.get_device_module(device).mem_get_info(device))
         spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
-        way_out = "lower kv_cache_memory, or leave it out"
+        hint = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()
         kept_bytes += mapped_file_bytes()
         spare = min(DEFAULT_CPU_MEMORY // num_ranks, (free // num_ranks - kept_bytes) // 2)
-        way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
+        hint = "lower kv_cache_memory, or leave it out to take at most half of what is free"
     free -= kept_bytes
     if kv_cache_memory is None:
         return max(spare, 0)
     if kv_cache_memory > free:
-        raise InvalidValueError(f"kv_cache_memory is {kv_cache_memory} bytes, but {free} are free on {device}; {way_out}")
+        raise InvalidValueError(f"kv_cache_memory is {kv_cache_memory} bytes, but {free} are free on {device}; {hint}")
     return kv_cache_memory
 
 

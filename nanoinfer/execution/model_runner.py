@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.loading.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
@@ -46,7 +46,7 @@ class ModelRunner:
     cache: KVCache
     backend: AttentionBackend
     graphs: Replayer | None = None
-    weights: HeldWeights = field(default_factory=HeldWeights)
+    weights: LoadedWeights = field(default_factory=LoadedWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """Compute the hidden rows of a step. They are valid until the next forward, which may write to the same memory."""

@@ -16,7 +16,7 @@ from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
 from nanoinfer.execution.runtime import Runtime
-from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.loading.loaded_weights import LoadedWeights
 from nanoinfer.scheduling.sequence import Sequence
 
 
@@ -35,7 +35,7 @@ def with_drafter(runtime: Runtime, drafter: Any) -> tuple[Runtime, Runtime]:
         runtime,
         model=drafter,
         sizes=CacheSizes.of(drafter.config),
-        weights=HeldWeights(),
+        weights=LoadedWeights(),
         wrappers=(partial(DrafterRunner, kept=kept),),
         kept_bytes_per_token=runtime.model.config.hidden_size * runtime.dtype.itemsize,
     )

@@ -18,7 +18,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, Replayer
-from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.loading.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
@@ -73,7 +73,7 @@ class Runtime:
     is_batch_independent: bool = False
     report: CompileReport | None = None
     reserved_bytes: int = 0
-    weights: HeldWeights = field(default_factory=HeldWeights)
+    weights: LoadedWeights = field(default_factory=LoadedWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
     in_step: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -105,7 +105,7 @@ class Runtime:
         return next(self.model.parameters()).dtype
 
 
-def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Runtime:
+def plain_runtime(model: Model, config: EngineConfig, weights: LoadedWeights | None = None) -> Runtime:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
     sizes = CacheSizes.of(model.config)
@@ -129,7 +129,7 @@ def plain_runtime(model: Model, config: EngineConfig, weights: HeldWeights | Non
     # Triton launches kernels on the current device.
     is_cpu = weight.device.type == "cpu"
     in_step = nullcontext if is_cpu else partial(torch.get_device_module(weight.device).device, weight.device)
-    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights(), in_step=in_step)
+    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or LoadedWeights(), in_step=in_step)
 
 
 def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = None) -> ModelRunner:

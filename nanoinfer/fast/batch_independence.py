@@ -72,7 +72,7 @@ def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: i
 
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit. NaN equals NaN, since a damaged weight does not show the order of a sum."""
+    """Whether two tensors are equal bit by bit. NaN equals NaN, since a corrupted weight does not show the order of a sum."""
     integers = {4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 

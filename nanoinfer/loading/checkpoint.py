@@ -207,8 +207,8 @@ def _refuse_adapter(path: Path) -> None:
     if not (path / ADAPTER_CONFIG).exists():
         return
     base = shown(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE_MODEL")
-    way_out = f"load its base model together with it: model={base}, lora={shown(str(path))}"
-    raise CheckpointNotFoundError(f"{path} is a LoRA adapter, not a model; {way_out}")
+    hint = f"load its base model together with it: model={base}, lora={shown(str(path))}"
+    raise CheckpointNotFoundError(f"{path} is a LoRA adapter, not a model; {hint}")
 
 
 def _weight_files(path: Path, present: set[str], model: str) -> tuple[list[Path], dict[str, str]]:

@@ -25,9 +25,9 @@ def download(model: str, revision: str | None, patterns: list[str]) -> Path:
     """Return the folder of a hub model, with the files that match one of the patterns."""
     path = Path(model).expanduser()
     if path.is_absolute() or model.startswith(".") or path.suffix == ".gguf":
-        way_out = f"{_did_you_mean(model)}give a checkpoint's folder, a .gguf file on this machine, or a hub name"
+        hint = f"{_did_you_mean(model)}give a checkpoint's folder, a .gguf file on this machine, or a hub name"
         kind = "file" if path.suffix == ".gguf" else "folder"
-        raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
+        raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {hint}")
     try:
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
         has_weights = any(name.endswith((".safetensors", ".bin")) for name in list_folder(folder))
@@ -39,15 +39,15 @@ def download(model: str, revision: str | None, patterns: list[str]) -> Path:
             f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{list_bundled()}"
         ) from error
     except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
-        reason, way_out = _explain(error, model)
+        reason, hint = _explain(error, model)
         raise CheckpointNotFoundError(
             f"{shown(model)} is no folder here, and the hub did not give it (revision {(revision or 'main')[:100]}): {reason}; "
-            f"{_did_you_mean(model)}{way_out}, or use a folder; {list_bundled()}"
+            f"{_did_you_mean(model)}{hint}, or use a folder; {list_bundled()}"
         ) from error
 
 
 def _explain(error: Exception, model: str) -> tuple[str, str]:
-    """Return why a hub's model cannot be downloaded, and the way out."""
+    """Return why a hub's model cannot be downloaded, and a hint."""
     log_in = "`hf auth login`, or set HF_TOKEN"
     if isinstance(error, GatedRepoError):
         page = f"{constants.ENDPOINT}/{model}"
@@ -66,7 +66,7 @@ def _explain(error: Exception, model: str) -> tuple[str, str]:
 
 
 def _did_you_mean(model: str) -> str:
-    """Return the beginning of a way out: a bundled, cached or local model with a similar name, or ""."""
+    """Return the beginning of a hint: a bundled, cached or local model with a similar name, or ""."""
     cached = [name.removeprefix("models--").replace("--", "/") for name in list_folder(Path(constants.HF_HUB_CACHE))]
     local = [str(Path(model).with_name(name)) for name in list_folder(Path(model).expanduser().parent)]
     candidates = {*bundled_models(), *cached, *local} - {model}

@@ -27,7 +27,7 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
-from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
+from nanoinfer.loading.loaded_weights import LoadedWeights, Origin, Shards
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
@@ -60,7 +60,7 @@ class Loaded:
 
     checkpoint: Checkpoint
     model: Model
-    weights: HeldWeights
+    weights: LoadedWeights
     num_parameters: int  # of the checkpoint, even if the model is only a rank's part
     tokenizer: Tokenizer | None  # None: the model takes only token ids
     eos_token_ids: frozenset[int]
@@ -113,11 +113,11 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
         return _load_drafter(target)
     draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
     ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
-    way_out = "choose a draft model of the same family"
+    hint = "choose a draft model of the same family"
     if theirs != ours:
-        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {hint}")
     if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
-        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {hint}")
     return draft.model
 
 
@@ -129,14 +129,14 @@ def _load_drafter(target: Loaded) -> Model:
         WeightsError: weights that do not fit.
     """
     model: Any = target.model
-    way_out = "use method 'ngram', or 'draft_model' with a smaller model"
+    hint = "use method 'ngram', or 'draft_model' with a smaller model"
     if not hasattr(model, "drafter_class"):
-        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {way_out}")
+        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {hint}")
     weights, rules = open_weights(target.checkpoint), model.drafter_class.weight_rules
     if not any(name.startswith(rules.prefix) for name in weights):
         raise UnsupportedError(
             f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
-            f"leaves them out when it saves a model; take the published checkpoint, or {way_out}"
+            f"leaves them out when it saves a model; take the published checkpoint, or {hint}"
         )
     with torch.device("meta"):
         drafter = model.drafter_class(model.config)
@@ -147,7 +147,9 @@ def _load_drafter(target: Loaded) -> Model:
     return loaded
 
 
-def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
+def load_configured(
+    checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None
+) -> tuple[Any, LoadedWeights, int]:
     """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks.
 
     The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
@@ -182,7 +184,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
     places = place_weights(model, weights, model.weight_rules, dtype)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and places would keep the original weights alive.
-    held = HeldWeights({} if config.quantization else places, origin)
+    held = LoadedWeights({} if config.quantization else places, origin)
     if device.type == "cpu":
         num_stored_bits = 8 * sum(size for _, size, *_ in states) / num_parameters
         _compare_memory(model, config, num_stored_bits, num_ranks=1 if shards is None else shards.size)
@@ -228,14 +230,14 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
         if needed - int4 >= 10**8:
             text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
             logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
-    way_out = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    hint = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
     text = f"the weights take {needed / 1e9:.1f} GB in {runs_in}"
     if config.bits_of_draft:
         needed += (copy := num_linear_bytes(model, config.bits_of_draft))
         text += f", and their copy in {config.bits_of_draft} bits, which drafts, {copy / 1e9:.1f} GB"
-        way_out = f"leave out speculative_config, or {way_out}"
+        hint = f"leave out speculative_config, or {hint}"
     if needed > available:
-        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {way_out}")
+        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {hint}")
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:

@@ -139,7 +139,7 @@ class WeightFiles(Weights):
             except PermissionError as error:
                 raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is cut short or damaged ({first_line(error)}); download it again") from error
+                raise WeightsError(f"{path} is truncated or corrupted ({first_line(error)}); download it again") from error
             for name in file.keys():  # noqa: SIM118 (it is not a dict)
                 if name in self and index.get(name) == found_in[name]:
                     continue

@@ -26,7 +26,7 @@ from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
-from nanoinfer.loading.held_weights import Shards
+from nanoinfer.loading.loaded_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.lora.request import LoRARequest

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.loading.held_weights import HookInKernels
+from nanoinfer.loading.loaded_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.transfer import integers_on_device
 

@@ -83,7 +83,7 @@ class StageEntries:
     allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
     allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
     grammar: "GrammarMask | None" = None  # what rows with structured_outputs may draw
-    end_thinking: TokenEntries | None = None  # the end of each thought that is over
+    end_thinking: TokenEntries | None = None  # the end of reasoning that is over
     bad_words: TokenEntries | None = None  # the ids that would complete a bad word
     min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: TokenEntries | None = None  # values: the bias
@@ -201,7 +201,7 @@ def _uniform(
 
 def _is_stateful(seq: Sequence) -> bool:
     params = seq.params
-    has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None or seq.thought is not None
+    has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None or seq.reasoning is not None
     return has_lists or params.needs_sampling_state or params.min_tokens > 0
 
 
@@ -264,8 +264,8 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
         params, index = seq.params, position - len(seq.prompt_token_ids)
         must_end = seq.grammar is not None and seq.grammar.is_complete
-        if seq.thought is not None and seq.thought.must_end(index):
-            entries["end_thinking"].append((row, [seq.thought.end_id], None))
+        if seq.reasoning is not None and seq.reasoning.must_end(index):
+            entries["end_thinking"].append((row, [seq.reasoning.end_id], None))
         if index < params.min_tokens and seq.stop_ids and not must_end:
             entries["min_tokens"].append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):

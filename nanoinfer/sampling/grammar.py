@@ -221,8 +221,8 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
-            way_out = install_command("structured")
-            raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
+            hint = install_command("structured")
+            raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {hint}") from error
         tokenizer, end_id = self._convert()
         grammar = _tried_grammar(params)
         limits = _limits(grammar)

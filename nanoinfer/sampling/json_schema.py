@@ -92,8 +92,8 @@ class _Rewriter:
             unenforced["pattern" if "pattern" in schema else "patternProperties"] = r" with look-around, \b or a back-reference"
         if unenforced and not self.root["x-guidance"].get("lenient"):
             names = ", ".join(f'"{keyword}"{use}' for keyword, use in unenforced.items())
-            way_out = 'leave them out, or set "x-guidance": {"lenient": true} in the schema, which drops them'
-            raise InvalidValueError(f"{place} cannot be used: these keywords cannot be enforced: {names}; {way_out}")
+            hint = 'leave them out, or set "x-guidance": {"lenient": true} in the schema, which drops them'
+            raise InvalidValueError(f"{place} cannot be used: these keywords cannot be enforced: {names}; {hint}")
         for keyword in unenforced:
             del schema[keyword]
 

@@ -43,7 +43,7 @@ def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
 
 
 def end_thinking(logits: Logits, batch: SamplingBatch) -> Logits:
-    """Forbid all but the end of a thought that has thinking_token_budget tokens, unless a stage before forbids the end."""
+    """Forbid all but the end of reasoning that has thinking_token_budget tokens, unless a stage before forbids the end."""
     if (ends := batch.entries.end_thinking) is None:
         return logits
     rows, kept = logits[ends.rows], ends.read(logits).unsqueeze(-1)  # [entries, vocab], [entries, 1]

@@ -1,7 +1,7 @@
-"""The thought at the beginning of an answer, which ends after thinking_token_budget tokens.
+"""The reasoning at the beginning of an answer, which ends after thinking_token_budget tokens.
 
-In: the bytes of each token of the answer. Out: whether the next token must end the thought, for the stage end_thinking. The
-thought is what chat/parsing.py shows as reasoning: the text between two tags.
+In: the bytes of each token of the answer. Out: whether the next token must end the reasoning, for the stage end_thinking. The
+reasoning is the text between two tags, as chat/parsing.py shows it.
 """
 
 import sys
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Thought:
-    """The thought of one answer, as it grows.
+class ReasoningState:
+    """The reasoning of one answer, as it grows.
 
-    >>> thought = Thought(b"<think>", b"</think>", end_id=7, budget=2)
+    >>> reasoning = ReasoningState(b"<think>", b"</think>", end_id=7, budget=2)
     >>> for data in (b"<think>", b"One,", b" two."):
-    ...     thought.advance(data)
-    >>> thought.must_end(2), thought.must_end(3)
+    ...     reasoning.advance(data)
+    >>> reasoning.must_end(2), reasoning.must_end(3)
     (False, True)
 
     Attributes:
-        begin_tag, end_tag: the bytes before and after the thought.
+        begin_tag, end_tag: the bytes before and after the reasoning.
         end_id: the token that is end_tag.
-        budget: the most tokens of the thought.
-        begin: the number of tokens of the answer before the thought. None: the answer has not begun it.
-        is_over: whether the thought has ended, or the answer has none.
+        budget: the most tokens of the reasoning.
+        begin: the number of tokens of the answer before the reasoning. None: the answer has not begun it.
+        is_over: whether the reasoning has ended, or the answer has none.
     """
 
     begin_tag: bytes
@@ -55,5 +55,5 @@ class Thought:
 
     def num_free(self, index: int) -> int:
         """Return how many tokens after this index of the answer can be sampled before the tokens up to them are known."""
-        begin = self._num_tokens + 1 if self.begin is None else self.begin  # the next token may begin the thought
+        begin = self._num_tokens + 1 if self.begin is None else self.begin  # the next token may begin the reasoning
         return sys.maxsize if self.is_over else max(begin + self.budget - 1 - index, 0)

@@ -15,7 +15,7 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from nanoinfer.sampling.thinking import Thought
+    from nanoinfer.sampling.thinking import ReasoningState
     from nanoinfer.scheduling.step_plan import ScheduledSequence
 
 
@@ -66,7 +66,7 @@ class Sequence:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
-    thought: "Thought | None" = None  # the state of params.thinking_token_budget. request.py advances it
+    reasoning: "ReasoningState | None" = None  # the state of params.thinking_token_budget. request.py advances it
     reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
@@ -110,13 +110,13 @@ class Sequence:
     def num_free_tokens(self) -> int:
         """How many tokens after the next can be sampled before the tokens up to them are known.
 
-        0 if the sampling reads the output other than through the logits, as a thought's budget does where the thought ends.
+        0 if the sampling reads the output other than through the logits, as a reasoning budget does where the reasoning ends.
         """
         params = self.params
         reads_output = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
         if reads_output or self.bad_words or params.logits_processors:
             return 0
-        return sys.maxsize if self.thought is None else self.thought.num_free(self.num_tokens - len(self.prompt_token_ids))
+        return sys.maxsize if self.reasoning is None else self.reasoning.num_free(self.num_tokens - len(self.prompt_token_ids))
 
     @property
     def num_tokens(self) -> int:

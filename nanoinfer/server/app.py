@@ -162,7 +162,7 @@ class GenerationEndpoints:
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
         model = self.models.check_body(body)
-        to_chat = partial(messages_to_chat, body, ends_thoughts=self.inputs.end_of_thought is not None)
+        to_chat = partial(messages_to_chat, body, ends_reasoning=self.inputs.end_of_reasoning is not None)
         chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 

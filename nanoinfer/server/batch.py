@@ -178,7 +178,7 @@ class ResultFile:
                         if kept is not None:
                             kept.write(line)
                 except (ValueError, KeyError, TypeError) as error:
-                    raise InvalidValueError(f"{found} is damaged in line {number}; remove that line") from error
+                    raise InvalidValueError(f"{found} is corrupted in line {number}; remove that line") from error
         if kept is None:
             os.truncate(found, end)
             return

@@ -59,9 +59,9 @@ class ChatFormat:
         if len({*is_named}) > 1:
             raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")
         is_harmony = is_named[0] if is_named else CHANNEL in template and names != ("none", "none")
-        writes_thoughts = THINK in template or END_THINK in template
+        writes_reasoning = THINK in template or END_THINK in template
         return cls(
-            reasoning=is_harmony or writes_thoughts if reasoning_parser is None else reasoning_parser != "none",
+            reasoning=is_harmony or writes_reasoning if reasoning_parser is None else reasoning_parser != "none",
             tool_calls=is_harmony or calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
             parser=HarmonyParser if is_harmony else ChatParser,
         )
@@ -354,7 +354,7 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
 
 
 def num_reasoning_tokens(parser: ChatParser, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> int:
-    """Return how many tokens of an answer are its thought, with the tags. parser: has parsed the answer."""
+    """Return how many tokens of an answer are its reasoning, with the tags. parser: has parsed the answer."""
     if tokenizer is None or not parser.has_reasoning:
         return 0
     end = tokenizer.backend.token_to_id(parser.end_of_reasoning)

@@ -89,8 +89,8 @@ class Client:
 
     def no_connection(self, error: OSError) -> NanoinferError:
         """Return the error for a server that cannot be reached."""
-        way_out = "start one with `nanoinfer serve`, or correct the URL"
-        return NanoinferError(f"no server answers at {self.url} ({str(error) or type(error).__name__}); {way_out}")
+        hint = "start one with `nanoinfer serve`, or correct the URL"
+        return NanoinferError(f"no server answers at {self.url} ({str(error) or type(error).__name__}); {hint}")
 
     def _request(self, method: str, path: str, body: str | None = None, *, base: str | None = None) -> bytes:
         """Return the bytes of a request, after whose answer the server closes the connection.
@@ -124,8 +124,8 @@ class Client:
                 response.begin()
                 if response.status != 200:
                     message = _error_message(response.read(MAX_ERROR_BYTES))
-                    way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
-                    raise NanoinferError(f"{self.url}{path} answered {response.status}: {message}{way_out}")
+                    hint = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
+                    raise NanoinferError(f"{self.url}{path} answered {response.status}: {message}{hint}")
                 yield response
         except TimeoutError as error:
             raise NanoinferError(f"{self.url} sent nothing for too long ({error})") from error

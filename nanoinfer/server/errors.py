@@ -233,8 +233,8 @@ def add_error_handlers(app: FastAPI) -> None:
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's own 404
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
             if request.url.path.startswith("/api/"):
-                way_out = "use OpenAI's, such as /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models"
-                message = f"there is no {request.url.path[:100]}, because this server does not have ollama's API; {way_out}"
+                hint = "use OpenAI's, such as /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models"
+                message = f"there is no {request.url.path[:100]}, because this server does not have ollama's API; {hint}"
         elif error.status_code == 405:
             methods = ", ".join(_methods_of(request))
             message = f"{request.url.path[:100]} does not take {request.method}; use {methods}"

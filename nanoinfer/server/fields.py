@@ -1,6 +1,6 @@
 """The fields of other servers' requests: which of their values change nothing here, and what to do about the others.
 
-In: the fields of a body that nanoinfer does not have. Out: nothing, or a RequestError that names the field and the way out.
+In: the fields of a body that nanoinfer does not have. Out: nothing, or a RequestError that names the field and gives a hint.
 Clients often send every field of an API, and the person at the client cannot leave one out. So null is accepted for each of
 these names, and so are the values that change nothing.
 """
@@ -99,8 +99,8 @@ def check_fields(extra: Mapping[str, object], known: Collection[str]) -> None:
             continue
         if name not in NEUTRAL_VALUES:
             close = difflib.get_close_matches(name[:50], known, n=1)
-            way_out = f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"
-            refused[name] = f"{name[:50]} is an unknown field ({way_out})"
+            hint = f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"
+            refused[name] = f"{name[:50]} is an unknown field ({hint})"
         elif value is not None and not is_one_of(value, NEUTRAL_VALUES[name][0]):
             refused[name] = f"{name}={shown(value)} is not supported ({NEUTRAL_VALUES[name][1] or 'leave it out'})"
     if refused:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoinfer.server.errors import RequestError, error_response, invalid_body
 from nanoinfer.server.listen import is_allowed
 from nanoinfer.server.settings import ServerSettings
-from nanoinfer.system.work_threads import LARGE
+from nanoinfer.system.worker_threads import LARGE
 
 M = TypeVar("M", bound=BaseModel)
 MAX_HEADER_BYTES, MAX_URL_BYTES = 2**15, 2**13
@@ -161,8 +161,8 @@ def _parse(body: bytes, model: type[M]) -> M:
                 raise RequestError(400, f"the body has {num} {kind}; at most {most} are read")
     try:
         if not isinstance(value := from_json(body, allow_inf_nan=False), dict):
-            way_out = "; send each request on its own" if isinstance(value, list) else ""
-            raise RequestError(400, f"the body must be one JSON object, got {body[:60].decode(errors='replace')}{way_out}")
+            hint = "; send each request on its own" if isinstance(value, list) else ""
+            raise RequestError(400, f"the body must be one JSON object, got {body[:60].decode(errors='replace')}{hint}")
         return model.model_validate(value)
     except ValidationError as error:
         raise invalid_body(error) from error

@@ -122,10 +122,10 @@ class MessagesRequest(_Conversation, protocol.SamplingRequest):
     stop_sequences: Annotated[list[StopSequence], Field(max_length=protocol.MAX_STOPS, fail_fast=True)] | None = None
 
 
-def to_chat(body: CountTokensRequest | MessagesRequest, *, ends_thoughts: bool = False) -> protocol.ChatCompletionRequest:
+def to_chat(body: CountTokensRequest | MessagesRequest, *, ends_reasoning: bool = False) -> protocol.ChatCompletionRequest:
     """Return the chat request with the meaning of a body. Raises: RequestError, 400.
 
-    ends_thoughts: whether the model can be held to a thinking_token_budget. If not, budget_tokens has no effect.
+    ends_reasoning: whether the model can be held to a thinking_token_budget. If not, budget_tokens has no effect.
     """
     if body.thread is not None:  # also where unknown fields are ignored, because a thread's messages would be missing
         message = "thread is not supported; send the whole conversation as messages"
@@ -151,7 +151,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest, *, ends_thoughts: bool =
         thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks} | variables
         budget = body.thinking.budget_tokens if thinks else 0
-        if ends_thoughts and budget is not None:
+        if ends_reasoning and budget is not None:
             fields["thinking_token_budget"] = budget
     fields["chat_template_kwargs"] = variables
     config = body.output_config or OutputConfig()

@@ -82,7 +82,7 @@ def _kind_of_prompt(prompt: object) -> str | None:
     return "<text>" if isinstance(prompt, str) else None
 
 
-NOT_EMPTY = Field(json_schema_extra={"minItems": 1})  # The engine refuses an empty list, and names the way out.
+NOT_EMPTY = Field(json_schema_extra={"minItems": 1})  # The engine refuses an empty list, and gives a hint.
 PromptIds = Annotated[TokenIds, NOT_EMPTY]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]

@@ -1,6 +1,6 @@
 """check_proposer, which checks a source of drafts.
 
-In: a class. Out: AssertionErrors that say which promise it breaks.
+In: a class. Out: AssertionErrors that say which invariant it violates.
 """
 
 import gc
@@ -39,7 +39,7 @@ def check_proposer(method: "str | type[Proposer]", **config: object) -> "Specula
     Returns: how many drafts the engine accepted, of prompts that repeat themselves and of others.
 
     Raises:
-        AssertionError: the class breaks a promise, which the message states.
+        AssertionError: the class violates an invariant, which the message states.
         InvalidTypeError, InvalidValueError: the class cannot be made, or its drafts have a form that the engine refuses.
         Exception: an error of the class itself.
     """
@@ -56,7 +56,7 @@ def check_proposer(method: "str | type[Proposer]", **config: object) -> "Specula
     return _generate(drafting)
 
 
-def _play(proposer: CheckedProposer, twin: CheckedProposer, max_limit: int) -> "list[weakref.ref[Sequence]]":
+def _play(proposer: CheckedProposer, second: CheckedProposer, max_limit: int) -> "list[weakref.ref[Sequence]]":
     """Call two proposers of a class as an engine calls one. Returns the sequences, all of which have ended."""
     name, rng = type(proposer.proposer).__name__, random.Random(0)
     alive: list[Sequence] = []
@@ -71,19 +71,19 @@ def _play(proposer: CheckedProposer, twin: CheckedProposer, max_limit: int) -> "
         token_ids = [list(seq.token_ids) for seq in alive]
         drafts = proposer.propose(drafting, limits)
         assert token_ids == [seq.token_ids for seq in alive], f"{name}.propose must not change the tokens of a sequence"
-        assert drafts == twin.propose(drafting, limits), f"{name}.propose must propose the same drafts in the same run again"
+        assert drafts == second.propose(drafting, limits), f"{name}.propose must propose the same drafts in the same run again"
         for seq, draft in zip(drafting, drafts, strict=True):
             seq.token_ids += [*draft[: rng.randint(0, len(draft))], rng.randrange(NUM_TOKENS)]
         if rng.random() < 0.1:
-            _forget(proposer, twin, alive.pop(rng.randrange(len(alive))))
+            _forget(proposer, second, alive.pop(rng.randrange(len(alive))))
     for seq in alive:
-        _forget(proposer, twin, seq)
+        _forget(proposer, second, seq)
     return left
 
 
-def _forget(proposer: CheckedProposer, twin: CheckedProposer, seq: Sequence) -> None:
+def _forget(proposer: CheckedProposer, second: CheckedProposer, seq: Sequence) -> None:
     """Forget a sequence twice, as the engine may do. Some sequences were never proposed for."""
-    for one in (proposer.proposer, twin.proposer) * 2:
+    for one in (proposer.proposer, second.proposer) * 2:
         try:
             one.forget(seq)
         except Exception as error:

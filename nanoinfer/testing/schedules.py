@@ -1,6 +1,6 @@
 """Explore every schedule of a small world: what a Scheduler and a BlockManager do, whatever happens in which order.
 
-In: the classes, and the size of a World. Out: how many states they can reach, or the shortest run that breaks a promise:
+In: the classes, and the size of a World. Out: how many states they can reach, or the shortest run that violates an invariant:
 
 - No block is lost or held twice, and when all answers have ended, all blocks are free.
 - Each slot that a step reads holds its token, computed after all tokens before it and for the same salt. So a prefix hit, a
@@ -9,7 +9,7 @@ In: the classes, and the size of a World. Out: how many states they can reach, o
 - Every answer ends: no state leads back to itself by steps alone, so nobody waits or is preempted for ever.
 
 Between two steps, requests arrive, are aborted or fail. A step samples any tokens of the alphabet, and any of them may be the
-last. The states are a graph, which check_scheduler() walks breadth first, so the first broken promise has a shortest run.
+last. The states are a graph, which check_scheduler() walks breadth first, so the first violated invariant has a shortest run.
 
 States with the same future are explored once. They may differ in block ids, in the names of sequences, in counts that no
 decision reads, and in tokens: block keys are digests, so it only matters where two sequences have the same tokens.
@@ -23,6 +23,7 @@ import itertools
 import marshal
 import pickle
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
@@ -32,7 +33,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig, SpeculativeConfig
@@ -151,12 +152,12 @@ class RunStep(NamedTuple):
 Event = Arrive | Abort | Reset | RunStep
 
 
-class BrokenPromiseError(AssertionError):
-    """A promise of the scheduler or of the block manager does not hold.
+class InvariantError(AssertionError):
+    """An invariant of the scheduler or of the block manager does not hold.
 
     Attributes:
         world: where.
-        events: the run, of which no shorter one breaks a promise.
+        events: the run, of which no shorter one violates an invariant.
     """
 
     world: World
@@ -164,7 +165,7 @@ class BrokenPromiseError(AssertionError):
 
 
 class Explored(NamedTuple):
-    """What check_scheduler() has seen, in which every promise holds.
+    """What check_scheduler() has seen, in which every invariant holds.
 
     Attributes:
         num_states: the number of different states.
@@ -194,7 +195,7 @@ def check_scheduler(
         progress: called with what was seen so far, when all states that a number of events can reach are known.
 
     Raises:
-        BrokenPromiseError: after a shortest run that breaks a promise.
+        InvariantError: after a shortest run that violates an invariant.
     """
     start = time.perf_counter()
     graph = _Graph(scheduler_cls, block_manager_cls, world)
@@ -203,7 +204,7 @@ def check_scheduler(
     while following := [found for number, saved in newest for found in graph.expand(number, saved)]:
         num_events, newest = num_events + 1, following
         if num_events > most_events:
-            raise graph.broken(BrokenPromiseError("every answer ends"), graph.run_to(newest[0][0]))
+            raise graph.broken(InvariantError("every answer ends"), graph.run_to(newest[0][0]))
         if progress is not None:
             progress(Explored(len(graph.origins), graph.num_transitions, num_events, time.perf_counter() - start))
     graph.check_that_runs_end()
@@ -217,7 +218,7 @@ def replay(
     events: ListLike[Event],
     recorder: "tracing.Recorder",
 ) -> None:
-    """Record a run of check_scheduler(), for a page that replays it. What breaks a promise is recorded as far as it goes."""
+    """Record a run of check_scheduler(), for a page that replays it. A violation is recorded as far as it goes."""
     recorder.emit(
         tracing.EngineStarted(
             f"a world of {world.num_requests} requests", 0, "none", "none", "none", world.num_token_ids, world.num_blocks,
@@ -228,7 +229,7 @@ def replay(
     try:
         for event in events:
             state.apply(event)
-    except Exception:  # the broken promise
+    except Exception:  # the violated invariant
         return
 
 
@@ -552,16 +553,16 @@ class _Graph:
         return events[::-1]
 
     def check_that_runs_end(self) -> None:
-        """Raises: BrokenPromiseError if a state leads back to itself by steps alone."""
+        """Raises: InvariantError if a state leads back to itself by steps alone."""
         try:
             TopologicalSorter(self._by_steps).prepare()
         except CycleError as error:
-            broken = BrokenPromiseError("every answer ends: from here on, steps lead back to the same state")
+            broken = InvariantError("every answer ends: from here on, steps lead back to the same state")
             raise self.broken(broken, self.run_to(min(error.args[1]))) from None  # the state that was reached first
 
-    def broken(self, error: Exception, events: list[Event]) -> BrokenPromiseError:
-        promise = str(error) if isinstance(error, AssertionError) else f"the class raised {type(error).__name__}: {error}"
-        broken = BrokenPromiseError("\n".join([promise, "A shortest run:", *(f"{n}. {e}" for n, e in enumerate(events, 1))]))
+    def broken(self, error: Exception, events: list[Event]) -> InvariantError:
+        invariant = str(error) if isinstance(error, AssertionError) else f"the class raised {type(error).__name__}: {error}"
+        broken = InvariantError("\n".join([invariant, "A shortest run:", *(f"{n}. {e}" for n, e in enumerate(events, 1))]))
         broken.world, broken.events = self.world, events
         return broken
 
@@ -604,3 +605,12 @@ def _dumps(what: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file, 5).dump(what)
     return file.getvalue()
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:  # the old name of InvariantError, for one version
+        if name != "BrokenPromiseError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn("BrokenPromiseError is now called InvariantError", DeprecationWarning, stacklevel=2)
+        return InvariantError

@@ -252,10 +252,10 @@ class Tokenizer:
                     hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # else a checkpoint could ask for it
         except CheckpointError:
             raise
-        except Exception as error:  # transformers raises many classes for damaged files
+        except Exception as error:  # transformers raises many classes for corrupted files
             if packages := _lacking_packages(path):
-                way_out = f"pip install {' '.join(packages)}, or add the model's tokenizer.json"
-                text = f"{path / 'tokenizer.model'} needs {' and '.join(packages)}, not installed here; {way_out}"
+                hint = f"pip install {' '.join(packages)}, or add the model's tokenizer.json"
+                text = f"{path / 'tokenizer.model'} needs {' and '.join(packages)}, not installed here; {hint}"
                 raise UnsupportedError(text) from error
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"transformers cannot load the tokenizer in {path} ({reason}); download it again") from error

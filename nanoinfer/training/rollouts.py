@@ -28,7 +28,7 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
-from nanoinfer.loading.held_weights import Origin
+from nanoinfer.loading.loaded_weights import Origin
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
 from nanoinfer.scheduling.step_plan import PromptRows

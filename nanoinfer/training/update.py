@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
-from nanoinfer.loading.held_weights import HeldWeights, Origin
+from nanoinfer.loading.loaded_weights import LoadedWeights, Origin
 from nanoinfer.loading.loader import divided, open_weights, read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
@@ -49,19 +49,19 @@ class GivenWeights(Weights):
         return self._tensors[name][rows]
 
 
-def origin_of(weights: HeldWeights) -> Origin:
+def origin_of(weights: LoadedWeights) -> Origin:
     """Return how a model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
     origin = weights.origin
     if origin is None:
         raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
     config = origin.config
-    way_out = None
+    hint = None
     if config.quantization:
-        way_out = f"are rounded by quantization={config.quantization!r}; load the model without it"
+        hint = f"are rounded by quantization={config.quantization!r}; load the model without it"
     elif config.lora:
-        way_out = "have adapters merged into them; load the model without lora=, and give it merged weights"
-    if way_out is not None:
-        raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {way_out}")
+        hint = "have adapters merged into them; load the model without lora=, and give it merged weights"
+    if hint is not None:
+        raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {hint}")
     return origin
 
 
@@ -129,7 +129,7 @@ def finish(runner: ModelRunner) -> None:
     runner.weights.finish()
 
 
-def _fill(held: HeldWeights, weights: Weights) -> None:
+def _fill(held: LoadedWeights, weights: Weights) -> None:
     origin = origin_of(held)
     if origin.shards is not None:
         weights = origin.shards.shard_of(weights, origin.model_class, origin.sizes)

@@ -54,7 +54,7 @@ class LongestPrefixFirst(Scheduler):
 
 beginnings = [f"{name} had a red ball and a blue boat and a green hat and a warm bed." for name in ("Tom", "Lily", "Ben")]
 endings = ("One day", "Soon", "Then", "But", "At last", "Every morning")
-prompts = [f"{beginning} {ending}" for ending in endings for beginning in beginnings]  # in turns
+prompts = [f"{beginning} {ending}" for ending in endings for beginning in beginnings]  # interleaved
 info = LLM(device="cpu", block_size=4, kv_cache_memory=2**24).info
 MEMORY = 10 * info.num_cache_bytes // info.num_blocks  # ten blocks
 num_computed, tokens = {}, {}
@@ -66,7 +66,7 @@ for scheduler_cls in (Scheduler, LongestPrefixFirst):
     num_computed[scheduler_cls] = sum(sum(step.num_new_tokens) for step in recorder.of(StepScheduled))
     tokens[scheduler_cls] = [output.outputs[0].token_ids for output in outputs]
     print(f"{scheduler_cls.__name__}: {num_computed[scheduler_cls]} tokens computed")
-# In turns, each beginning is evicted before it comes again. Sorted by their prefixes, requests with the same beginning follow
-# each other, and all but the first find it.
+# Interleaved, each beginning is evicted before it comes again. Sorted by their prefixes, requests with the same beginning
+# follow each other, and all but the first find it.
 assert tokens[Scheduler] == tokens[LongestPrefixFirst]
 assert num_computed[LongestPrefixFirst] < 0.7 * num_computed[Scheduler]

@@ -74,7 +74,7 @@ def test_a_cache_in_8_bits_attends_to_rounded_keys_and_values(backend, lengths, 
 
 @NAMES
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_notices_a_planted_fault(backend, fault):
+def test_the_comparison_notices_an_injected_fault(backend, fault):
     lengths = [(40, 1), (41, 1), (17, 5)]
     assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=8, spoil=FAULTS[fault]) > 1e-3
 

@@ -71,7 +71,7 @@ def test_heads_of_any_supported_size_in_fp16(flash, heads, head_dim):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_notices_a_planted_fault_in_the_metadata(flash, fault):
+def test_the_comparison_notices_an_injected_fault_in_the_metadata(flash, fault):
     assert error_of(flash, [(400, 1), (300, 1), (257, 90)], spoil=FAULTS[fault]) > 0.05
 
 
@@ -80,7 +80,7 @@ def with_window(by, arguments):
     return {"window_size": (left + by, right)}
 
 
-def plant(flash, name, change, monkeypatch):
+def inject(flash, name, change, monkeypatch):
     """Replace some arguments of a function of the package. change: takes the named arguments, returns those to replace."""
     function = getattr(flash, name)
     monkeypatch.setattr(flash, name, lambda *args, **named: function(*args, **named | change(named)))
@@ -109,9 +109,9 @@ ARGUMENT_FAULTS = {  # function, changed arguments, and the package's reason if 
 
 
 @pytest.mark.parametrize("fault", ARGUMENT_FAULTS)
-def test_a_planted_fault_in_an_argument_is_refused_or_noticed(flash, fault, monkeypatch):
+def test_an_injected_fault_in_an_argument_is_refused_or_noticed(flash, fault, monkeypatch):
     name, change, reason = ARGUMENT_FAULTS[fault]
-    plant(flash, name, change, monkeypatch)
+    inject(flash, name, change, monkeypatch)
     if reason is None:
         assert error_of(flash, MIXED, window=20) > 0.05
     else:
@@ -130,9 +130,9 @@ UNCHECKED = {  # what the package does not check, so that its kernels would read
 
 @pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
 @pytest.mark.parametrize("fault", UNCHECKED)
-def test_a_planted_fault_that_the_package_would_not_notice_is_refused_by_the_double(flash, fault, monkeypatch):
+def test_an_injected_fault_that_the_package_would_not_notice_is_refused_by_the_double(flash, fault, monkeypatch):
     name, change, reason = UNCHECKED[fault]
-    plant(flash, name, change, monkeypatch)
+    inject(flash, name, change, monkeypatch)
     with pytest.raises(AssertionError, match=reason):
         error_of(flash, MIXED, window=20)
 
@@ -221,7 +221,7 @@ def test_an_engine_scores_its_tokens_as_the_reference_backend_does(flash, family
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [DECODE, CHUNKS])
 def test_that_comparison_notices_a_window_that_is_off_by_one(flash, function, tmp_path, monkeypatch):
-    plant(flash, function, lambda arguments: with_window(1, arguments), monkeypatch)
+    inject(flash, function, lambda arguments: with_window(1, arguments), monkeypatch)
     assert difference_in_an_engine(flash, "mistral_window", tmp_path, monkeypatch) > TOLERANCE
 
 

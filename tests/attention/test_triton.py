@@ -61,8 +61,8 @@ def test_a_step_of_one_kind_and_a_fused_projections_views(lengths):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("lengths", [[(40, 1), (41, 1)], [(17, 5), (40, 30)]], ids=["decode", "prefill"])
-def test_the_comparison_notices_a_planted_fault(fault, lengths):
-    """The twin of the tests above: one wrong slot, block or length exceeds their tolerance by far."""
+def test_the_comparison_notices_an_injected_fault(fault, lengths):
+    """The negative control of the tests above: one wrong slot, block or length exceeds their tolerance by far."""
     assert error_of(lengths, spoil=FAULTS[fault]) > 1e-3
 
 

@@ -154,7 +154,7 @@ CASES |= {
     "gpt-oss calls in malformed JSON": (HARMONY, HARMONY_CALL[:-10] + f"a]{HARMONY}{FINAL}b", ("", "b", [("f", '{"a": a]')])),
     "gpt-oss's header names a form": (HARMONY, "<|channel|>final <|constrain|>json<|message|>{}", ("", "{}", [])),
     "gpt-oss is cut in a header": (HARMONY, "<|channel|>ana", ("", "", [])),
-    "gpt-oss is cut after a thought": (HARMONY, f"{THOUGHT}Hm. \n", ("Hm. \n", "", [])),
+    "gpt-oss is cut after reasoning": (HARMONY, f"{THOUGHT}Hm. \n", ("Hm. \n", "", [])),
     "gpt-oss's last message is empty": (HARMONY, f"{FINAL}Hi{HARMONY}{FINAL}", ("", "Hi", [])),
     "gpt-oss writes more after a call": (
         HARMONY,
@@ -274,7 +274,7 @@ def test_a_tag_that_no_tag_began_ends_the_thought_of_a_whole_answer():
     assert (message["reasoning"], message["tool_calls"][0]["function"]["name"]) == ("Let me think.", "weather")
     for text, prompt in (
         ("Use <think> and </think>.", ""),  # the tag of a text about tags
-        ("It is </think>.", "<think>\n\n</think>\n\n"),  # the prompt has ended the thought
+        ("It is </think>.", "<think>\n\n</think>\n\n"),  # the prompt has ended the reasoning
         (call('{"a": "</think>"}'), ""),
     ):
         assert "reasoning" not in parse_chat_answer(text, prompt)

@@ -40,10 +40,10 @@ def test_a_scheduler_of_the_current_folder_is_explored(folder):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_states"] > 50
     assert not (folder / "trace.html").exists()
-    assert "transitions, no promise broken" in check().stdout
+    assert "transitions, no invariant violated" in check().stdout
 
 
-def test_a_broken_promise_ends_with_its_run_and_a_page(folder):
+def test_a_violated_invariant_ends_with_its_run_and_a_page(folder):
     result = check("policies_of_mine:KeepsBlocks", "--html", "broken.html")
     assert result.exit_code == 1
     assert result.stdout.startswith("a block has a reference for each block table that it is in\nA shortest run:\n1. a request")

@@ -211,7 +211,7 @@ def test_a_drawn_seed_is_logged_as_the_option_that_repeats_it_and_a_given_one_is
     assert drawn[0].stdout == drawn[1].stdout
 
 
-def test_a_folder_without_a_tokenizer_names_it_and_the_way_out(tmp_path):
+def test_a_folder_without_a_tokenizer_names_it_and_a_hint(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(BUNDLED / "tiny-gpt2" / name, tmp_path)
     result = run("generate", PROMPT, "-m", str(tmp_path))

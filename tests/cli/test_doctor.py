@@ -60,8 +60,8 @@ def test_clear_removes_what_is_kept_and_nothing_else(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(2**20))
     listed = {name: f"{len(paths)}.0 MiB in {len(paths)} files" for name, paths in kept.items()}
-    assert doctor.sizes(doctor.kept_files(str(prefixes))) == listed
-    assert f"prefixes in {prefixes}" not in doctor.kept_files(None)
+    assert doctor.sizes(doctor.cached_files(str(prefixes))) == listed
+    assert f"prefixes in {prefixes}" not in doctor.cached_files(None)
     result = CliRunner().invoke(app, ["doctor", "--clear", "--prefix-cache-dir", str(prefixes), "--json"])
     assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(others)

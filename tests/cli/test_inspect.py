@@ -81,7 +81,7 @@ def test_json_and_table_have_the_same_and_the_table_is_narrow(gpt2_path, monkeyp
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantised with 'aqlm' are not supported"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_with_the_reason_and_the_way_out(qwen3_path, tmp_path, changes, sentence):
+def test_what_cannot_be_loaded_is_said_with_the_reason_and_a_hint(qwen3_path, tmp_path, changes, sentence):
     path = shutil.copytree(qwen3_path, tmp_path / "checkpoint")
     edit_config(path, **changes)
     found = examine(str(path))

@@ -171,7 +171,7 @@ def test_the_parts_of_an_update_are_those_of_its_layers_weight():
 
 
 def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):
-    """The twin: what the test above compares can differ."""
+    """The negative control: what the test above compares can differ."""
     monkeypatch.setattr(ShardedWeights, "_is_added_elsewhere", lambda self, name: False)
     checkpoint = Checkpoint.open(str(tiny_models.save("gpt2", tmp_path, vocab_size=ODD_VOCAB_SIZE)))
     expected = logits_of(loader.load_model(checkpoint, "float32"))

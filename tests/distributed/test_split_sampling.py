@@ -189,7 +189,7 @@ def test_rows_are_sent_at_once_where_candidates_would_be_as_large():
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
 def test_the_comparison_notices_ties_that_are_not_sent(params, monkeypatch):
-    """The planted fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
+    """The injected fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
     logits = torch.zeros(50, 2000)
     batch = batch_of([sequence(seed, **params) for seed in range(50)], 2000)
     expected = plain_ids(logits, batch)

@@ -14,54 +14,54 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
 
-# folder -> the folders that its files may import. "words" are VOCABULARY, which needs no torch.
+# folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
 ALLOWED = {
-    "words": set(),
-    "system": {"words"},
-    "tracing": {"words"},
-    "tokenization": {"words"},
-    "scheduling": {"words", "tracing"},
-    "attention": {"words", "system"},
-    "models": {"words", "attention"},
-    "loading": {"words", "system", "tokenization", "models"},
-    "sampling": {"words", "system", "tracing", "tokenization", "scheduling"},
-    "chat": {"words", "system", "tokenization", "sampling"},
-    "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
-    "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
-    "lora": {"words", "system", "scheduling", "loading", "execution"},
+    "common": set(),
+    "system": {"common"},
+    "tracing": {"common"},
+    "tokenization": {"common"},
+    "scheduling": {"common", "tracing"},
+    "attention": {"common", "system"},
+    "models": {"common", "attention"},
+    "loading": {"common", "system", "tokenization", "models"},
+    "sampling": {"common", "system", "tracing", "tokenization", "scheduling"},
+    "chat": {"common", "system", "tokenization", "sampling"},
+    "execution": {"common", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
+    "fast": {"common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
+    "lora": {"common", "system", "scheduling", "loading", "execution"},
     "engine": {
-        *("words", "system", "tracing", "tokenization", "scheduling", "loading", "sampling", "chat", "execution"),
+        *("common", "system", "tracing", "tokenization", "scheduling", "loading", "sampling", "chat", "execution"),
         *("lora", "fast"),
     },
     "distributed": {
-        *("words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
+        *("common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
         "engine",
     },
-    "training": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
-    "embedding": {"words", "scheduling", "loading", "execution", "engine"},
-    "llm": {"words", "tracing", "sampling", "chat", "engine", "training", "embedding"},
-    "testing": {"words", "tracing", "scheduling", "engine", "llm"},
-    "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
-    "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
-    "compat": {"words", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
+    "training": {"common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
+    "embedding": {"common", "scheduling", "loading", "execution", "engine"},
+    "llm": {"common", "tracing", "sampling", "chat", "engine", "training", "embedding"},
+    "testing": {"common", "tracing", "scheduling", "engine", "llm"},
+    "async_llm": {"common", "system", "lora", "engine", "training", "embedding", "llm"},
+    "server": {"common", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
+    "compat": {"common", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
     "lab": {
-        *("words", "tracing", "scheduling", "attention", "loading", "sampling", "execution", "fast"),
+        *("common", "tracing", "scheduling", "attention", "loading", "sampling", "execution", "fast"),
         *("engine", "llm", "server"),
     },
     "cli": {
-        *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
+        *("common", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
         *("llm", "testing", "async_llm", "server", "lab"),
     },
 }
 
 # The import that the table does not allow: rank 0 starts the other ranks while it loads, and each of them builds its runner.
-DOORS = {"engine/load.py": {"nanoinfer.distributed.launch"}}
+EXCEPTIONS = {"engine/load.py": {"nanoinfer.distributed.launch"}}
 
 
 def folder_of(module: str) -> str | None:
     """nanoinfer.models.qwen -> models; the package itself, which imports nothing by itself -> None."""
     first = [*module.split("."), ""][1]
-    return "words" if first in VOCABULARY else first or None
+    return "common" if first in VOCABULARY else first or None
 
 
 def imports_of(path: Path) -> set[str]:
@@ -93,13 +93,13 @@ def test_the_table_has_every_folder_and_no_other():
 
 
 def test_the_table_has_no_circle():
-    assert next(iter(TopologicalSorter(ALLOWED).static_order())) == "words"
+    assert next(iter(TopologicalSorter(ALLOWED).static_order())) == "common"
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_file_imports_only_from_the_folders_that_the_table_allows(name):
     folder = folder_of(MODULES[name])
-    for imported in imports_of(FILES[name]) - DOORS.get(name, set()):
+    for imported in imports_of(FILES[name]) - EXCEPTIONS.get(name, set()):
         assert folder_of(imported) in {folder, None} | ALLOWED[folder], f"{name} imports {imported}"
 
 
@@ -109,7 +109,7 @@ def test_an_import_that_points_upwards_would_be_seen():
     assert not imported <= ALLOWED["scheduling"]
 
 
-def test_only_build_opens_the_door_to_the_fast_wing():
+def test_only_build_opens_the_entry_point_to_fast():
     importers = {name for name in MODULES if name.startswith("engine/") and fast_imports(FILES[name])}
     assert importers == {"engine/build.py"}
     assert fast_imports(FILES["engine/build.py"]) == {"nanoinfer.fast.accelerate"}
@@ -182,7 +182,7 @@ def run_python(code: str) -> str:
 
 
 def test_bookkeeping_imports_no_torch():
-    light = ("words", "tracing", "tokenization", "scheduling", "chat", "engine")
+    light = ("common", "tracing", "tokenization", "scheduling", "chat", "engine")
     modules = [module for module in MODULES.values() if folder_of(module) in light and not module.endswith("__init__")]
     assert len(modules) > 15
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"

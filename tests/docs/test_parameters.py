@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.planted import check_places, copy_package, planted
+from tests.helpers.injected import check_places, copy_package, injected
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAMPLING = "    top_p: Annotated["
@@ -31,12 +31,12 @@ server = FastAPI()
 def chat(body: ChatCompletionRequest) -> None: ...
 
 try:
-    SamplingParams(planted_p=1.5)
+    SamplingParams(injected_p=1.5)
 except NanoinferError as error:
     refusal = str(error)
 print(json.dumps({
     "--help": CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output,
-    "openapi": server.openapi()["components"]["schemas"]["ChatCompletionRequest"]["properties"].get("planted_p"),
+    "openapi": server.openapi()["components"]["schemas"]["ChatCompletionRequest"]["properties"].get("injected_p"),
     "add_cli_args": EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help(),
     "table": table(SamplingParams),
     "docstring": SamplingParams.__doc__,
@@ -54,10 +54,10 @@ def test_the_table_of_sampling_parameters_is_up_to_date(monkeypatch):
     assert parameters.with_table(text) == text, "run: python docs/parameters.py"
 
 
-def test_a_planted_parameter_is_found_everywhere_by_its_declaration_alone(tmp_path):
+def test_an_injected_parameter_is_found_everywhere_by_its_declaration_alone(tmp_path):
     pytest.importorskip("fastapi")
-    parameter = 'planted_p: Annotated[float, Interval(ge=0, le=1), Option(), Doc("Planted to be found.")] = 0.0'
-    argument = 'planted_size: Annotated[int, Ge(1), Doc("Planted, too.")] = 3'
+    parameter = 'injected_p: Annotated[float, Interval(ge=0, le=1), Option(), Doc("Injected to be found.")] = 0.0'
+    argument = 'injected_size: Annotated[int, Ge(1), Doc("Injected, too.")] = 3'
     changes = [
         ("sampling_params.py", "a parameter", SAMPLING, f"    {parameter}\n{SAMPLING}"),
         ("config.py", "an argument", ENGINE, f"    {argument}\n{ENGINE}"),
@@ -67,15 +67,15 @@ def test_a_planted_parameter_is_found_everywhere_by_its_declaration_alone(tmp_pa
     command = [sys.executable, "-c", FIND, str(DOCS)]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     (_, _, *first), (_, _, *second) = changes
-    with planted(tmp_path, "sampling_params.py", *first), planted(tmp_path, "config.py", *second):
+    with injected(tmp_path, "sampling_params.py", *first), injected(tmp_path, "config.py", *second):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert re.search(r"--planted-p NUMBER +Planted to be found\. In \[0, 1\]\.", found["--help"])
+    assert re.search(r"--injected-p NUMBER +Injected to be found\. In \[0, 1\]\.", found["--help"])
     assert found["openapi"]["anyOf"] == [{"type": "number"}, {"type": "null"}]
-    assert found["openapi"]["description"] == "Planted to be found. In [0, 1]."
-    assert re.search(r"--planted-size PLANTED_SIZE\s+Planted, too\. >= 1\.", found["add_cli_args"])
-    assert "| `planted_p` | `0.0` | Planted to be found. In [0, 1]. |" in found["table"]
-    assert "    planted_p: Planted to be found. In [0, 1].\n" in found["docstring"]
-    assert "    planted_size: Planted, too. >= 1.\n" in found["EngineArgs"]
-    assert found["refusal"] == "planted_p must be in [0, 1], got 1.5"
+    assert found["openapi"]["description"] == "Injected to be found. In [0, 1]."
+    assert re.search(r"--injected-size INJECTED_SIZE\s+Injected, too\. >= 1\.", found["add_cli_args"])
+    assert "| `injected_p` | `0.0` | Injected to be found. In [0, 1]. |" in found["table"]
+    assert "    injected_p: Injected to be found. In [0, 1].\n" in found["docstring"]
+    assert "    injected_size: Injected, too. >= 1.\n" in found["EngineArgs"]
+    assert found["refusal"] == "injected_p must be in [0, 1], got 1.5"

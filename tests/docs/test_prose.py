@@ -12,11 +12,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nanoinfer"
 MAX_SEMICOLONS = 3.0  # per 1,000 words
 
-# Words of the project's old voice, which docs/glossary.md replaces.
+# Words of the project's old voice, which docs/glossary.md and the table of docs/contributing.md replace.
 OLD_WORDS = re.compile(
     r"\b(told|owed|why_not|can_be_recorded|Recording|recorded\.py|StageWatch|is_wanted_now|_under_way|under way|_last_asked"
     r"|best_cards|hands?|ruler|_what_left_nothing|errors_for_people|naming_the_prompt|(?:is|are|not|be) covered"
-    r"|in the box|bytes_of_a_step|blocks_that_fit|sizes_up_to|let out|tell\(\))\b"
+    r"|in the box|bytes_of_a_step|blocks_that_fit|sizes_up_to|let out|tell\(\)"
+    r"|in turns|played|played_\w+|PLAY_TILES|(?:the|a|one|front) doors?|at_the_door|DOORS|way[ _]out|WayOut|twins?|TwinProposer"
+    r"|moving pictures?|test_planted_\w+|random[ _]run|[Hh]ostile|[Dd]amaged|kept_files|KeptFiles"
+    r"|work_threads|WorkThreads|held_weights|HeldWeights|[Pp]eers?|(?:a|each|its) thoughts?|WitnessedCommand)\b"
 )
 
 # Class names whose last word had a second meaning. docs/glossary.md has the meaning that stays.
@@ -97,6 +100,18 @@ def test_semicolons_are_few_on_the_pages():
 def test_no_word_of_the_old_voice_is_left():
     found = {str(path.relative_to(ROOT)): old_words_in(path) for path in FILES}
     assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_the_words_that_contributing_replaces_are_refused():
+    table = (
+        (ROOT / "docs" / "contributing.md")
+        .read_text(encoding="utf-8")
+        .split("| old word | word of the field |")[1]
+        .split("\n\n")[0]
+    )
+    words = [word for row in table.splitlines()[2:] for word in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(words) > 20
+    assert [word for word in words if not OLD_WORDS.fullmatch(word)] == []
 
 
 def classes_of_the_package() -> list[tuple[str, str]]:

@@ -189,7 +189,7 @@ def test_what_a_checkpoint_wants_and_cannot_have_is_refused_by_name(qwen3_path, 
         llm.embed([[1, 2]])
 
 
-def test_damaged_files_and_attention_to_later_tokens_are_refused(qwen3_path, tmp_path):
+def test_corrupted_files_and_attention_to_later_tokens_are_refused(qwen3_path, tmp_path):
     path = shutil.copytree(qwen3_path, tmp_path / "model")
     for content in ("[", "[1]", '[{"type": "x.Pooling", "path": "../other"}]', '{"a": 1}'):
         (path / "modules.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Budgets of thoughts, repetitions and given log-probabilities: the same answers alone, together, with drafts and preempted."""
+"""Reasoning budgets, repetitions and given log-probabilities: the same answers alone, together, with drafts and preempted."""
 
 import random
 from dataclasses import replace
@@ -45,7 +45,7 @@ def requests_of(llm, tags, num=24):
             detokenize=False,
         )
         ends = [[], [begin], [begin, *line_break], [begin, end, *line_break]]
-        prompt = [rng.choice([*few, end]) for _ in range(rng.randrange(1, 30))]  # so that drafts may end a thought
+        prompt = [rng.choice([*few, end]) for _ in range(rng.randrange(1, 30))]  # so that drafts may end reasoning
         requests.append((prompt + rng.choice(ends), params))
     return requests
 
@@ -58,7 +58,7 @@ def answers_of(llm, requests):
 
 
 def test_an_answer_is_the_free_one_up_to_its_limits(llm, tags):
-    """The thought goes on as without a budget until it ends, and the answer until its first repetition."""
+    """The reasoning goes on as without a budget until it ends, and the answer until its first repetition."""
     begin, end = tags
     requests = requests_of(llm, tags)
     free = [(prompt, replace(params, **FREE, logprobs=None if params.logprobs is None else -1)) for prompt, params in requests]
@@ -114,7 +114,7 @@ def test_the_answers_are_the_same(settings, llm, tags, tools_path):
 
 
 def test_the_answers_are_the_same_with_drafts_that_are_right(llm, tags, tools_path, monkeypatch):
-    """All drafts are accepted, those that end a thought before its budget, too."""
+    """All drafts are accepted, those that end reasoning before its budget, too."""
     other = LLM(tools_path, **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 8, "adaptive": False})
     requests = requests_of(llm, tags)
     expected, _ = answers_of(llm, requests)
@@ -160,7 +160,7 @@ def test_the_format_of_a_chat_with_a_budget_follows_the_thought(llm, tags, tool_
     assert answer.text in ("Oslo", "Paris")
 
 
-def test_without_the_token_that_ends_a_thought_a_budget_is_refused(qwen3_path):
+def test_without_the_token_that_ends_reasoning_a_budget_is_refused(qwen3_path):
     with pytest.raises(InvalidValueError, match="thinking_token_budget=5 needs a tokenizer with the token </think>"):
         LLM(qwen3_path, **SMALL).generate([[5]], SamplingParams(thinking_token_budget=5, detokenize=False))
 

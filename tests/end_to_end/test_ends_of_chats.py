@@ -82,7 +82,7 @@ def test_beams_of_a_chat_end_there(llm):
     assert (beam.finish_reason, ended.finish_reason) == ("length", "stop")
 
 
-def test_a_chat_over_http_ends_there_by_every_door_and_a_completion_does_not(path):
+def test_a_chat_over_http_ends_there_by_every_endpoint_and_a_completion_does_not(path):
     pytest.importorskip("fastapi", reason='fastapi is not installed; pip install -e ".[server]"')
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import post
@@ -99,7 +99,7 @@ def test_a_chat_over_http_ends_there_by_every_door_and_a_completion_does_not(pat
         async with AsyncLLM(path, **ENGINE) as async_llm:
             app = create_app(async_llm, ServerSettings(served_model_name=("tiny",)))
             bias = {"logit_bias": {str(token_id): value for token_id, value in BIAS.items()}}
-            return [await post(app, door, body | bias) for door, body in bodies.items()]
+            return [await post(app, endpoint, body | bias) for endpoint, body in bodies.items()]
 
     (_, chat), (_, message), (_, response), (_, completion) = asyncio.run(replies())
     assert (chat["choices"][0]["finish_reason"], chat["usage"]["completion_tokens"]) == ("stop", 1)

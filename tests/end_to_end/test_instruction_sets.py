@@ -23,17 +23,17 @@ INSTRUCTION_SETS = {  # oneDNN's, torch's own kernels', and those of the kernels
 CODE = """
 import os
 import torch
-from tests import random_run
+from tests import fuzz
 from tests.docs import test_readme
 for dtype in ("float32", "bfloat16"):
-    for family in random_run.tiny_models.WIDE:
+    for family in fuzz.tiny_models.WIDE:
         torch.set_num_threads(1 if dtype == "float32" else 2)
         given = ["--part=bits", "--requests=4", "--seed=0", "--dtype", dtype, "--family", family, "--enforce-eager"]
-        assert random_run.main(given) == 0
+        assert fuzz.main(given) == 0
 for page in test_readme.PAGES:
     test_readme.run_the_sessions(page)
 os.environ["CXX"] = os.environ.get("KERNELS_CXX", "g++")  # of the kernels in bfloat16, which nothing has loaded yet
-assert random_run.main(["--part=bits", "--requests=8", "--seed=0", "--dtype=bfloat16"]) == 0
+assert fuzz.main(["--part=bits", "--requests=8", "--seed=0", "--dtype=bfloat16"]) == 0
 """
 
 

@@ -9,7 +9,7 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.scheduling.prefix_index import PrefixIndex
-from tests import random_run
+from tests import fuzz
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -141,7 +141,7 @@ def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):
 
 
 def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path):
-    """The twin: what the tests above compare can differ."""
+    """The negative control: what the tests above compare can differ."""
     llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20, enforce_eager=True)
     rng = random.Random(0)
     prompt = ids(rng, 37)
@@ -213,7 +213,7 @@ def test_batch_invariant_tells_the_same_log_probabilities_of_a_text_as_answer_an
 
 
 def test_without_batch_invariant_the_log_probabilities_of_an_answer_and_of_a_prompt_differ_in_bits(tmp_path):
-    """The twin: what the test above compares can differ."""
+    """The negative control: what the test above compares can differ."""
     llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20, chunk_size=16, block_size=8)
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=0, detokenize=False)
     [output] = llm.generate([list(range(1, 22))], params, use_tqdm=False)
@@ -229,7 +229,7 @@ def test_without_batch_invariant_the_log_probabilities_of_an_answer_and_of_a_pro
 @pytest.mark.parametrize("family", ["gemma3_window", "qwen3_5"])
 def test_random_requests_have_the_same_bits_alone_together_behind_hits_and_preempted(family, capsys):
     """With drafts, beams, aborts and shared prefixes. contributing.md has the command for 2,000."""
-    assert random_run.main(["--part=hits", "--requests=25", "--seed=3", "--family", family]) == 0
+    assert fuzz.main(["--part=hits", "--requests=25", "--seed=3", "--family", family]) == 0
     told = capsys.readouterr().out
     assert "0 differ: 25 requests" in told
     assert "after a hit" in told
@@ -238,16 +238,16 @@ def test_random_requests_have_the_same_bits_alone_together_behind_hits_and_preem
 @pytest.mark.slow
 def test_random_requests_with_adapters_have_the_tokens_of_the_merged_models(capsys):
     given = ["--part=hits", "--requests=12", "--seed=3", "--family=qwen3", "--adapters=2"]
-    assert random_run.main(given) == 0
+    assert fuzz.main(given) == 0
     told = capsys.readouterr().out
     assert "0 differ: 12 requests" in told
-    assert random_run.MERGED in told
+    assert fuzz.MERGED in told
 
 
 @pytest.mark.slow
 def test_random_requests_find_a_prefix_that_is_not_the_same(monkeypatch, capsys):
-    """The twin: a hit for any tokens at these positions."""
+    """The negative control: a hit for any tokens at these positions."""
     in_blocks = PrefixIndex.in_blocks
     monkeypatch.setattr(PrefixIndex, "in_blocks", lambda self, token_ids: in_blocks(self, [0] * len(token_ids)))
-    assert random_run.main(["--part=hits", "--requests=12", "--seed=1", "--family=gemma3_window"]) == 1
+    assert fuzz.main(["--part=hits", "--requests=12", "--seed=1", "--family=gemma3_window"]) == 1
     assert "different with" in capsys.readouterr().out

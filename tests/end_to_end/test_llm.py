@@ -1,4 +1,5 @@
-"""The front door: every kind of prompt, everything malformed refused before work, streams, chat, and nothing left behind."""
+"""The public interface: every kind of prompt, everything malformed refused before work, streams, chat, and nothing left
+behind."""
 
 import itertools
 import json
@@ -247,7 +248,7 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(ids_llm):
     assert len(output.outputs[0].token_ids) == 16
 
 
-def test_a_checkpoint_without_a_tokenizer_refuses_text_with_a_way_out(ids_llm):
+def test_a_checkpoint_without_a_tokenizer_refuses_text_with_a_hint(ids_llm):
     with pytest.raises(InvalidPromptError, match=r"no tokenizer is loaded; give token ids, or load the model with"):
         generate(ids_llm, "text", IDS)
     with pytest.raises(InvalidValueError, match=r"no tokenizer is loaded, .* set detokenize=False, or load the model with"):
@@ -530,7 +531,7 @@ def test_chat_takes_another_template_its_arguments_and_no_generation_prompt(llm)
     assert output.prompt == "Tell me a story about Lily, please!"
 
 
-def test_chat_without_a_template_is_refused_with_a_way_out(tmp_path):
+def test_chat_without_a_template_is_refused_with_a_hint(tmp_path):
     llm = LLM(copy_of_tiny_qwen3(tmp_path, without=["chat_template.jinja"]), kv_cache_memory=MEMORY)
     with pytest.raises(InvalidPromptError, match=r"no chat template; use plain text instead of messages"):
         llm.chat(LILY, GREEDY)
@@ -894,15 +895,15 @@ def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value
 
 
 @pytest.mark.parametrize(
-    ("argument", "way_out"),
+    ("argument", "hint"),
     [
         ({"pipeline_parallel_size": 2}, "use tensor_parallel_size=N"),
         ({"swap_space": 8}, "leave it out"),
     ],
 )
-def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument, way_out):
+def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument, hint):
     [name] = argument
-    with pytest.raises(UnsupportedError, match=f"{name}=.* is not supported; {way_out}"):
+    with pytest.raises(UnsupportedError, match=f"{name}=.* is not supported; {hint}"):
         LLM(**argument)
 
 
@@ -1141,26 +1142,26 @@ def test_two_llms_that_compute_at_once_in_two_threads_give_the_same_bits_as_one_
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.long)])
-def test_four_threads_at_every_door_are_served_or_refused_and_leave_nothing_behind(seconds):
+def test_four_threads_at_every_entry_point_are_served_or_refused_and_leave_nothing_behind(seconds):
     """An unguarded scheduler breaks in five seconds."""
     llm = LLM(kv_cache_memory=2**21, block_size=4, max_model_len=128)
     expected = answer(llm, "Once upon a time")
     params, beams = SamplingParams(max_tokens=9), BeamSearchParams(beam_width=3, max_tokens=6)
-    doors = [
+    entry_points = [
         lambda: llm.generate(["Once upon"] * 3, SamplingParams(max_tokens=9, n=2), use_tqdm=False),
         lambda: list(llm.stream("Once", params)),
         lambda: next(llm.stream("Once", params)),  # leaves the loop
         lambda: llm.beam_search("Once upon", beams),
     ]
-    end, num_served, unexpected = time.monotonic() + seconds, [0] * len(doors), []
+    end, num_served, unexpected = time.monotonic() + seconds, [0] * len(entry_points), []
 
     def work(first):
         for i in itertools.count(first):
             if time.monotonic() > end and sum(num_served):
                 return
             try:
-                doors[i % len(doors)]()
-                num_served[i % len(doors)] += 1
+                entry_points[i % len(entry_points)]()
+                num_served[i % len(entry_points)] += 1
             except NanoinferError:
                 pass
             except BaseException as error:  # whatever it is, the test must see it

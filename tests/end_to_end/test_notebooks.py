@@ -36,7 +36,7 @@ NOTEBOOKS = sorted(FOLDER.glob("[0-9d]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9d][0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-PLAYED = "d9_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
+EMULATED = "d9_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
 BEFORE = {  # smaller products than those that measure a machine, and one round of training
     "04_prefill_and_decode": "from nanoinfer.lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
     "d8_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
@@ -112,7 +112,7 @@ UNCOMPARED = {
     "06_serving",  # tokens of a stream arrive together or apart
     "d2_why_the_same_prompt_can_give_other_bits",  # the last bits of torch's kernels decide about words
     "d8_reinforcement_learning_with_an_engine",  # a student of fewer rounds writes other stories
-    PLAYED,  # a kernel in Triton's cache names the lines of the checkout in which it was compiled
+    EMULATED,  # a kernel in Triton's cache names the lines of the checkout in which it was compiled
 }
 
 
@@ -172,7 +172,7 @@ def compare(new, stored, stem):
 
 @notebooks
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
-    if path.stem == PLAYED and find_spec("triton") is None:
+    if path.stem == EMULATED and find_spec("triton") is None:
         pytest.skip("Triton is published for Linux")
     first = f"import sys, warnings\nsys.path.insert(0, {str(FOLDER)!r})\nwarnings.simplefilter('error')\n"
     sources = [cell.source for cell in code_of(read(path))]
@@ -180,7 +180,7 @@ def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
         assert sum(source.count(text) for source in sources) == 1, text
         sources = [source.replace(text, less) for source in sources]
     cells = [first + BEFORE.get(path.stem, ""), *sources, "print(*sys.modules)"]
-    run = forked.run_cells(cells, cwd=tmp_path, fresh=path.stem == PLAYED)
+    run = forked.run_cells(cells, cwd=tmp_path, fresh=path.stem == EMULATED)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     assert run.stderr == ""
     _, *shown, modules, _ = run.stdout.split(forked.CELL_END)
@@ -295,7 +295,7 @@ def solutions_imports(monkeypatch):
     "path",
     [
         pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (i % 2 or path.stem.startswith("d8_")))
-        for i, path in enumerate(path for path in SOLUTIONS if path.stem != PLAYED)
+        for i, path in enumerate(path for path in SOLUTIONS if path.stem != EMULATED)
     ],
 )
 def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatch, capsys):
@@ -308,9 +308,9 @@ def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatc
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is published for Linux")
 def test_the_solutions_that_compile_kernels_run_offline(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    run = forked.run_script(FOLDER / "solutions" / f"{PLAYED}.py", cwd=tmp_path, fresh=True)
+    run = forked.run_script(FOLDER / "solutions" / f"{EMULATED}.py", cwd=tmp_path, fresh=True)
     assert run.returncode == 0, run.stderr
-    compare(run.stdout, (FOLDER / "solutions" / f"{PLAYED}.txt").read_text(encoding="utf-8"), PLAYED)
+    compare(run.stdout, (FOLDER / "solutions" / f"{EMULATED}.txt").read_text(encoding="utf-8"), EMULATED)
     assert not list(tmp_path.iterdir())
 
 

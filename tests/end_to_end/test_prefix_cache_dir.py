@@ -196,8 +196,8 @@ def test_an_llm_that_is_dropped_keeps_its_prefixes(load, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_damaged_files_are_computed_again(load, tmp_path, caplog, num_ranks):
-    """By all ranks, also if only the part of one of them is damaged."""
+def test_corrupted_files_are_computed_again(load, tmp_path, caplog, num_ranks):
+    """By all ranks, also if only the part of one of them is corrupted."""
     settings = {"tensor_parallel_size": num_ranks}
     with load(**settings) as llm:
         expected, _ = answer(llm)
@@ -209,7 +209,7 @@ def test_damaged_files_are_computed_again(load, tmp_path, caplog, num_ranks):
     with load(**settings) as llm:
         found, num_found = answer(llm)
         assert (found[0].token_ids, num_found) == (expected[0].token_ids, 8)
-    assert sum("is damaged" in record.message for record in caplog.records if record.levelno == logging.WARNING) == 1
+    assert sum("is corrupted" in record.message for record in caplog.records if record.levelno == logging.WARNING) == 1
     for other in (tmp_path / "kv").glob("*.kv"):
         other.write_bytes(b"")
     for num_found in (0, 40):

@@ -192,7 +192,7 @@ def test_without_batch_invariant_the_batch_still_changes_no_bit(path):
 
 @pytest.mark.slow
 def test_with_plain_layers_the_bits_do_depend_on_a_hit(path):
-    """The twin: what the tests above compare can differ."""
+    """The negative control: what the tests above compare can differ."""
     llm = LLM(path, enforce_eager=True, **SETTINGS)
     first = [log_probabilities(llm, [prompt])[0] for prompt in PROMPTS]
     assert [log_probabilities(llm, [prompt])[0] for prompt in PROMPTS] != first

@@ -73,7 +73,7 @@ OPENED = "{% for message in messages %}{{ message.content }}{% endfor %}<|im_sta
 def test_a_format_follows_the_thought_that_the_template_has_begun(llm, form):
     end, turn = llm.get_tokenizer().convert_tokens_to_ids(["</think>", "<|im_end|>"])
     params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=StructuredOutputsParams(**form))
-    for bias in ({end: 100, turn: 100}, {end: -100}):  # a thought that ends at once, and a thought that its budget ends
+    for bias in ({end: 100, turn: 100}, {end: -100}):  # reasoning that ends at once, and reasoning that its budget ends
         output = llm.chat(QUESTION, replace(params, logit_bias=bias), False, chat_template=OPENED)[0]
         message = parse_chat_answer(output.outputs[0].text, output.prompt)
         assert message["content"] in ("yes", '"yes"')

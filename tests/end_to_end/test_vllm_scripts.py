@@ -118,7 +118,7 @@ def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(nam
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_script_needs_that_is_not_there_is_refused_with_the_way_out(name):
+def test_what_a_script_needs_that_is_not_there_is_refused_with_a_hint(name):
     names = {"LLM": LLM, "AsyncLLM": AsyncLLM, "EngineArgs": nanoinfer.EngineArgs}
     for source, imported in (
         ("nanoinfer.config", "KVTransferConfig"),
@@ -141,7 +141,7 @@ def test_readme_says_how_many_run():
 
 
 def passed_on(path: Path) -> list[str]:
-    """The names that a file of the wing imports, to pass them on."""
+    """The names that a file of compat/ imports, to pass them on."""
     imports = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
     return sorted(alias.asname or alias.name for node in imports for alias in node.names)
 

@@ -144,7 +144,7 @@ def test_rows_that_return_more_are_read_together(tmp_path):
 # ---- what the tests above would notice
 
 
-PLANTED = {
+INJECTED = {
     "an item": lambda logits: logits * logits.max().item(),
     "a condition": lambda logits: logits if logits.isnan().any() else logits + 1,
     "a list": lambda logits: logits if sum(logits[0].tolist()) else logits + 1,
@@ -154,10 +154,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_wait_is_noted(fault, tmp_path):
+@pytest.mark.parametrize("fault", INJECTED)
+def test_an_injected_wait_is_noted(fault, tmp_path):
     """By a stage of the user's own."""
-    stages = (*STAGES, lambda logits, batch: PLANTED[fault](logits))
+    stages = (*STAGES, lambda logits, batch: INJECTED[fault](logits))
     waits, num_steps = waits_of(tiny_models.save("qwen3", tmp_path), generating(params()), stages=stages, enforce_eager=True)
     assert waits.pop("sampler._apply") >= num_steps
     assert waits == {READ: num_steps}

@@ -1,4 +1,4 @@
-"""Invariance and conservation: however a request is run, its tokens are those of a dense forward pass, and no block is lost."""
+"""Invariance and leaks: however a request is run, its tokens are those of a dense forward pass, and no block is lost."""
 
 import copy
 import random

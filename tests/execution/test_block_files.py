@@ -15,8 +15,8 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.system import kept_files
+from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.system import disk_cache
 
 NUM_BLOCKS, CONTENT_BYTES = 8, 2 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, fp32
 FILE_BYTES = HEADER_BYTES + CONTENT_BYTES
@@ -36,7 +36,7 @@ class CacheRunner(ModelRunner):
     """A runner that has a cache and runs no model."""
 
     def __init__(self, cache):
-        self.cache, self.weights = cache, HeldWeights()
+        self.cache, self.weights = cache, LoadedWeights()
 
 
 def new_files(folder, max_bytes=2**20, cache=None):
@@ -106,7 +106,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_removed_and_not_believed(folder, caplog, damage):
+def test_a_corrupted_file_is_removed_and_not_believed(folder, caplog, damage):
     path, whole = keep(folder, 3, 4)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     files = new_files(folder)
@@ -115,7 +115,7 @@ def test_a_damaged_file_is_removed_and_not_believed(folder, caplog, damage):
     files.close()
     assert names(folder) == {whole.name}
     [record] = [record for record in caplog.records if record.name == block_files.__name__]
-    assert f"{path} is damaged" in record.message
+    assert f"{path} is corrupted" in record.message
 
 
 def test_a_file_under_the_name_of_another_is_not_believed(folder):
@@ -145,7 +145,7 @@ def test_files_that_vanish_are_not_found_and_can_be_kept_again(folder):
 def test_the_least_recently_used_files_make_room_and_the_limit_holds_at_any_time(folder, monkeypatch):
     max_bytes = 4 * FILE_BYTES
     sizes = []
-    stamp = kept_files.stamp
+    stamp = disk_cache.stamp
 
     def spying(path):
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.kv")))
@@ -154,7 +154,7 @@ def test_the_least_recently_used_files_make_room_and_the_limit_holds_at_any_time
     keep(folder, 1, 2, 3, max_bytes=max_bytes)
     files = new_files(folder, max_bytes)
     files.touch([entry(2), entry(1)])
-    monkeypatch.setattr(kept_files, "stamp", spying)  # called when a file has been written, before it has its name
+    monkeypatch.setattr(disk_cache, "stamp", spying)  # called when a file has been written, before it has its name
     for key in (4, 5, 6):
         files.keep(entry(key), 0, wait=True)
     files.close()
@@ -193,7 +193,7 @@ def test_a_fifo_under_a_blocks_name_is_not_found_and_is_replaced(folder):
 def test_a_process_that_keeps_the_lock_delays_close_once(folder, monkeypatch):
     """It may be stopped, or be on another machine."""
     monkeypatch.setattr(block_files, "WAITING_BYTES", 2 * FILE_BYTES)
-    monkeypatch.setattr(kept_files, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(disk_cache, "LOCK_SECONDS", 0.3)
     keep(folder, 100)
     files = new_files(folder)
     with (folder / "lock").open() as other:

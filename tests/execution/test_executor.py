@@ -1,4 +1,5 @@
-"""The seam between bookkeeping and tensors: an engine needs no more of an executor than its protocol says, and no torch."""
+"""The interface between bookkeeping and tensors: an engine needs no more of an executor than its protocol says, and no
+torch."""
 
 import subprocess
 import sys

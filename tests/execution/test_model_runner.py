@@ -88,7 +88,7 @@ def test_replayed_steps_of_a_model_with_windows_have_the_block_tables_of_every_k
 
 
 def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
-    """The twin: were the places not filled again, the tokens would differ."""
+    """The negative control: were the places not filled again, the tokens would differ."""
 
     def stale(run):
         out = run().clone()

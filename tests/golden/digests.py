@@ -2,7 +2,7 @@
 
 In: the package that Python imports. Out: a file with the numbers of each case, and a table of the cases in which two such files
 differ. The numbers depend on the processor, so they are compared with those of another commit on the same machine, and never
-committed. Only the front door is used: LLM, SamplingParams and outputs.
+committed. Only the public interface is used: LLM, SamplingParams and outputs.
 """
 
 import hashlib

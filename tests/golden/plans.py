@@ -6,7 +6,7 @@ fake_executor.py.
 
 The records must outlive a rewrite of scheduling/. So they observe only what is public and stays: the plan that an executor
 receives, the tables of a Sequence, the events of a tracer, a BlockStore, and the methods that a user may override. The
-functions in the part "seams" are the only ones that a rewrite may have to change.
+functions in the part "interfaces" are the only ones that a rewrite may have to change.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class Record:
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
 
-# ---- seams
+# ---- interfaces
 
 
 def tables_of(seq) -> list[list[int]]:

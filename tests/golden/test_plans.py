@@ -14,7 +14,7 @@ from tests.golden import records
 from tests.golden.loads import KINDS, NAMES, make_load
 from tests.golden.plans import record_of
 
-WAY_OUT = "python -m tests.golden compare --only plans; a commit that changes a plan says why (docs/contributing.md)"
+HINT = "python -m tests.golden compare --only plans; a commit that changes a plan says why (docs/contributing.md)"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,13 +22,13 @@ WAY_OUT = "python -m tests.golden compare --only plans; a commit that changes a 
 def test_each_step_of_a_fourth_of_the_loads_plans_what_it_did_before(kind):
     names = [name for name in NAMES[::4] if name.startswith(f"{kind}/")]
     assert len(names) >= 20
-    assert records.different(names) == [], WAY_OUT
+    assert records.different(names) == [], HINT
 
 
 @pytest.mark.long
 def test_each_step_of_all_loads_plans_what_it_did_before_and_reads_what_it_should():
     assert len(NAMES) == 2000
-    assert records.different(check=True) == [], WAY_OUT
+    assert records.different(check=True) == [], HINT
 
 
 def test_the_file_has_every_load_once_and_no_two_have_the_same_plans():

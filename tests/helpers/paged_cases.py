@@ -72,7 +72,7 @@ def compare(
     window, has_sinks: of the layer. Blocks before the window are -1, as if they had been freed.
     in_int8: the cache has 8 bits, and the definition is given the keys and values as they are rounded.
 
-    `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
+    `spoil(metadata)` may inject a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
     poisoned: (sequence, new token) whose value in the first KV head is NaN. The queries from it on must be NaN, no others.
     """
     generator = torch.Generator().manual_seed(0)

@@ -152,7 +152,7 @@ def _references(n: int, **link) -> dict:
 
 
 # name -> a grammar of a size: how it grows with n is how it hurts
-HOSTILE = {
+ADVERSARIAL = {
     "repeated repetition": lambda n: {"regex": f"(a{{{n}}}){{{n}}}"},
     "long repetition": lambda n: {"regex": f"a{{{n**3}}}"},
     "optional letters": lambda n: {"regex": "a?" * n + "a" * n},
@@ -189,14 +189,14 @@ HOSTILE = {
         "json": {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": k}}} for k in range(4)]} for i in range(min(n, 40))]}
     },
     "long array": lambda n: {"json": {"type": "array", "items": INT, "minItems": n**3}},
-    "hostile pattern": lambda n: {"json": string(pattern=f"(a{{{n}}}){{{n}}}")},
+    "adversarial pattern": lambda n: {"json": string(pattern=f"(a{{{n}}}){{{n}}}")},
     "multiples": lambda n: {"json": {"type": "integer", "multipleOf": 10 * n + 7, "maximum": 10**17}},
     "alternatives of objects": lambda n: {"json": {"anyOf": [obj(**{f"a{i}": STR}) for i in range(n)]}},
 }  # fmt: skip
 
 
-def hostile(number: int) -> tuple[str, dict]:
+def adversarial(number: int) -> tuple[str, dict]:
     """A name and the arguments of StructuredOutputsParams. Later numbers are larger, up to 3,000 in most cases."""
-    name = list(HOSTILE)[number % len(HOSTILE)]
+    name = list(ADVERSARIAL)[number % len(ADVERSARIAL)]
     size = random.Random(number).choice([3, 10, 30, 100, 300, 1000, 3000])
-    return f"{name} {size}", HOSTILE[name](size)
+    return f"{name} {size}", ADVERSARIAL[name](size)

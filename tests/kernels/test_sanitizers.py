@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 class Fault(NamedTuple):
-    """A fault that is planted by replacing a text that occurs once in a file of the package."""
+    """A fault that is injected by replacing a text that occurs once in a file of the package."""
 
     file: str
     text: str
@@ -127,7 +127,7 @@ def test_no_kernel_of_any_size_and_dtype_touches_the_page_behind_its_memory(name
     check(MORE_DRIVERS[name], "full", *GUARDED)
 
 
-def planted(fault, folder):
+def injected(fault, folder):
     """A copy of the package's sources with the fault."""
     for path in PACKAGE.rglob("*"):
         if path.suffix in (".cpp", ".h"):
@@ -145,9 +145,9 @@ def marked(faults):
 
 
 @pytest.mark.parametrize("fault", marked(FAULTS))
-def test_a_planted_read_out_of_range_is_reported(fault, tmp_path):
+def test_an_injected_read_out_of_range_is_reported(fault, tmp_path):
     needs(*SANITIZED)
-    done = run(build(DRIVERS[fault.driver], *SANITIZED, package=planted(fault, tmp_path)), "short")
+    done = run(build(DRIVERS[fault.driver], *SANITIZED, package=injected(fault, tmp_path)), "short")
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr or "runtime error:" in done.stderr, done.stderr
 
@@ -155,18 +155,18 @@ def test_a_planted_read_out_of_range_is_reported(fault, tmp_path):
 @pytest.mark.parametrize("fault", marked(RACES))
 def test_a_wait_that_is_taken_out_is_reported(fault, tmp_path):
     needs(*THREADED, *ONE_TARGET)
-    done = run(build(DRIVERS[fault.driver], *THREADED, *ONE_TARGET, package=planted(fault, tmp_path)), "short")
+    done = run(build(DRIVERS[fault.driver], *THREADED, *ONE_TARGET, package=injected(fault, tmp_path)), "short")
     assert done.returncode != 0
     assert "WARNING: ThreadSanitizer: data race" in done.stderr, done.stderr
 
 
-def test_a_planted_read_of_what_is_mapped_meets_the_guard_page(tmp_path):
+def test_an_injected_read_of_what_is_mapped_meets_the_guard_page(tmp_path):
     needs(*GUARDED, *ONE_TARGET)
-    done = run(build(DRIVERS["exchange"], *GUARDED, *ONE_TARGET, package=planted(FAULTS[0], tmp_path)), "short")
+    done = run(build(DRIVERS["exchange"], *GUARDED, *ONE_TARGET, package=injected(FAULTS[0], tmp_path)), "short")
     assert done.returncode == -signal.SIGSEGV
 
 
-def test_every_source_of_a_kernel_has_a_planted_fault_and_a_driver():
+def test_every_source_of_a_kernel_has_an_injected_fault_and_a_driver():
     sources = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cpp", ".h")}
     assert {fault.file for fault in FAULTS} == sources
     driven = {driver.source for driver in DRIVERS.values()} | {"fast/cpu/program.cpp"}  # which every driver includes

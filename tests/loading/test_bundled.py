@@ -36,7 +36,7 @@ def llm(name):
 
 
 @pytest.fixture(scope="module")
-def peer(name):
+def baseline(name):
     """The same folder in transformers itself."""
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED / name).eval()
     return model, transformers.AutoTokenizer.from_pretrained(BUNDLED / name)
@@ -107,8 +107,8 @@ def test_any_text_can_be_spelled(llm, text):
     assert max(ids) < len(tokenizer)
 
 
-def test_greedy_text_is_the_same_in_transformers(llm, peer):
-    model, tokenizer = peer
+def test_greedy_text_is_the_same_in_transformers(llm, baseline):
+    model, tokenizer = baseline
     prompts = ["Once upon a time", "Lily was", "<|endoftext|>", "\U0001f98a", llm.render_chat(CHAT)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -134,9 +134,9 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
 
 
 @of_stories
-def test_the_loss_is_within_6_percent_of_the_entropy(peer, monkeypatch):
+def test_the_loss_is_within_6_percent_of_the_entropy(baseline, monkeypatch):
     monkeypatch.setattr(measure, "NUM_DOCUMENTS", 150)  # the card's loss is over 1,000
-    entropy, loss = measure.entropy_and_loss(*peer)
+    entropy, loss = measure.entropy_and_loss(*baseline)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
 
@@ -193,7 +193,7 @@ def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that
 
 
 def drawn(kind, num):
-    """Held-out conversations of one question that needs a call, without thoughts."""
+    """Held-out conversations of one question that needs a call, without reasoning."""
     rng = random.Random(f"{kind} of this test")
     conversations = (write_conversation(rng, kind=kind) for _ in itertools.count())
     roles = ["user", "assistant", "tool", "assistant"]
@@ -231,7 +231,7 @@ def test_most_of_30_questions_lead_to_the_right_call_and_its_result_to_the_answe
 
 
 @of_tools
-def test_a_thought_names_the_tool_and_a_budget_ends_it_before_the_call(llm):
+def test_reasoning_names_the_tool_and_a_budget_ends_it_before_the_call(llm):
     conversations = drawn("calculator", 20)
     thinking = replies(llm, conversations, 1, enable_thinking=True)
     names = [conversation.messages[1]["tool_calls"][0]["function"]["name"] for conversation in conversations]

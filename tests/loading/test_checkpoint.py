@@ -92,7 +92,7 @@ def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monke
         Checkpoint.open("Qwen/Qwen3-0.6B")  # which is its own name
 
 
-def test_a_file_without_permission_is_no_damaged_file(folder, monkeypatch):
+def test_a_file_without_permission_is_no_corrupted_file(folder, monkeypatch):
     """A patch, because the superuser has every permission."""
     path_open = Path.open
 
@@ -191,7 +191,7 @@ def test_whatever_the_hub_library_raises_becomes_one_named_error(monkeypatch):
         (HfHubHTTPError, "503 Server Error; check the name and the network .a download continues where it stopped."),
     ],
 )
-def test_what_the_hub_refuses_is_said_with_the_way_out(monkeypatch, error_class, sentence):
+def test_what_the_hub_refuses_is_said_with_a_hint(monkeypatch, error_class, sentence):
     """GatedRepoError is a RepositoryNotFoundError: the order of the questions matters."""
     error = error_class.__new__(error_class)  # its constructor takes a response of the HTTP library of the installed version
     Exception.__init__(error, "503 Server Error")

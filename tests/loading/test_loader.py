@@ -74,7 +74,7 @@ def test_a_tokenizer_of_another_folder_must_be_there(qwen3_path):
 )
 def test_what_needs_no_weights_is_checked_before_they_are_read(changed, options, error, message):
     checkpoint = changed(eos_token_id=0 if options else "</s>")
-    (checkpoint.path / "model.safetensors").write_bytes(b"damaged")
+    (checkpoint.path / "model.safetensors").write_bytes(b"corrupted")
     with pytest.raises(error, match=message):
         load(EngineConfig(model=str(checkpoint.path), device="cpu", **options))
 

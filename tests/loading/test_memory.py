@@ -126,7 +126,7 @@ def test_the_peak_of_loading_is_little_more_than_what_kernels_read(write, kind, 
 
 @pytest.mark.long
 def test_parameters_of_twice_the_size_are_above_the_bar(write):
-    """The twin."""
+    """The negative control."""
     assert peak_of(write("Q4_0"), dtype="float32") > 2.2
 
 

@@ -107,14 +107,14 @@ def test_a_file_cut_short_anywhere_is_refused(qwen3):
     whole = (qwen3 / "model.safetensors").read_bytes()
     for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         (qwen3 / "model.safetensors").write_bytes(whole[:length])
-        with pytest.raises(WeightsError, match=r"model.safetensors is cut short or damaged .*; download it again"):
+        with pytest.raises(WeightsError, match=r"model.safetensors is truncated or corrupted .*; download it again"):
             load(qwen3)
 
 
 @pytest.mark.parametrize("garbage", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\x80\x02}q\x00." * 99])
 def test_a_file_that_is_no_safetensors_is_refused(qwen3, garbage):
     (qwen3 / "model.safetensors").write_bytes(garbage)
-    with pytest.raises(WeightsError, match=r"model.safetensors is cut short or damaged"):
+    with pytest.raises(WeightsError, match=r"model.safetensors is truncated or corrupted"):
         load(qwen3)
 
 
@@ -390,7 +390,7 @@ def test_yarn_equals_transformers_in_every_variant(variant):
 
 
 def test_yarn_variants_differ_from_each_other():
-    """The twin of the test above: were a key not read, its variant would equal the plain one."""
+    """The negative control of the test above: were a key not read, its variant would equal the plain one."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
 
     def settings(**variant):

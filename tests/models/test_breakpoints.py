@@ -78,7 +78,7 @@ def test_a_breakpoint_stops_at_every_line_of_forward_in_every_step_and_sees_the_
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_in_a_compiled_model_the_layers_lines_are_not_run():
-    """The twin: what is compiled does not stop there."""
+    """The negative control: what is compiled does not stop there."""
     debugger, token_ids, expected = debugged(qwen, enforce_eager=False)
     assert token_ids == expected
     assert {line for line, _ in debugger.stops} < debugger.lines

@@ -45,7 +45,7 @@ def test_a_class_of_the_users_takes_precedence(monkeypatch):
     ],
     ids=str,
 )
-def test_others_are_refused_with_the_way_out(config, error, message):
+def test_others_are_refused_with_a_hint(config, error, message):
     with pytest.raises(error, match=message):
         find_model(config)
 

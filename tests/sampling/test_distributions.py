@@ -1,4 +1,4 @@
-"""200,000 draws by each route of the sampler against the exact distribution in float64, and planted faults that must fail."""
+"""200,000 draws by each route of the sampler against the exact distribution in float64, and injected faults that must fail."""
 
 import functools
 import math
@@ -114,7 +114,7 @@ def test_the_exact_distributions_are_those_worked_out_on_paper():
     assert exact(**PARAMS["temperature"])[5] / exact(**PARAMS["temperature"])[1] == pytest.approx((22 / 15) ** (1 / 0.7))
 
 
-# ---- planted faults
+# ---- injected faults
 
 
 def with_columns(batch, **columns):

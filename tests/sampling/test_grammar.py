@@ -29,7 +29,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import tiny_models
 from tests.helpers.byte_tokenizer import EOS, IM_END, TOKENS, byte_tokenizer
 from tests.helpers.sampling_rows import sampling_by
-from tests.helpers.structured_cases import HOSTILE, SCHEMAS, array, enum, hostile, obj
+from tests.helpers.structured_cases import ADVERSARIAL, SCHEMAS, adversarial, array, enum, obj
 from tests.helpers.tokenizer_files import byte_level, sentencepiece, unigram
 
 pytestmark = pytest.mark.slow
@@ -608,9 +608,9 @@ def test_the_extra_is_named_where_it_is_missing(compiler, monkeypatch):
 # ---- grammars that do harm
 
 
-def run_hostile(model, number):
+def run_adversarial(model, number):
     """Whether it was refused. The second process is stopped after 1.5 s, and this one takes less than 2 s."""
-    name, answer_format = hostile(number)
+    name, answer_format = adversarial(number)
     used = time.process_time()  # not the time that passes, since a busy machine is no failure
     try:
         [output] = model.generate("x", params(max_tokens=20, **answer_format), use_tqdm=False)
@@ -622,8 +622,8 @@ def run_hostile(model, number):
     return was_refused
 
 
-def test_a_hostile_grammar_is_refused_or_ends(noise):
-    refused = [run_hostile(noise, number) for number in range(len(HOSTILE))]
+def test_an_adversarial_grammar_is_refused_or_ends(noise):
+    refused = [run_adversarial(noise, number) for number in range(len(ADVERSARIAL))]
     assert any(refused)
     assert not all(refused)
     [output] = noise.generate("x", params(choice=["still here"]), use_tqdm=False)
@@ -632,7 +632,7 @@ def test_a_hostile_grammar_is_refused_or_ends(noise):
 
 
 @pytest.mark.long
-def test_1000_hostile_grammars_are_refused_or_end(noise):
-    refused = [run_hostile(noise, number) for number in range(1000)]
+def test_1000_adversarial_grammars_are_refused_or_end(noise):
+    refused = [run_adversarial(noise, number) for number in range(1000)]
     assert 100 < sum(refused) < 900
     tiny_models.assert_nothing_is_left(noise)

@@ -191,7 +191,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_enforced_is_refused_with_its_place_and_a_way_out(case):
+def test_what_cannot_be_enforced_is_refused_with_its_place_and_a_hint(case):
     schema, place, reason = REFUSED[case]
     with pytest.raises(InvalidValueError) as caught:
         enforceable("json", schema)

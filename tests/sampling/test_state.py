@@ -129,7 +129,7 @@ def test_the_comparison_notices_a_state_that_misses_a_token():
     seq = sequence([1, 2, 1], frequency_penalty=1, no_repeat_ngram_size=2)
     state = SamplingState.of(seq)
     seq.token_ids += [1, 3, 1]
-    state._num_known += 1  # the planted fault: one token is skipped
+    state._num_known += 1  # the injected fault: one token is skipped
     SamplingState.of(seq)
     assert known(state) != recount(seq)
     assert state.ngrams.banned(seq.token_ids) != completing(seq.token_ids, 2)

@@ -1,4 +1,4 @@
-"""When a thought must end: hand-checked answers, and what may be sampled ahead of known tokens."""
+"""When reasoning must end: hand-checked answers, and what may be sampled ahead of known tokens."""
 
 import random
 
@@ -8,17 +8,17 @@ import torch
 from nanoinfer import SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.stages import end_thinking
-from nanoinfer.sampling.thinking import Thought
+from nanoinfer.sampling.thinking import ReasoningState
 from nanoinfer.scheduling.sequence import Sequence
 
 END = 3
 
 
-def thought_of(*tokens, budget=2, **begun):
-    thought = Thought(b"<think>", b"</think>", END, budget, **begun)
+def reasoning_of(*tokens, budget=2, **begun):
+    reasoning = ReasoningState(b"<think>", b"</think>", END, budget, **begun)
     for token in tokens:
-        thought.advance(token)
-    return thought
+        reasoning.advance(token)
+    return reasoning
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def thought_of(*tokens, budget=2, **begun):
         ([b"<think>", b"a", b"b"], {"is_over": True}, False),  # the prompt has ended it
     ],
 )
-def test_a_thought_must_end_after_two_tokens(tokens, begun, must_end):
-    assert thought_of(*tokens, **begun).must_end(len(tokens)) == must_end
+def test_reasoning_must_end_after_two_tokens(tokens, begun, must_end):
+    assert reasoning_of(*tokens, **begun).must_end(len(tokens)) == must_end
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -52,18 +52,18 @@ def test_free_tokens_are_those_before_the_earliest_end(seed):
     begun, budget = rng.choice([{}, {"begin": 0}]), rng.randrange(5)
     tokens = [rng.choice([b"<think>", b"\n", b"a", b"</think>"]) for _ in range(9)]
     for num_known in range(9):
-        thought = thought_of(*tokens[:num_known], budget=budget, **begun)
-        num_free = thought.num_free(num_known)
-        must_end = [thought_of(*tokens[:i], budget=budget, **begun).must_end(i) for i in range(num_known + 1, 10)]
+        reasoning = reasoning_of(*tokens[:num_known], budget=budget, **begun)
+        num_free = reasoning.num_free(num_known)
+        must_end = [reasoning_of(*tokens[:i], budget=budget, **begun).must_end(i) for i in range(num_known + 1, 10)]
         assert not any(must_end[:num_free])
-        if not thought.is_over and thought.begin is not None and num_free < len(must_end):
+        if not reasoning.is_over and reasoning.begin is not None and num_free < len(must_end):
             assert must_end[num_free] or b"</think>" in tokens[num_known : num_known + num_free + 1]
 
 
 def test_the_stage_leaves_the_end_alone_unless_it_is_forbidden():
     def sequence(budget, output=(b"a",), **params):
-        thought = thought_of(*output, budget=budget, begin=0)
-        seq = Sequence("r", [0], SamplingParams(**params), 0, 99, thought=thought)
+        reasoning = reasoning_of(*output, budget=budget, begin=0)
+        seq = Sequence("r", [0], SamplingParams(**params), 0, 99, reasoning=reasoning)
         seq.token_ids += [5] * len(output)
         return seq
 

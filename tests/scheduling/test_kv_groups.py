@@ -112,7 +112,7 @@ def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_
 
 
 def test_full_attention_would_hold_every_block():
-    """The twin: what the test above counts can be more."""
+    """The negative control: what the test above counts can be more."""
     _, most = computed(BlockManager(63, 64, layout=CacheLayout((None,), 64)), range(4000), 64)
     assert most == 4000
 

@@ -266,7 +266,7 @@ def test_a_waiting_sequence_takes_the_place_of_one_with_a_lower_priority_in_the_
         steps, num_unfinished = steps_of(PreemptivePriority, *given, **config)
         assert steps[:4] == [(["0"], []), (["0"], []), (["1"], ["0"]), (["1"], [])]
         assert num_unfinished == 0
-    steps, _ = steps_of(PriorityScheduler, *given, max_num_seqs=1)  # the twin: without the hook it waits
+    steps, _ = steps_of(PriorityScheduler, *given, max_num_seqs=1)  # the negative control: without the hook it waits
     assert all(not preempted for _, preempted in steps)
     assert steps[2] == (["0"], [])
 

@@ -225,11 +225,11 @@ def test_a_file_that_is_no_output_of_a_job_is_never_overwritten(tmp_path):
     assert output.read_text() == "precious"
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_a_corrupted_line_is_named(tmp_path):
     path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
     run(path, output)
     output.write_bytes(b"{}\n" + output.read_bytes())
-    with pytest.raises(InvalidValueError, match=r"out.jsonl is damaged in line 1; remove that line"):
+    with pytest.raises(InvalidValueError, match=r"out.jsonl is corrupted in line 1; remove that line"):
         ResultFile(output, manifest_of(path))
 
 

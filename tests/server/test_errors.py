@@ -9,7 +9,7 @@ import pytest
 
 from nanoinfer.server import limits, protocol
 from nanoinfer.server.errors import validation_message, without_paths
-from nanoinfer.system.work_threads import LARGE
+from nanoinfer.system.worker_threads import LARGE
 from tests.helpers import http_server
 
 LIMIT = 20_000

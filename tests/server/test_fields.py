@@ -65,11 +65,11 @@ def test_null_is_left_out_for_every_name_of_openai(server, plain, path, params):
 
 
 @pytest.mark.slow
-def test_other_values_of_known_fields_are_refused_with_the_way_out(server):
-    for name, (_, way_out) in NEUTRAL_VALUES.items():
+def test_other_values_of_known_fields_are_refused_with_a_hint(server):
+    for name, (_, hint) in NEUTRAL_VALUES.items():
         error = server.post(COMPLETIONS, COMPLETION_BODY | {name: "another"}).json()["error"]
         assert (error["param"], error["code"]) == (name, "unsupported")
-        assert f"{name}='another' is not supported ({way_out or 'leave it out'})" == error["message"]
+        assert f"{name}='another' is not supported ({hint or 'leave it out'})" == error["message"]
 
 
 def test_typos_are_corrected_and_at_most_ten_are_listed(server):

@@ -157,7 +157,7 @@ def test_a_mark_in_the_text_of_a_format_is_text():
 @pytest.mark.parametrize("answer_format", [{}, {"response_format": {"type": "json_object"}}])
 def test_a_required_call_is_all_that_noise_may_write(client, say, choice, answer_format):
     """A structured output is left out, because a call is no content."""
-    say("<|channel|>commentary")  # not a thought of noise, which has no end
+    say("<|channel|>commentary")  # not reasoning of noise, which has no end
     for seed in range(5):
         [answer] = client.chat.completions.create(**CHAT | answer_format, tools=TOOLS, tool_choice=choice, seed=seed).choices
         assert answer.message.content is None
@@ -166,7 +166,7 @@ def test_a_required_call_is_all_that_noise_may_write(client, say, choice, answer
         check_call(call.function.name, call.function.arguments)
 
 
-def test_a_call_that_is_required_may_follow_a_thought_and_nothing_else(client, say):
+def test_a_call_that_is_required_may_follow_reasoning_and_nothing_else(client, say):
     for begin in (THOUGHT, ""):
         say(begin + CALL)
         [answer] = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required").choices

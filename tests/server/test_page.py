@@ -331,7 +331,7 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
     ]
     assert shown.inner_html().replace(' class=""', "") == "".join(expected)
     page.unroute_all()
-    for hostile in (
+    for adversarial in (
         "> " * 5000 + "deep",
         "- " * 5000 + "deep",
         "*" * 5000 + "a",
@@ -339,7 +339,7 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
         "x" + "`" * 5000,
         "[" * 5000 + "](https://x)",
     ):
-        answer_with(page, chunk("stop", content=hostile))
+        answer_with(page, chunk("stop", content=adversarial))
         send(page, "Hello")
         assert len(finished(page)) > 0
         assert page.locator(".assistant .note").last.inner_text().endswith("finish reason: stop")

@@ -1,4 +1,4 @@
-"""Budgets of thoughts over HTTP: the fields of each API, and what is left for a required call or a format."""
+"""Reasoning budgets over HTTP: the fields of each API, and what is left for a required call or a format."""
 
 import json
 
@@ -16,7 +16,7 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 
 @pytest.fixture(scope="module")
 def thinking(tool_server):
-    """A bias with which every token is <think>, so that a thought does not end by itself."""
+    """A bias with which every token is <think>, so that reasoning does not end by itself."""
     think = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids("<think>")
     return {"logit_bias": {str(think): 100}, "max_tokens": 12}
 
@@ -43,7 +43,7 @@ def message_of(server, body):
         ({"reasoning_effort": "high"}, 11),
     ],
 )
-def test_a_thought_has_at_most_its_budget(tool_server, thinking, more, num_thoughts):
+def test_reasoning_has_at_most_its_budget(tool_server, thinking, more, num_thoughts):
     message = message_of(tool_server, thinking | more)
     assert message.get("reasoning", "") == "<think>" * num_thoughts
     assert message["content"] == ("<think>" * (10 - num_thoughts) if num_thoughts < 11 else "")

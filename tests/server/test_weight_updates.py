@@ -85,10 +85,10 @@ def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit
     server.async_llm.llm.update_weights(before.items())
     version, own = server.async_llm.engine.weights_version, token_ids(server)
     refused = [
-        (b"not a file of tensors", "cut short or damaged"),
+        (b"not a file of tensors", "truncated or corrupted"),
         (save({"model.norm.weight": trained[names[0]][:-1]}), "misshaped"),
         (save({"norm.of.another.model": trained[names[0]]}), "unexpected"),
-        (save({name: trained[name] for name in names})[:-5], "cut short or damaged"),
+        (save({name: trained[name] for name in names})[:-5], "truncated or corrupted"),
         (save({}), "body.safetensors holds no tensors"),
     ]
     for content, words in refused:

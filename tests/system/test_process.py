@@ -239,12 +239,12 @@ with open(reads) as pipe:
     for name in json.load(pipe):
         importlib.import_module(name)
 own = changed(import_all)
-planted = [changed(lambda: exec(line, {})) for line in json.loads(sys.argv[1])]
-print(json.dumps([own, planted, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
+injected = [changed(lambda: exec(line, {})) for line in json.loads(sys.argv[1])]
+print(json.dumps([own, injected, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
 """
 
 # What an import of the package might do one day -> what of the process that changes.
-_PLANTED = {
+_INJECTED = {
     "import sys; sys.path.append('x')": "sys.path",
     "import sys; sys.meta_path.append(None)": "sys.meta_path",
     "import sys; sys.excepthook = print": "sys.hooks",
@@ -270,14 +270,14 @@ _PLANTED = {
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks")
 def test_importing_any_module_changes_nothing_of_the_process():
-    """Also the twin: what an import might change is noticed."""
-    command = [sys.executable, "-c", _IMPORTS, json.dumps(list(_PLANTED))]
+    """Also the negative control: what an import might change is noticed."""
+    command = [sys.executable, "-c", _IMPORTS, json.dumps(list(_INJECTED))]
     child = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
-    own, planted, num_modules = json.loads(child.stdout.splitlines()[-1])
+    own, injected, num_modules = json.loads(child.stdout.splitlines()[-1])
     assert own == []
     assert num_modules > 100
-    assert [line for (line, name), found in zip(_PLANTED.items(), planted, strict=True) if name not in found] == []
+    assert [line for (line, name), found in zip(_INJECTED.items(), injected, strict=True) if name not in found] == []
 
 
 def test_the_docstring_lists_every_effect():

@@ -1,4 +1,4 @@
-"""check_proposer passes proposers that keep their promises, and names the promise that a wrong one breaks."""
+"""check_proposer passes proposers that keep the invariants, and names the invariant that a wrong one violates."""
 
 import itertools
 
@@ -56,14 +56,14 @@ class DependsOnItsAge(RepeatsLast):
         return [[next(self.ages) % 5] for _ in sequences]
 
 
-def test_a_proposer_that_keeps_its_promises_passes_and_is_counted():
+def test_a_proposer_that_keeps_its_invariants_passes_and_is_counted():
     metrics = check_proposer(NGramProposer, num_speculative_tokens=3)
     assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
     assert check_proposer(f"{__name__}:RepeatsLast").num_draft_tokens > metrics.num_draft_tokens
 
 
 @pytest.mark.parametrize(
-    ("proposer", "error", "promise"),
+    ("proposer", "error", "invariant"),
     [
         (ForTheFirstAlone, InvalidTypeError, "a draft for each of its"),
         (TooLong, InvalidValueError, r"at most limits\[i\] ids"),
@@ -77,6 +77,6 @@ def test_a_proposer_that_keeps_its_promises_passes_and_is_counted():
     ],
     ids=str,
 )
-def test_a_broken_promise_is_named(proposer, error, promise):
-    with pytest.raises(error, match=promise):
+def test_a_violated_invariant_is_named(proposer, error, invariant):
+    with pytest.raises(error, match=invariant):
         check_proposer(proposer)

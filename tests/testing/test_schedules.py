@@ -1,4 +1,4 @@
-"""Every schedule of a world: the engine's classes keep the promises, and a shortest run shows what another class breaks."""
+"""Every schedule of a world: the engine's classes keep the invariants, and a shortest run shows what another class breaks."""
 
 import pickle
 import subprocess
@@ -12,7 +12,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.testing import schedules
-from nanoinfer.testing.schedules import Abort, Arrive, BrokenPromiseError, RunStep, State, World, check_scheduler, replay
+from nanoinfer.testing.schedules import Abort, Arrive, InvariantError, RunStep, State, World, check_scheduler, replay
 from nanoinfer.tracing import BlocksShared, Recorder, StepScheduled, TokenAppended
 from tests.testing import mutants
 from tests.testing.worlds import WORLDS
@@ -45,13 +45,13 @@ def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence)
 
 
 @pytest.mark.parametrize(("cls", "world"), WORLDS.values(), ids=WORLDS)
-def test_every_schedule_of_a_small_world_keeps_the_promises(cls, world):
+def test_every_schedule_of_a_small_world_keeps_the_invariants(cls, world):
     assert check_scheduler(cls, world=world).num_states > 250
 
 
 @pytest.mark.long  # 80 s each
 @pytest.mark.parametrize("cls", [Scheduler, DeadlineScheduler])
-def test_every_schedule_of_the_whole_world_keeps_the_promises(cls):
+def test_every_schedule_of_the_whole_world_keeps_the_invariants(cls):
     assert check_scheduler(cls).num_states > 50_000
 
 
@@ -80,7 +80,7 @@ def _every_event(saved):
     return [*events, *state.samples(state.plan())] if state.alive else events
 
 
-# ---- classes that break a promise
+# ---- classes that violate an invariant
 
 
 class KeepsBlocks(BlockManager):
@@ -128,7 +128,7 @@ class KeepsWhatFailed(BlockManager):
 
 
 @pytest.mark.parametrize(
-    ("classes", "promise", "num_events"),
+    ("classes", "invariant", "num_events"),
     [
         ((Scheduler, KeepsBlocks), "a block has a reference for each block table", 2),
         ((Scheduler, ForgetsSalts), "the prefix cache must have the blocks that sequence 1 filled", 4),
@@ -139,16 +139,16 @@ class KeepsWhatFailed(BlockManager):
     ],
     ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else "",
 )
-def test_a_shortest_run_shows_what_a_wrong_class_breaks(classes, promise, num_events):
+def test_a_shortest_run_shows_what_a_wrong_class_breaks(classes, invariant, num_events):
     world = World(num_requests=2, num_salts=2, max_tokens=2)
-    with pytest.raises(BrokenPromiseError, match=promise) as broken:
+    with pytest.raises(InvariantError, match=invariant) as broken:
         check_scheduler(*classes, world)
     assert len(broken.value.events) == num_events
     assert f"\n{num_events}. " in str(broken.value)
 
 
 def test_a_run_that_never_ends_is_found():
-    with pytest.raises(BrokenPromiseError, match="every answer ends"):
+    with pytest.raises(InvariantError, match="every answer ends"):
         check_scheduler(ComputesAgain, world=World(num_requests=1))
 
 
@@ -159,6 +159,11 @@ def test_a_run_is_recorded_for_the_page_that_replays_it():
     assert [event.running for event in recorder.of(StepScheduled)] == [("0",), ("0", "1")]
     assert [event.blocks for event in recorder.of(BlocksShared) if event.blocks] == [(0,)]
     assert [event.token for event in recorder.of(TokenAppended)] == ["1", "0", "1"]
+
+
+def test_the_old_name_of_the_error_warns():
+    with pytest.warns(DeprecationWarning, match="now called InvariantError"):
+        assert schedules.BrokenPromiseError is InvariantError
 
 
 def test_exploring_imports_no_torch():

@@ -2,7 +2,7 @@
 
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.testing.schedules import BrokenPromiseError, World, check_scheduler
+from nanoinfer.testing.schedules import InvariantError, World, check_scheduler
 
 
 class PreemptsAlways(Scheduler):
@@ -48,7 +48,7 @@ def check_all() -> None:
         check_scheduler(scheduler_cls, world=world)
     try:
         check_scheduler(StartsShortPrompts, world=World(num_requests=1))
-    except BrokenPromiseError as broken:
+    except InvariantError as broken:
         assert "the class raised NanoinferError" in str(broken)  # noqa: PT017  # mutants.py runs without pytest
     else:
         raise AssertionError("StartsShortPrompts starts no other prompts")

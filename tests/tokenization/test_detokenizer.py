@@ -91,7 +91,7 @@ def test_a_character_waits_for_its_last_byte(character):
     ("ids", "pieces"),
     [
         ([], [""]),
-        ([0xE2, 0x82], ["", "", ""]),  # cut short: left out
+        ([0xE2, 0x82], ["", "", ""]),  # truncated: left out
         ([262], ["", "a"]),  # but not the text beside it
         ([0xE2, 0x82, ord("a")], ["", "", "\ufffda", ""]),
         ([0xFF, 0xFF, ord("a")], ["", "", "\ufffd\ufffda", ""]),

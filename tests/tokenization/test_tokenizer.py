@@ -1,4 +1,4 @@
-"""The tokenizer: missing files, damaged files, and a BOS that is added once."""
+"""The tokenizer: missing files, corrupted files, and a BOS that is added once."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_a_folder_without_tokenizer_files_has_no_tokenizer(gpt2_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
-def test_a_damaged_tokenizer_is_refused_with_its_folder(tmp_path, content):
+def test_a_corrupted_tokenizer_is_refused_with_its_folder(tmp_path, content):
     path = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "checkpoint")
     (path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=f"transformers cannot load the tokenizer in {path}"):

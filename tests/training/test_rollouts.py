@@ -224,7 +224,7 @@ def test_a_module_is_not_the_pairs_of_its_weights(checkpoints):
         llm.update_weights(torch.nn.Linear(1, 1))
 
 
-def test_weights_that_cannot_be_replaced_are_refused_with_the_way_out(tmp_path):
+def test_weights_that_cannot_be_replaced_are_refused_with_a_hint(tmp_path):
     path = tiny_models.save("qwen3", tmp_path, hidden_size=64, intermediate_size=96)
     with (
         load(path, quantization="int8", dtype="bfloat16") as llm,

@@ -8,10 +8,10 @@ from nanoinfer.llm import METHODS
 
 
 class Placeholder:
-    """A name that can be imported, and can stand in annotations. Any other use raises UnsupportedError, with the way out."""
+    """A name that can be imported, and can stand in annotations. Any other use raises UnsupportedError, with a hint."""
 
-    def __init__(self, name: str, way_out: str) -> None:
-        self._refusal = f"{name} is vLLM's: {way_out}"
+    def __init__(self, name: str, hint: str) -> None:
+        self._refusal = f"{name} is vLLM's: {hint}"
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedError(self._refusal)

@@ -1,8 +1,8 @@
 """Drafts by multi-token prediction: an extra layer of the checkpoint reads the model's hidden rows (models/qwen_next.py).
 
 In: sequences. Out: draft token ids. The module computes a draft from the newest token and the hidden row before it, and the
-next draft from that draft and its own row. It has a KV cache and a twin of every sequence, like a draft model. The
-twin's tokens begin with the sequence's second token, so that token i of the twin goes with the model's row i.
+next draft from that draft and its own row. It has a KV cache and a draft sequence of every sequence, like a draft model. Its
+tokens begin with the sequence's second token, so that its token i goes with the model's row i.
 
 Once the drafts are verified, the module computes again from the model's rows what it computed from its own.
 """
@@ -15,7 +15,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 
-class _Twin(Sequence):
+class _DraftSequence(Sequence):
     """A sequence without its first token, which still counts for positions, so that the same random numbers are drawn."""
 
     __slots__ = ()
@@ -28,32 +28,32 @@ class _Twin(Sequence):
 class MTPProposer(DraftModelProposer):
     """Runs the drafter, as a Proposer."""
 
-    twin_class = _Twin
-    _sequences: dict[Sequence, Sequence]  # twin that drafts -> its sequence
+    draft_seq_class = _DraftSequence
+    _sequences: dict[Sequence, Sequence]  # draft sequence that drafts -> its sequence
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return at most limits[i] draft ids for sequences[i], and no ids if the drafter's cache is full."""
-        self._sequences = {self._twin(seq): seq for seq in sequences}
+        self._sequences = {self._draft_seq(seq): seq for seq in sequences}
         limits = [limit if len(seq.token_ids) > 1 else 0 for seq, limit in zip(sequences, limits, strict=True)]
         drafts = super().propose(sequences, limits)
-        for twin, seq in self._sequences.items():
-            twin.num_computed_tokens = min(twin.num_computed_tokens, len(seq.token_ids) - 1)
+        for draft_seq, seq in self._sequences.items():
+            draft_seq.num_computed_tokens = min(draft_seq.num_computed_tokens, len(seq.token_ids) - 1)
         return drafts
 
-    def _twin(self, seq: Sequence) -> Sequence:
-        if (twin := self._twins.get(seq)) is None:
-            twin = self._new_twin(seq)
-            twin.num_pending_tokens = 1  # stands for the first token, which the twin lacks
-        twin.token_ids = seq.token_ids[1:]
-        twin.num_computed_tokens = min(twin.num_computed_tokens, max(len(twin.token_ids) - 1, 0))
-        return twin
+    def _draft_seq(self, seq: Sequence) -> Sequence:
+        if (draft_seq := self._draft_seqs.get(seq)) is None:
+            draft_seq = self._new_draft_seq(seq)
+            draft_seq.num_pending_tokens = 1  # stands for the first token, which the draft sequence lacks
+        draft_seq.token_ids = seq.token_ids[1:]
+        draft_seq.num_computed_tokens = min(draft_seq.num_computed_tokens, max(len(draft_seq.token_ids) - 1, 0))
+        return draft_seq
 
     def _compute(self, plan: StepPlan) -> StepOutput:
         slots = tuple((item.sequence, self._slots(item)) for item in plan.scheduled)
         return super()._compute(replace(plan, hidden_slots=slots))
 
     def _slots(self, item: ScheduledSequence) -> list[int]:
-        """Return the slots of the model's rows that the twin's new tokens follow. []: the newest token is a draft."""
+        """Return the slots of the model's rows that the draft sequence's new tokens follow. []: the newest token is a draft."""
         seq, start = self._sequences[item.sequence], item.sequence.num_computed_tokens
         if start >= len(seq.token_ids) - 1:
             return []

@@ -35,7 +35,7 @@ from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
-from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.loading.loaded_weights import LoadedWeights
 from nanoinfer.loading.quantization import Moments, check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
@@ -52,7 +52,7 @@ def compile_model(
     model: nn.Module,
     quantization: str | None = None,
     *,
-    weights: HeldWeights | None = None,
+    weights: LoadedWeights | None = None,
     adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
     packs: Packs | None = None,
@@ -75,7 +75,7 @@ def compile_model(
     Raises: UnsupportedError if the sizes of a layer do not fit the quantisation.
     """
     compiled, dtype = CompiledModel(copied(model)), next(model.parameters()).dtype
-    weights, packs = HeldWeights() if weights is None else weights, Packs() if packs is None else packs
+    weights, packs = LoadedWeights() if weights is None else weights, Packs() if packs is None else packs
     if quantization:
         check_sizes(model)
         pack = partial(PackedQuantizedLinear, bits=BITS[quantization], moments=packs.moments)
@@ -179,7 +179,7 @@ def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
             fill(table, table.weight.device)
 
 
-def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: HeldWeights) -> None:
+def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: LoadedWeights) -> None:
     """Replace the modules that advance states by kernels."""
     for path, module in list(compiled.model.named_modules()):
         if type(module) is DeltaRecurrence:
@@ -253,7 +253,7 @@ def _compile_drafter(
     model: nn.Module,
     compiled: nn.Module,
     quantization: str,
-    weights: HeldWeights,
+    weights: LoadedWeights,
     adapters: "AdaptedLayers",
     moments: Moments | None,
 ) -> nn.Module:

@@ -24,12 +24,12 @@ from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.loading.loaded_weights import LoadedWeights
 
 Pack = Callable[[FusedLinear], PackedLinear]
 
 
-def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> list[CPUProgram]:
+def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: LoadedWeights) -> list[CPUProgram]:
     """Replace operations of a fused trace by programs.
 
     Args:
@@ -61,7 +61,7 @@ class _Compiler:
         views: node of the current program -> the view that it computes.
     """
 
-    def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> None:
+    def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype, weights: LoadedWeights) -> None:
         self.programs: list[CPUProgram] = []
         self.views: dict[fx.Node, View | tuple[View, ...]] = {}
         self._trace, self._pack, self._dtype, self._weights = trace, pack, dtype, weights

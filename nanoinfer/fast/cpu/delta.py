@@ -79,7 +79,7 @@ class KernelRecurrence(Untraced):
             self.lay_out_weights()
 
     def lay_out_weights(self) -> None:
-        """Lay out the layer's weights again after a change (loading/held_weights.py)."""
+        """Lay out the layer's weights again after a change (loading/loaded_weights.py)."""
         if not self._weights:
             return  # it has no weights yet
         convolution, a_log, dt_bias, norm = (weight.detach().float() for weight in self._weights)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
-from nanoinfer.system.kept_files import opened, private_folder
+from nanoinfer.system.disk_cache import opened, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _kept(name: str) -> ctypes.CDLL | None:
 
 
 def _intact(folder: Path, name: str) -> ctypes.CDLL | None:
-    """Load the library of a name, or return None if there is none, or if it is damaged."""
+    """Load the library of a name, or return None if there is none, or if it is corrupted."""
     for path in folder.glob(f"{name}-*.so"):
         with suppress(OSError), opened(path) as file:
             if path.name == file_name(name, file.read()):

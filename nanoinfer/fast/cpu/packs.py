@@ -4,7 +4,7 @@ In: a model whose weights are in the checkpoint, and the layers that accelerate.
 mapped from the file that an earlier start has written, or such a file.
 
 There is a file for each checkpoint, dtype, layout and rank, in the folder "packed" next to the kernels' libraries. It can
-be deleted at any time. system/kept_files.py writes it, and limits the bytes of all files:
+be deleted at any time. system/disk_cache.py writes it, and limits the bytes of all files:
 
     SHA-256 of the index | the index, a line of JSON padded with spaces | arrays, each at a multiple of ALIGNMENT bytes
 
@@ -38,7 +38,7 @@ from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.loading.quantization import Moments
 from nanoinfer.loading.weights import Identity, StoredParameter
-from nanoinfer.system.kept_files import KeptFiles, opened, private_folder, stamp
+from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +132,14 @@ class KeptArrays:
                 )
             self._write(self._path, arrays)
         except (OSError, InvalidValueError) as error:
-            way_out = "each start packs them again, unless NANOINFER_CACHE is a folder with space that only you can write"
-            logger.warning("packed %s cannot be kept in %s: %s; %s", self._kind, self._path.parent, first_line(error), way_out)
+            hint = "each start packs them again, unless NANOINFER_CACHE is a folder with space that only you can write"
+            logger.warning("packed %s cannot be kept in %s: %s; %s", self._kind, self._path.parent, first_line(error), hint)
             return False
         logger.info("packed %s are kept in %s for the next start (%.1f GB)", self._kind, self._path, num_bytes / 1e9)
         return True
 
     def _read(self, path: Path) -> Arrays:
-        """Map the arrays of a file. A file of another version has none, and a damaged file is removed."""
+        """Map the arrays of a file. A file of another version has none, and a corrupted file is removed."""
         try:
             index, start = _read_index(path)
             if index["made_from"] != self._made_from:
@@ -154,7 +154,7 @@ class KeptArrays:
             if start != len(content) or _checksum(arrays) != index["checksum"]:
                 raise ValueError("its length or its checksum is wrong")
         except (ValueError, TypeError, RuntimeError) as error:
-            logger.warning("the packed %s in %s are damaged, and are packed again: %s", self._kind, path, first_line(error))
+            logger.warning("the packed %s in %s are corrupted, and are packed again: %s", self._kind, path, first_line(error))
             path.unlink()
             return {}
         with suppress(OSError):  # the folder may be read-only
@@ -170,7 +170,7 @@ class KeptArrays:
         parts: list[bytes | memoryview] = [head]
         for array in chain(*arrays.values()):
             parts += [array.numpy().data, bytes(-array.nbytes % ALIGNMENT)]
-        with closing(KeptFiles(path.parent, MAX_BYTES, PATTERN)) as files, files.locked():
+        with closing(DiskCache(path.parent, MAX_BYTES, PATTERN)) as files, files.locked():
             for other in path.parent.glob(PATTERN):
                 with suppress(OSError, ValueError, TypeError):
                     if not all(map(os.path.exists, _read_index(other)[0]["checkpoint"])):
@@ -182,11 +182,11 @@ class KeptArrays:
 
 
 def _read_index(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's index, and where its arrays begin. Raises: ValueError if it is damaged."""
+    """Return a file's index, and where its arrays begin. Raises: ValueError if it is corrupted."""
     with opened(path) as file:
         digest, text = file.readline(65), file.readline()
         if digest != _digest(text) + b"\n":
-            raise ValueError("its index is damaged")
+            raise ValueError("its index is corrupted")
         index = json.loads(text)
         if not isinstance(index, dict) or not all(isinstance(index.get(key), kind) for key, kind in _INDEX.items()):
             raise ValueError(f"its index must have {', '.join(_INDEX)}")

@@ -117,7 +117,7 @@ struct alignas(8) Range {
     uint32_t first, last;
 };
 
-// What a member has not begun of its tasks, in this round of the barrier and in the next, in turns.
+// What a member has not begun of its tasks, in this round of the barrier and in the next, alternately.
 struct alignas(LINE_BYTES) Remaining {
     static constexpr Range UNTOUCHED{1, 0};  // nobody has asked for a task yet: the whole share
     std::atomic<Range> ranges[2]{UNTOUCHED, UNTOUCHED};

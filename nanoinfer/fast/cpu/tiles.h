@@ -1,7 +1,7 @@
 // Tiles: registers of 16 rows of 64 bytes, and instructions that multiply two of them and add to a third (Intel AMX). A kernel
 // uses them if TILES is defined, which program.py does where has_tiles() returns 1.
 //
-// PLAY_TILES names a file that plays them in arrays, for tests on other processors (tests/kernels/played_tiles.h).
+// EMULATE_TILES names a file that emulates them in arrays, for tests on other processors (tests/kernels/emulated_tiles.h).
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-#if defined(__linux__) && !defined(PLAY_TILES)
+#if defined(__linux__) && !defined(EMULATE_TILES)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -22,7 +22,7 @@ constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
 
 // Whether this process may use tiles. Linux keeps them for a process only after it has asked, which is once for all threads.
 inline int may_use_tiles() {
-#if defined(PLAY_TILES)
+#if defined(EMULATE_TILES)
     return 1;
 #elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
     const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -45,7 +45,7 @@ struct alignas(64) TileShapes {
 };
 
 #ifdef TILES
-#ifndef PLAY_TILES
+#ifndef EMULATE_TILES
 // The compiler must know that two of them read memory, which its own intrinsics (_tile_loadconfig, _tile_loadd) do not tell.
 #define set_tile_shapes(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes))
 #define load_tile(tile, from, stride) \
@@ -56,7 +56,7 @@ struct alignas(64) TileShapes {
 #define add_bfloat16_products(sums, x, weights) _tile_dpbf16ps(sums, x, weights)
 #define add_int8_products(sums, x, weights) _tile_dpbsud(sums, x, weights)
 #else
-#include PLAY_TILES
+#include EMULATE_TILES
 #endif
 
 // Products of up to 32 rows by 32 outputs. Tiles 0 to 3: sums, two of rows by two of outputs. 4, 5: rows. 6, 7: weights.

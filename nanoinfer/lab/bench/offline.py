@@ -27,7 +27,7 @@ def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collecti
 
     Args:
         run: selects the prompts.
-        lora_requests: the LoRARequests that the requests take in turns. (): no request has an adapter.
+        lora_requests: the LoRARequests that the requests take round-robin. (): no request has an adapter.
     """
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)

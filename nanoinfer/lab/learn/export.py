@@ -1,6 +1,6 @@
 """Make a repository of the learner's own engine: one file that runs alone, its tests, a README with measured badges, an action.
 
-In: the learner's files. Out: a folder. engine.py is tangled from the package's source, edition/engine.py.txt and the
+In: the learner's files. Out: a folder. engine.py is tangled from the package's source, templates/engine.py.txt and the
 learner's functions. Its tests are the cases of the tasks and answers of the package's engine.
 """
 
@@ -31,7 +31,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.loading.folders import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 
-EDITION = Path(__file__).with_name("edition")
+TEMPLATES = Path(__file__).with_name("templates")
 PACKAGE = "nanoinfer.lab.learn"
 MODELS = ("tiny-gpt2", "tiny-qwen3")
 MODEL_FILES = ("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
@@ -126,7 +126,7 @@ def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_promp
     check_new(folder)
     name = folder.resolve().name
     num_own = sum(_is_own(files[task.name], task) for task in tasks if files)
-    authors = f"{num_own} of its {len(tasks)} tasks are the owner's work." if files else "The reference edition."
+    authors = f"{num_own} of its {len(tasks)} tasks are the owner's work." if files else "The reference version."
     cases = dict(_case_modules(tasks))
     readers = [text for module, text in cases.items() if module != "workbook"]
     texts = {"measure.py": _read("measure.py"), "tests/test_engine.py": _read("test_engine.py")}
@@ -228,7 +228,7 @@ def _imported(text: str) -> set[str]:
 
 
 def _read(name: str) -> str:
-    return (EDITION / f"{name}.txt").read_text(encoding="utf-8")
+    return (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def _template(name: str, values: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Five functions that are right and slow, to make fast. A grade is the share of this machine's memory bandwidth that one uses.
 
-In: a version of a function below. Out: a Grade. The version and the engine's own run in turns, on the same numbers. A share is
-the bytes that must be read at least once, by what the memory delivers in the shortest time of a call.
+In: a version of a function below. Out: a Grade. The version and the engine's own run interleaved, on the same numbers. A share
+is the bytes that must be read at least once, by what the memory delivers in the shortest time of a call.
 """
 
 import time
@@ -257,7 +257,7 @@ class Grade:
 
 
 def grade(task: SpeedTask, version: Version, bandwidth: float) -> Grade:
-    """Measure a version beside the engine's own, in turns. bandwidth: the memory's bytes per second."""
+    """Measure a version beside the engine's own, interleaved. bandwidth: the memory's bytes per second."""
     work, plain = task.prepare(), globals()[task.name]
     with torch.inference_mode():
         expected, got = work.call(plain), work.call(version)

@@ -34,7 +34,7 @@ def simulate_engines(
     num_prefill_engines: int = 0,
     enable_expert_parallel: bool = False,
 ) -> Result:
-    """Simulate equal engines, which take the requests in turns.
+    """Simulate equal engines, which take the requests round-robin.
 
     Args:
         sizes, hardware, settings, enable_expert_parallel: those of each engine, as in simulate.
@@ -81,7 +81,7 @@ def simulate_engines(
 
 
 def _in_turns(new_engine: NewEngine, num_engines: int, requests: ListLike[SimulatedRequest]) -> Result:
-    """Let engines take requests in turns. Returns what they have found together."""
+    """Let engines take requests round-robin. Returns what they have found together."""
     results = [new_engine().run(requests[first::num_engines]) for first in range(num_engines)]
     total = Result(num_blocks=results[0].num_blocks)
     total.timings = [results[number % num_engines].timings[number // num_engines] for number in range(len(requests))]

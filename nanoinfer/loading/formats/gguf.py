@@ -1,6 +1,6 @@
 """Read a GGUF file's header: its metadata, and where each tensor is. Everything that the file says is checked.
 
-In: the path of a .gguf file, which may be hostile. Out: a GGUFFile, plain data. No weight is read here: gguf_weights.py does
+In: the path of a .gguf file, which may be malicious. Out: a GGUFFile, plain data. No weight is read here: gguf_weights.py does
 that. gguf_families.py knows what metadata and tensors mean for each architecture.
 
 The reader of the gguf package is not used, because it trusts every length.
@@ -92,7 +92,7 @@ def read_gguf(path: Path) -> GGUFFile:
     except (CheckpointError, UnsupportedError):
         raise
     except ValueError as error:
-        raise CheckpointError(f"{path} is cut short or damaged ({error}); download it again") from error
+        raise CheckpointError(f"{path} is truncated or corrupted ({error}); download it again") from error
 
 
 @dataclass
@@ -194,7 +194,7 @@ def _read_tensors(path: Path, cursor: _Cursor, num_tensors: int, alignment: obje
             )
         if start + num_bytes > len(cursor.content):
             raise WeightsError(
-                f"{path} is cut short: it has {len(cursor.content)} bytes, and {shown(name)} ends at byte {start + num_bytes}; "
+                f"{path} is truncated: it has {len(cursor.content)} bytes, and {shown(name)} ends at byte {start + num_bytes}; "
                 "download it again"
             )
         if name in tensors:

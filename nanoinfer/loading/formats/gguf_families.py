@@ -135,8 +135,8 @@ def to_config(file: GGUFFile) -> dict[str, object]:
         if file.get(key):
             raise UnsupportedError(f"{file.architecture}.{key}={shown(file.get(key))} in {file.path} is not supported")
     if file.metadata.get("general.type") == "adapter":
-        way_out = "load its base model, and give the adapter to lora= as a folder that peft has saved"
-        raise UnsupportedError(f"{file.path} is a LoRA adapter, which is not supported in GGUF; {way_out}")
+        hint = "load its base model, and give the adapter to lora= as a folder that peft has saved"
+        raise UnsupportedError(f"{file.path} is a LoRA adapter, which is not supported in GGUF; {hint}")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path} has no token_embd.weight, which every model has; download it again")
     architecture = _ARCHITECTURES[file.architecture]

@@ -44,18 +44,18 @@ def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> Tokenizer | Non
     """Build the tokenizer of a GGUF file, or return None if it has none."""
     if "tokenizer.ggml.tokens" not in metadata:
         return None
-    way_out = "pass LLM(tokenizer=...), a folder or a hub name with the model's tokenizer.json"
+    hint = "pass LLM(tokenizer=...), a folder or a hub name with the model's tokenizer.json"
     try:
         with panics_raised():
-            return _build(metadata, path, way_out)
+            return _build(metadata, path, hint)
     except NanoinferError:
         raise
     except Exception as error:  # of many classes, for metadata of the wrong type
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"the tokenizer in {path} cannot be used ({reason}); {way_out}") from error
+        raise CheckpointError(f"the tokenizer in {path} cannot be used ({reason}); {hint}") from error
 
 
-def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
+def _build(metadata: dict[str, Any], path: Path, hint: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -69,7 +69,7 @@ def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
     else:
         raise UnsupportedError(
             f"the tokenizer in {path} is {shown(kind)} with the splitting {shown(split)}; supported are 'llama', and 'gpt2' "
-            f"with {', '.join(_WORDS)}. P{way_out[1:]}"
+            f"with {', '.join(_WORDS)}. P{hint[1:]}"
         )
     _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type", []))
     special = {}

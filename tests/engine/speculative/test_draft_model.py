@@ -8,7 +8,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, PREFERRED
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidValueError, UnsupportedError
-from tests import random_run
+from tests import fuzz
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_random_requests_have_the_same_bits_with_drafts_and_without(method, capsys):
-    assert random_run.main(["--requests", "25", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0
+    assert fuzz.main(["--requests", "25", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0
     assert "25 requests" in capsys.readouterr().out
 
 

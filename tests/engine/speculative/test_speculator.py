@@ -7,7 +7,7 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.sampling.thinking import Thought
+from nanoinfer.sampling.thinking import ReasoningState
 from tests.helpers.fake_executor import FakeExecutor
 
 
@@ -103,12 +103,12 @@ def test_a_sequence_whose_sampling_reads_its_output_drafts_nothing(more):
     assert drafts_of(engine) == [[()], [()], [()]]
 
 
-def test_a_draft_ends_before_the_token_that_ends_a_thought():
+def test_a_draft_ends_before_the_token_that_ends_reasoning():
     engine = engine_with(CountingProposer(), num_drafts=8)
     request = engine.add_request([1, 2, 3], params())
-    request.sequences[0].thought = Thought(b"<think>", b"</think>", end_id=9, budget=5, begin=0)
+    request.sequences[0].reasoning = ReasoningState(b"<think>", b"</think>", end_id=9, budget=5, begin=0)
     assert finish(engine, request) == [list(range(4, 13))]
-    assert drafts_of(engine)[:3] == [[()], [(5, 6, 7)], [()]]  # at index 5 the thought must end
+    assert drafts_of(engine)[:3] == [[()], [(5, 6, 7)], [()]]  # at index 5 the reasoning must end
 
 
 def test_a_prompt_in_the_same_step_keeps_its_rows():

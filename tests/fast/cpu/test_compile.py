@@ -448,7 +448,7 @@ def test_a_plain_model_runs_beside_its_compiled_one_until_its_weights_are_freed(
     assert torch.equal(logits_of(again), logits_of(compiled))
 
 
-def test_rows_of_another_dtype_or_number_are_refused_with_the_way_out(kernels):
+def test_rows_of_another_dtype_or_number_are_refused_with_a_hint(kernels):
     model, _ = compiled()
     program = next(value for name, value in vars(model.forward.__self__).items() if name.startswith("program"))
     angles = torch.zeros(2, 1, HEAD_DIM)

@@ -1,6 +1,6 @@
 """Where the system starts no thread or has no memory, kernels run with the threads that exist, or an error says so.
 
-A library that is loaded before all others plays such a system: its pthread_create fails after a number of calls.
+A library that is loaded before all others simulates such a system: its pthread_create fails after a number of calls.
 """
 
 import ctypes
@@ -97,7 +97,7 @@ def outcomes(tmp_path):
 
 
 def check(found, *, may_fail=False):
-    """Check that every process has ended well: with the same tokens, or with an error that has a way out."""
+    """Check that every process has ended well: with the same tokens, or with an error that has a hint."""
     assert {status for _, status in found.values()} == {"0"}, found
     error = "the system starts no more threads; raise the limit of processes"
     answers = {said for said, _ in found.values() if not (may_fail and said.startswith(error))}

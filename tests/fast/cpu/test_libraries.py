@@ -43,7 +43,7 @@ def test_without_a_compiler_the_library_of_the_package_is_loaded(package):
 
 
 @pytest.mark.parametrize("changed", ["source", "size", "option", "damage"])
-def test_no_library_of_other_sources_sizes_or_options_and_no_damaged_library_is_loaded(changed, package, monkeypatch):
+def test_no_library_of_other_sources_sizes_or_options_and_no_corrupted_library_is_loaded(changed, package, monkeypatch):
     if changed == "damage":
         (path,) = native.LIBRARIES.glob("*/*.so")
         path.write_bytes(path.read_bytes()[:-1])

@@ -43,7 +43,7 @@ def test_a_kernel_is_compiled_once_for_each_source_and_each_definition(source, t
 
 @pytest.mark.parametrize("share", [0, 0.07, 0.5, 0.8, 0.999])
 @pytest.mark.parametrize("rest", [b"", b"\0"])
-def test_a_damaged_library_is_compiled_again(source, tmp_path, share, rest):
+def test_a_corrupted_library_is_compiled_again(source, tmp_path, share, rest):
     """One that was cut would end the process with SIGBUS or SIGSEGV."""
     native.load(source, "NUMBER=2")
     (path,) = kept(tmp_path)
@@ -74,16 +74,16 @@ def test_no_library_is_loaded_from_a_folder_that_others_can_write(source, tmp_pa
     other.write_text('extern "C" int add(int x) { return 666; }')
     native.load(source, "NUMBER=2")
     native.load(other)
-    mine, planted = kept(tmp_path)
-    assert (mine.name[:3], planted.name[:3]) == ("add", "oth")
-    name = mine.name.rpartition("-")[0] + planted.name[planted.name.rindex("-") :]
-    planted.rename(planted.with_name(name))
+    mine, injected = kept(tmp_path)
+    assert (mine.name[:3], injected.name[:3]) == ("add", "oth")
+    name = mine.name.rpartition("-")[0] + injected.name[injected.name.rindex("-") :]
+    injected.rename(injected.with_name(name))
     mine.unlink()
     native.load.cache_clear()
     assert native.load(source, "NUMBER=2").add(1) == 666  # the trap works
     native.load.cache_clear()
     if fault == "mode":
-        planted.parent.chmod(0o777)
+        injected.parent.chmod(0o777)
     else:
         monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert native.load(source, "NUMBER=2").add(1) == 3

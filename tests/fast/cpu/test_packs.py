@@ -20,7 +20,7 @@ from nanoinfer.fast.cpu import native, packs
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights
 from nanoinfer.lora.request import LoRARequest
-from nanoinfer.system import kept_files
+from nanoinfer.system import disk_cache
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 pytestmark = [
@@ -115,14 +115,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_noticed_and_replaced(folder, checkpoint, caplog, damage):
+def test_a_corrupted_file_is_noticed_and_replaced(folder, checkpoint, caplog, damage):
     expected = answers_of(checkpoint)
     [path] = files(folder)
     content = path.read_bytes()
     path.write_bytes(DAMAGE[damage](content))
     assert path.read_bytes() != content
     assert answers_of(checkpoint) == expected
-    assert [record.levelname for record in caplog.records if f"{path} are damaged" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if f"{path} are corrupted" in record.message] == ["WARNING"]
     assert path.read_bytes() == content
 
 
@@ -189,7 +189,7 @@ def reindexed(path, change):
         lambda index: index | {"arrays": {name: ["5"] for name in index["arrays"]}},
     ],
 )
-def test_an_index_that_lacks_something_is_a_damaged_index(folder, checkpoint, caplog, change):
+def test_an_index_that_lacks_something_is_a_corrupted_index(folder, checkpoint, caplog, change):
     expected = answers_of(checkpoint)
     [path] = files(folder)
     content = path.read_bytes()
@@ -197,7 +197,7 @@ def test_an_index_that_lacks_something_is_a_damaged_index(folder, checkpoint, ca
     for one in files(folder):
         reindexed(one, change)
     assert answers_of(checkpoint) == expected
-    assert [record.levelname for record in caplog.records if f"{path} are damaged" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if f"{path} are corrupted" in record.message] == ["WARNING"]
     assert path.read_bytes() == content
 
 
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, c
         def full(path):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(kept_files, "stamp", full)  # after some bytes
+        monkeypatch.setattr(disk_cache, "stamp", full)  # after some bytes
     else:
         monkeypatch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 100))
     answers_of(checkpoint)
@@ -287,11 +287,11 @@ _START = """
 import os, signal, sys
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import packs
-from nanoinfer.system import kept_files
+from nanoinfer.system import disk_cache
 
 packs.MIN_BYTES = 0
 if sys.argv[2] == "killed":
-    kept_files.stamp = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
+    disk_cache.stamp = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
 llm = LLM(sys.argv[1], kv_cache_memory=2**22, max_model_len=64, skip_tokenizer_init=True)
 params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
 print([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)])

@@ -14,7 +14,7 @@ from nanoinfer.fast.cpu import accelerate
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.screen import UNIT, ScreenedLinear
 from nanoinfer.fast.fuse import FusedLinear
-from tests import random_run
+from tests import fuzz
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -173,11 +173,11 @@ def test_an_engine_gives_the_same_tokens_also_after_an_update(tmp_path, for_any_
     assert answers[0] == answers[1]
 
 
-def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
+def test_the_fuzz_test_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
     """The copy keeps three of its eight bits, so that it is farther from the weights than the bound says."""
     model = str(tiny_models.save("gpt2", tmp_path, **SIZES))
-    drafts = {"none": None, "own": random_run.DRAFTS["own"]}
-    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    drafts = {"none": None, "own": fuzz.DRAFTS["own"]}
+    counts = fuzz.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
     assert counts["tokens"] > 200
     assert counts["logits left out"] > 10_000
     assert not any(count for what, count in counts.items() if what.startswith("different"))
@@ -188,7 +188,7 @@ def test_the_random_run_finds_a_bound_that_is_too_tight(tmp_path, monkeypatch):
         head._words.view(torch.uint8).bitwise_and_(0xE0)
 
     monkeypatch.setattr(ScreenedLinear, "write", write_too_few_bits)
-    counts = random_run.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
+    counts = fuzz.compare_paths(model, 6, random.Random(1), "bfloat16", drafts)
     assert counts["different logits"] > 100
     assert counts["different tokens"] > 20
 

@@ -1,4 +1,4 @@
-"""Products in tiles, whose instructions are played: what they add, and the promises of each kernel that uses them."""
+"""Products in tiles, whose instructions are emulated: what they add, and the promises of each kernel that uses them."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 from tests.fast.cpu import test_linear, test_quantized
 from tests.helpers.paged_cases import compare
-from tests.kernel_drivers import PLAYED
+from tests.kernel_drivers import EMULATED
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +23,11 @@ SOURCES = {"tile_linear": [], "paged_prefill": ["-DHEAD_DIM=64"], "quantized_lin
 
 
 @pytest.fixture
-def played(monkeypatch):
+def emulated(monkeypatch):
     """A kernel that is loaded in this test multiplies in tiles."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
-    play = shlex.quote(f"-D{PLAYED[-1]}")
-    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or compiler} {play}")  # with the options of `make sanitize`
+    emulate = shlex.quote(f"-D{EMULATED[-1]}")
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or compiler} {emulate}")  # with the options of `make sanitize`
     caches = native.load, program._library, program.has_tiles
     for cache in caches:
         cache.cache_clear()
@@ -38,7 +38,7 @@ def played(monkeypatch):
 
 
 @torch.inference_mode()
-def test_each_32_inputs_add_the_sum_of_the_even_products_and_that_of_the_odd_ones(played):
+def test_each_32_inputs_add_the_sum_of_the_even_products_and_that_of_the_odd_ones(emulated):
     """The order that Intel's manual gives for TDPBF16PS. A product of two bfloat16 numbers is exact in fp32."""
     torch.manual_seed(0)
     layer = nn.Linear(96, 40, bias=False).bfloat16()
@@ -56,14 +56,14 @@ def test_each_32_inputs_add_the_sum_of_the_even_products_and_that_of_the_odd_one
 
 @pytest.mark.parametrize("kind", test_linear.KINDS)
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (32, 1), (96, 131)])
-def test_a_row_has_the_same_bits_in_any_batch(num_in, num_out, kind, played):
+def test_a_row_has_the_same_bits_in_any_batch(num_in, num_out, kind, emulated):
     check = test_linear.test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_of_threads
     check(num_in, num_out, torch.bfloat16, kind)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("size", test_quantized.SIZES)
-def test_a_row_of_integers_has_the_bits_that_other_instructions_give(size, bits, played):
+def test_a_row_of_integers_has_the_bits_that_other_instructions_give(size, bits, emulated):
     test_quantized.test_a_layer_computes_its_definition_and_a_row_has_the_same_bits_alone_and_in_any_batch(
         size, "silu", True, bits
     )
@@ -73,7 +73,7 @@ def test_a_row_of_integers_has_the_bits_that_other_instructions_give(size, bits,
 @pytest.mark.parametrize(
     ("head_dim", "group"), [(64, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, 1), (128, 2)))]
 )
-def test_prompts_attend_in_tiles(head_dim, group, played, monkeypatch):
+def test_prompts_attend_in_tiles(head_dim, group, emulated, monkeypatch):
     if "__AVX512BF16__" not in native.find_compiler().macros:
         pytest.skip("these kernels multiply no pairs of bfloat16 numbers, as every processor with tiles does")
     load, given = native.load, []

@@ -280,7 +280,7 @@ def test_an_engine_gives_the_same_tokens_with_replayed_draws(qwen3_path, params,
 
 
 def test_an_engine_whose_graphs_do_nothing_gives_other_tokens(qwen3_path):
-    """The twin of the test above: the comparison can fail."""
+    """The negative control of the test above: the comparison can fail."""
 
     def stale(run):
         return lambda: None, run().clone()

@@ -181,7 +181,7 @@ def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
 def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, monkeypatch):
-    """The planted fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
+    """The injected fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
     logits = torch.zeros(50, 1000)
     batch = batch_of([sequence(seed, **params) for seed in range(50)], 1000)
     assert disagreeing(logits, batch) == []

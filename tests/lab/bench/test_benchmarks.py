@@ -56,7 +56,7 @@ def test_a_line_of_results_has_the_median_and_the_range_of_every_run():
     assert (first["unit"], first["nanoinfer"], first["other"], first["runs"]) == ("ms", [200, 125, 250], [400, 3.0, 500], 3)
     assert (second["unit"], second["nanoinfer"], second["other"]) == ("tokens/s", [5.0, 4.0, 8.0], [2.5, 2.0, 333])
     assert (second["workload"], second["note"]) == ("E", "a temperature alone")
-    assert (first["machine"], first["peer"], first["date"]) == ("Zen 4", "vLLM 1.2", str(datetime.date.today()))
+    assert (first["machine"], first["baseline"], first["date"]) == ("Zen 4", "vLLM 1.2", str(datetime.date.today()))
 
 
 def test_a_row_of_results_without_enough_runs_or_a_machine_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The peer llama.cpp gets batches that it computes at once. A double stands in the place of llama-cpp-python."""
+"""The baseline llama.cpp gets batches that it computes at once. A double stands in the place of llama-cpp-python."""
 
 import ctypes
 import importlib
@@ -25,13 +25,13 @@ def engine(monkeypatch):
     llama = Llama(batches=[])
     monkeypatch.setitem(sys.modules, "llama_cpp", llama)
     monkeypatch.setitem(sys.modules, "gguf", MagicMock())
-    monkeypatch.delitem(sys.modules, "benchmarks.peers.llama_cpp_engine", raising=False)
-    made = object.__new__(importlib.import_module("benchmarks.peers.llama_cpp_engine").Engine)
+    monkeypatch.delitem(sys.modules, "benchmarks.baselines.llama_cpp_engine", raising=False)
+    made = object.__new__(importlib.import_module("benchmarks.baselines.llama_cpp_engine").Engine)
     ids = (ctypes.c_int * 1 * 4096)()
     batch = SimpleNamespace(token={}, pos={}, n_seq_id={}, seq_id=ids, logits={}, n_tokens=0)
     made._batch, made._max_batch, made._max_num_seqs, made._context, made._memory = batch, 64, 4, None, None
     yield made, llama
-    monkeypatch.delitem(sys.modules, "benchmarks.peers.llama_cpp_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.baselines.llama_cpp_engine", raising=False)
 
 
 def test_the_sequences_of_a_batch_ascend_also_after_some_have_ended(engine):

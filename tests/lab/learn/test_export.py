@@ -53,7 +53,7 @@ def single_thread():
 
 
 @pytest.fixture(scope="module")
-def edition(tmp_path_factory) -> Path:
+def exported(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "one-file"
     result = CliRunner().invoke(app, ["learn", "export", str(folder), "--solved", "--prompts", "1"])
     assert result.exit_code == 0, result.output
@@ -68,38 +68,38 @@ def passing(folder: Path, sources: list[tuple[str, str]]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_engine_in_one_file_is_short_clean_and_measured(edition):
-    lines = (edition / "engine.py").read_text().splitlines()
+def test_the_engine_in_one_file_is_short_clean_and_measured(exported):
+    lines = (exported / "engine.py").read_text().splitlines()
     assert len(lines) <= 1200
     assert not [
         line for line in lines if "import nanoinfer" in line or "from nanoinfer." in line or line.lstrip().startswith("#:")
     ]
-    readme = (edition / "README.md").read_text()
+    readme = (exported / "README.md").read_text()
     assert "badge/functions-24%20of%2024-brightgreen" in readme
     assert "badge/0%20of%204-answers%20differ-brightgreen" in readme
     options = ["--isolated", "--line-length=128", "engine.py"]
     for command in (["check", "--select=E,F", "--ignore=F722"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, *options]
-        checked = subprocess.run(ruff, cwd=edition, capture_output=True, text=True)
+        checked = subprocess.run(ruff, cwd=exported, capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.slow
-def test_a_mistake_of_each_task_is_refused(edition):
+def test_a_mistake_of_each_task_is_refused(exported):
     right = [(name, simplified(find(name).function.source)) for name in NAMES]
     wrong = [mistakes[0] for mistakes in MISTAKES.values()]
-    assert passing(edition, right + wrong) == NAMES
+    assert passing(exported, right + wrong) == NAMES
 
 
 @pytest.mark.long
-def test_every_mistake_is_refused(edition):
-    assert passing(edition, [each for mistakes in MISTAKES.values() for each in mistakes]) == []
+def test_every_mistake_is_refused(exported):
+    assert passing(exported, [each for mistakes in MISTAKES.values() for each in mistakes]) == []
 
 
 @pytest.mark.long
-def test_the_tests_of_the_edition_pass(edition):
+def test_the_tests_of_the_exported_engine_pass(exported):
     environment = os.environ | {"PYTEST_ADDOPTS": "-p no:cacheprovider"}
-    run = subprocess.run([sys.executable, "-m", "pytest"], cwd=edition, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "pytest"], cwd=exported, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 

@@ -510,9 +510,9 @@ def test_a_task_that_ends_the_process_has_not_passed(run, way):
     assert says in ended.stdout + ended.stderr
 
 
-def test_every_command_that_runs_the_learners_code_is_witnessed():
+def test_every_command_that_runs_the_learners_code_has_a_child_process():
     commands = typer.main.get_group(learn.app).commands
-    assert {name for name, command in commands.items() if isinstance(command, learn.WitnessedCommand)} == {
+    assert {name for name, command in commands.items() if isinstance(command, learn.ChildProcessCommand)} == {
         *("check", "watch", "run", "ladder", "speed")
     }
 

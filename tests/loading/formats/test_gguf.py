@@ -565,7 +565,7 @@ def test_a_sentencepiece_tokenizer_joins_the_pair_with_the_best_score(text):
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2**21, "b"]}, CheckpointError, "more than 2097152"),
     ],
 )
-def test_a_tokenizer_that_is_not_supported_or_damaged_is_refused(changes, error, sentence):
+def test_a_tokenizer_that_is_not_supported_or_corrupted_is_refused(changes, error, sentence):
     with pytest.raises(error, match=sentence):
         tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf"))
 

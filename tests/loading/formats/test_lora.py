@@ -128,7 +128,7 @@ def test_llm_takes_a_folder_a_list_and_a_dict_and_the_tokens_change(base, tmp_pa
         ({"lora_alpha": "8"}, CheckpointError, "lora_alpha of .* must be a number above 0, got '8'"),
     ],
 )
-def test_an_adapter_that_does_more_or_is_damaged_is_refused_by_name(base, tmp_path, config, error, sentence):
+def test_an_adapter_that_does_more_or_is_corrupted_is_refused_by_name(base, tmp_path, config, error, sentence):
     write_adapter(tmp_path / "a", {Q: (64, 48)}, **config)
     with pytest.raises(error, match=sentence):
         logits_here(base, [(str(tmp_path / "a"), 1.0)])

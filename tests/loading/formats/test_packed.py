@@ -297,7 +297,7 @@ def test_a_bias_of_zeros_of_a_layer_without_bias_is_skipped_in_gptq_alone(name, 
 
 
 def test_the_oracle_is_not_the_unquantised_model(saved):
-    """The twin of the first test: packing changes the logits by far more than its tolerance."""
+    """The negative control of the first test: packing changes the logits by far more than its tolerance."""
     plain = tiny_models.build("qwen3", **SIZES)
     with torch.inference_mode():
         assert (logits_here(saved("fp8")[0]) - plain(PROMPT[None]).logits[0]).abs().max() > 0.1

@@ -1,0 +1,52 @@
+"""Emulate kernels without a GPU.
+
+python -m tests.emulated_gpu --kernel decode      # what a warp does, by the lines of the kernel's source
+python -m tests.emulated_gpu --case "store bfloat16" "attention float16 64 window"      # each result is a line of JSON
+python -m tests.emulated_gpu --fault "decode: no wait for the keys"      # an injected fault, and what found it
+"""
+
+import argparse
+import json
+
+import torch
+
+from tests.emulated_gpu.emulation import emulated_gpu  # isort: skip  # switches the interpreter off before triton is imported
+from tests.emulated_gpu import faults
+from tests.emulated_gpu.cases import CASES, DTYPES
+from tests.emulated_gpu.table import Table
+
+KERNELS = {  # a kernel -> its case, by the dtype
+    "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "copy": "copy {}",
+    "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
+    "linear": "linear {} plain", "draw": "draw ties",
+    "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=KERNELS)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--arch", type=int, choices=[75, 80], default=80)
+    parser.add_argument("--case", metavar="CASE", help="a name in cases.py", choices=CASES, nargs="+", default=[])
+    parser.add_argument("--fault", metavar="FAULT", help="a name in faults.py", choices=faults.FAULTS, nargs="+", default=[])
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # tensors are tiny
+    for name in args.case:
+        with emulated_gpu(arch=args.arch) as launches:
+            share_of_tolerance = CASES[name]()
+        print(json.dumps({"case": name, "share_of_tolerance": share_of_tolerance, "num_launches": len(launches)}), flush=True)
+    for name in args.fault:
+        print(json.dumps({"fault": name, "found": faults.found(name)}), flush=True)
+    if args.kernel:
+        table = Table(f"_{args.kernel}_kernel")
+        case = KERNELS[args.kernel].format(args.dtype)
+        if case not in CASES:
+            parser.error(f"the kernel {args.kernel} is not launched for {args.dtype}")
+        with emulated_gpu(observe=table.observe, arch=args.arch):
+            CASES[case]()
+        print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""The kernels of nanoinfer on tiny shapes, emulated and compared with plain fp64. Each case names its tolerance's formula.
+
+    u    the unit roundoff of the tensors' dtype: 2^-8 (bf16), 2^-11 (fp16), 2^-24 (fp32). u * |out| means at least u * the
+         smallest normal number, below which roundings are as large as at it
+    e    that of fp32, 2^-24
+    g(n) 4 * sqrt(n) * e: n roundings in any order. Their errors are independent, so they add up as sqrt(n) (Higham and Mary
+         2019, https://doi.org/10.1137/18M1226312). 4 standard deviations, because a step of a tensor core may truncate.
+
+A case returns its largest error as a share of the tolerance, which must be at most 1. Stored keys and values are exact.
+"""
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton import jit, language
+from triton.language.extra import libdevice
+
+from nanoinfer.attention import triton
+from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.sampling import stages
+from nanoinfer.sampling.batch import ParameterColumns
+from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights
+from tests.helpers.paged_cases import compare, in_float64
+
+ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+_E = 2**-24
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
+OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
+EPS = 1e-6
+# (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
+LENGTHS = [(290, 1), (0, 1), (15, 1), (64, 1), (150, 70), (0, 20), (40, 33)]
+
+
+def _rounded(dtype: torch.dtype, out: Tensor) -> Tensor:
+    """u * |out|."""
+    return ROUNDOFF[dtype] * out.abs().clamp_min(torch.finfo(dtype).smallest_normal)
+
+
+def share(out: Tensor, expected: Tensor, tolerance: Tensor) -> float:
+    """The largest error, where 1 is the tolerance."""
+    return ((out.double() - expected).abs() / tolerance).nan_to_num(nan=float("inf")).max().item()
+
+
+def check_store(dtype: torch.dtype) -> float:
+    """Compare all pages, so that nothing is written elsewhere. Head 1 of token 3 is not finite, and is stored as NaN and 0."""
+    k, v = torch.randn(2, 6, 3, 80, generator=_generator()).to(dtype)
+    v[3, 1, 5] = float("inf")
+    pages = torch.full((2, 4, 16, 3, 80), 7, dtype=dtype)
+    slots = torch.tensor([5, 63, 0, 17, 16, 40])
+    expected = pages.clone().view(2, 64, 3, 80)
+    expected[0, slots], expected[1, slots] = k, v
+    expected[0, 17, 1], expected[1, 17, 1] = float("nan"), 0
+    # v is a view, as a fused projection gives it.
+    assert triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *pages, slots) is k
+    return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
+
+
+def check_rms_norm(dtype: torch.dtype) -> float:
+    """|out| * (u + 16 e): the sum of up to 2^16 squares as a tree (17 e / 2), 1 / sqrt (3 e), a division (2 e), 2 products."""
+    x, weight = torch.randn(5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
+    expected = _normed(x) * weight.double()
+    return share(fused_kernels.rms_norm(x, weight, EPS), expected, _rounded(dtype, expected) + 16 * _E * expected.abs())
+
+
+def check_silu_mul(dtype: torch.dtype) -> float:
+    """|out| * (u + (12 + |gate|) e): exp(gate) has the error of its argument, |gate| e, and 2 units in the last place."""
+    gate_up = torch.randn(3, 2 * 1500, generator=_generator()).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = gate * torch.sigmoid(gate) * up
+    return share(fused_kernels.silu_and_mul(gate_up), expected, _gated_rounding(dtype, gate, expected))
+
+
+def check_rotate(dtype: torch.dtype) -> float:
+    """u * |out| + 18 e * (|number * cos| + |other * sin|): as rms_norm, a product and a sum more. With norms and without.
+
+    Queries alone, and with keys and values, which are stored. All are views, as a fused projection gives them.
+    """
+    generator, largest = _generator(), 0.0
+    x, angles = torch.randn(4, 6, 80, generator=generator).to(dtype), torch.randn(4, 1, 80, generator=generator)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots, pages = torch.tensor([5, 63, 0, 17]), torch.full((2, 4, 16, 1, 80), 7, dtype=dtype)
+    (q, k, v), expected = x.split([4, 1, 1], 1), pages.clone().view(2, 64, 1, 80)
+
+    def worst(out: Tensor, given: Tensor, weight: Tensor | None) -> float:
+        number = given.double() if weight is None else _normed(given) * weight.double()
+        first, second = number.chunk(2, -1)
+        terms = number * cos.double(), torch.cat((-second, first), -1) * sin.double()
+        rotated, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()
+        return share(out, rotated, _rounded(dtype, rotated) + 18 * _E * magnitude)
+
+    for weight, k_weight in ((None, None), torch.randn(2, 80, generator=generator).to(dtype)):
+        rotation = cos, sin, weight, EPS, k_weight, EPS
+        outs = [triton.rotate_and_store(q, rotation, k, v, *pages, slots), triton.rotate_and_store(q, rotation)]
+        keys = pages[0].view(64, 1, 80)[slots]
+        largest = max(largest, *(worst(out, q, weight) for out in outs), worst(keys, k, k_weight))
+        expected[0, slots], expected[1, slots] = keys, v
+        if not torch.equal(pages.view(expected.shape), expected):  # values that are not copied, or something elsewhere
+            return float("inf")
+    return largest
+
+
+def check_far_rotate(dtype: torch.dtype) -> float:
+    """As check_rotate, with offsets beyond 2^31. The memory between the rows is not touched."""
+    x = torch.empty_strided((3, 1, 64), (2**30 + 64, 64, 1), dtype=dtype)
+    x.copy_(torch.randn(3, 1, 64, generator=_generator()))
+    turn = torch.ones(3, 1, 64, dtype=dtype)
+    first, second = x.double().chunk(2, -1)
+    expected = torch.cat((first - second, second + first), -1)
+    out = triton.rotate_and_store(x, (turn, turn, None, 0.0, None, 0.0))
+    return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
+
+
+def check_copy(dtype: torch.dtype) -> float:
+    """Blocks of 81 numbers, in two layers' pages. A block is read and written, and two are exchanged."""
+    pages = torch.randn(4, 6, 3, 27, generator=_generator()).to(dtype)
+    expected, sources, targets = pages.clone(), torch.tensor([0, 1, 4, 5, 1]), torch.tensor([1, 2, 5, 4, 3])
+    expected[:, targets] = pages[:, sources]
+    triton.copy_blocks(pages, sources, targets)
+    return 0.0 if torch.equal(pages, expected) else float("inf")
+
+
+def check_linear(dtype: torch.dtype, option: str) -> float:
+    """u * |out| + s: g(n + 1) times the magnitudes of the sum's n products, which are exact, and of the bias or the residual.
+
+    Gated: s of up times |silu(gate)|, plus s of the gate times 1.1 * |up| (silu' is below 1.1), plus what silu_mul has.
+
+    Sizes are no multiples of the kernel's tiles, and there are more tiles than the kernel loads ahead. 5 rows have few inputs,
+    and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over.
+    """
+    tile, columns = linear_kernel.TILE, linear_kernel.COLUMNS
+    sizes = ((linear_kernel.NUM_STAGES + 1) * tile + 80, 2 * columns + columns // 2)
+    gated, has_bias, has_residual = "gated" in option, "bias" in option, option == "residual"
+    generator, largest = _generator(), 0.0
+    for num_rows, num_in, num_out, stride in ((1, *sizes, sizes[0]), (5, 300, columns + 1, 307), (16, *sizes, sizes[0])):
+        shapes = (num_rows, stride), (2 * num_out, num_in), (2 * num_out,), (num_rows, num_out)
+        x, weight, bias, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        x, weight = x[:, :num_in], weight * num_in**-0.5
+        if not gated:
+            weight, bias = weight[:num_out], bias[:num_out]
+        expected, terms = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        for added in [bias] * has_bias + [residual] * has_residual:
+            expected, terms = expected + added.double(), terms + added.double().abs()
+        out = linear_kernel.few_rows_linear(
+            x, weight, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
+            in_place=has_residual,
+        )  # fmt: skip
+        tolerance = terms * _sum_error(num_in + 1)
+        if gated:
+            (gate, up), (of_gate, of_up) = expected.chunk(2, -1), tolerance.chunk(2, -1)
+            silu = gate * torch.sigmoid(gate)
+            expected, tolerance = silu * up, 1.1 * up.abs() * of_gate + silu.abs() * of_up
+            tolerance += _gated_rounding(dtype, gate, expected)
+        else:
+            tolerance += _rounded(dtype, expected)
+        largest = max(largest, share(out, expected, tolerance))
+    return largest
+
+
+@jit
+def _exp_kernel(x, out, num, SIZE: language.constexpr):
+    ids = language.program_id(0) * SIZE + language.arange(0, SIZE)
+    language.store(out + ids, libdevice.exp(language.load(x + ids, mask=ids < num)), mask=ids < num)
+
+
+def _emulated_weights(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """The integer weights after temperature and min_p, of the exponentials that the emulator computes. logits: fp32."""
+    below = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    exponentials = torch.zeros_like(below)
+    _exp_kernel[(-(-below.numel() // 1024),)](below, exponentials, below.numel(), 1024)
+    weights = (exponentials * 2.0**BITS).long()
+    return weights.masked_fill(weights.float() / 2.0**BITS < min_p[:, None], 0)
+
+
+def _logits_of(rows: str, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """rows: "ties": logits of a few values. "spread": of many. The vocabulary has several parts and tiles."""
+    logits = torch.randn(num_rows, draw_kernel._PART + 77, generator=_generator())
+    if rows == "ties":
+        logits = (logits * 2).round() / 2
+        logits[-1] *= 0  # 0.0 and -0.0 are equal
+    logits[4, ::3] = float("-inf")
+    return logits.to(dtype)
+
+
+def check_choose(rows: str, dtype: torch.dtype) -> float:
+    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit."""
+    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    temperature = torch.tensor([1.0, 0.6, 1.0, 1.7, 1.0, 0.05, 0.9, 1.0, 2.0])
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0])
+    greedy = torch.arange(len(u)) % 4 == 3
+    logits = _logits_of(rows, len(u), dtype)
+    logits[1, 5], logits[5, 5], logits[7] = float("nan"), float("inf"), float("-inf")
+    largest_ids, weights = argmax(logits.float()), _emulated_weights(logits.float(), temperature, min_p)
+    is_drawn = (largest_ids >= 0) & ~greedy
+    expected = torch.where(is_drawn, draw_from_weights(weights, u), largest_ids)
+    columns = ParameterColumns(greedy=greedy, temperature=temperature, min_p=min_p)
+    token_ids, _, totals = draw_kernel.choose(logits, columns, u)
+    same = (
+        torch.equal(token_ids, expected),
+        torch.equal(totals, torch.where(is_drawn, weights.sum(-1), 0)),
+        torch.equal(draw_kernel.choose(logits, ParameterColumns(), None)[0], largest_ids),
+    )
+    return 0.0 if all(same) else float("inf")
+
+
+def check_draw(rows: str) -> float:
+    """Compare with the plain stages: ids are exact. Rows that are decided, and their ids, stay as they are."""
+    top_p = torch.tensor([0.9, 1.0, 0.3, 1.0, 0.999, 0.5, 1e-9, 0.7, 0.95], dtype=torch.float64)
+    top_k = torch.tensor([0, 0, 40, 700, 0, 3, 0, 1, 0])  # 0: off
+    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    temperature = torch.tensor([0.7, 1.0, 1.0, 1.5, 1.0, 1.0, 0.8, 1.0, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])
+    logits = _logits_of(rows, len(u), torch.float32)
+    weights, largest = _emulated_weights(logits, temperature, min_p), logits.amax(-1)
+    scaled = stages.divided(logits, temperature)
+    falling = scaled.sort(descending=True).values
+    smallest = torch.where(top_k > 0, falling.gather(1, top_k[:, None].clamp_min(1) - 1)[:, 0], float("-inf"))
+    is_undecided = torch.arange(len(u)) % 4 != 1
+    token_ids = torch.full((len(u),), -7)
+    kept = scaled.masked_fill((scaled < smallest[:, None]) | (weights == 0), float("-inf"))
+    with mock.patch.object(stages, "integer_weights", lambda falling: _in_order(weights, kept).masked_fill(falling.isinf(), 0)):
+        is_kept = stages.drop_beyond(kept, top_p).isfinite()
+    expected = torch.where(is_undecided, draw_from_weights(weights * is_kept, u), token_ids)
+    columns = ParameterColumns(temperature=temperature, min_p=min_p)
+    draw_kernel.draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided, token_ids)
+    return 0.0 if torch.equal(token_ids, expected) else float("inf")
+
+
+def _in_order(weights: Tensor, logits: Tensor) -> Tensor:
+    """The weights in the order in which stages.drop_beyond sorts the logits."""
+    return weights.gather(1, logits.sort(dim=-1, descending=True, stable=True).indices)
+
+
+def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Sequence[tuple[int, int]] = LENGTHS) -> float:
+    """Emulate store, decode, merge and prefill in a step with scattered blocks, and compare within `_tolerance`.
+
+    lengths: the tokens in the cache and the new tokens of each sequence.
+    """
+    window, has_sinks = OPTIONS[option]
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):  # two splits, which have several tiles
+        return compare(
+            triton.TritonBackend(), lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            window=window, has_sinks=has_sinks, packed=True, tolerance=_tolerance,
+        )  # fmt: skip
+
+
+def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    """u * |o| + a * (w + 2 * (S * g(head_dim + 2) + 2 R e + 4 e) + g(n + 4)), for each element of the output o.
+
+    a    the sum of the n weights times |v|
+    w    u, as weights are rounded to the dtype before they are multiplied by v. 0 in fp32
+    S    the largest sum of |q * k| / sqrt(head_dim) of the query. A score's error is S * g(head_dim + 2)
+    R    the range of the scores, times e: the rounding of what exp gets, whose own error is 2 units in the last place
+    """
+    out, magnitude = in_float64(q, k, v, window, sinks), in_float64(q, k, v.abs(), window, sinks)
+    wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scale = q.shape[2] ** -0.5
+    terms = torch.einsum("ihd,jhd->ihj", q.double().abs(), wide.abs()).amax(-1, keepdim=True) * scale
+    scores = torch.einsum("ihd,jhd->ihj", q.double(), wide) * scale
+    spread = scores.amax(-1, keepdim=True) - scores.amin(-1, keepdim=True)
+    of_rounded = 0 if q.dtype is torch.float32 else ROUNDOFF[q.dtype]
+    of_weights = terms * _sum_error(q.shape[2] + 2) + (2 * spread + 4) * _E
+    return _rounded(q.dtype, out) + magnitude * (of_rounded + 2 * of_weights + _sum_error(len(k) + 4))
+
+
+def _gated_rounding(dtype: torch.dtype, gate: Tensor, out: Tensor) -> Tensor:
+    return _rounded(dtype, out) + (12 + gate.abs()) * _E * out.abs()
+
+
+def _sum_error(num_roundings: int) -> float:
+    return 4 * num_roundings**0.5 * _E
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+CASES: dict[str, Callable[[], float]] = {
+    f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
+    for kernel, check in (
+        ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
+        ("copy", check_copy),
+    )
+    for name, dtype in DTYPES.items()
+} | {
+    f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
+    for name in ("bfloat16", "float16")  # fp32 is torch's
+    for option in ("plain", "bias", "residual", "gated", "gated with bias")
+} | {
+    f"draw {rows}": lambda rows=rows: check_draw(rows) for rows in ("ties", "spread")
+} | {
+    f"choose {rows} {name}": lambda rows=rows, dtype=dtype: check_choose(rows, dtype)
+    for rows in ("ties", "spread")
+    for name, dtype in DTYPES.items()
+} | {
+    "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
+} | {
+    f"attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: check_attention(
+        dtype, head_dim, option
+    )
+    for name, dtype in DTYPES.items()
+    for head_dim in (64, 128, 256)
+    for option in OPTIONS
+}  # fmt: skip

@@ -1,0 +1,397 @@
+"""The memory of an emulated GPU, which knows its owners: tensors with nothing between them, and shared memory with its last
+users.
+
+In: the addresses of each thread. Out: bytes, or a `Fault`. machine.py decides which threads take part.
+
+An access is checked when it is made, for its address and for bytes that nobody wrote. A race is found when the threads meet at
+a barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were emulated.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.emulated_gpu.ptx import Instruction
+
+SHARED_BASE = 0x1000  # so that address 0 lies outside
+_SLOT = 40  # a tensor begins at a multiple of 2^40, so a wrong offset cannot reach the next tensor
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+# A thread that adds its own square exactly and its neighbour's rounded (`fma` and `shfl`) gets another fp32 sum than its
+# neighbour, and which sum lands is undefined. Both are the sum within 2 * 10 roundings of 2^-24 each.
+_ROUNDING = 20 * 2**-24
+_UNWRITTEN, _WRITTEN, _IN_FLIGHT = 0, 1, 2
+
+
+class Fault(Exception):
+    """What a GPU would not have reported: the kernel is wrong, or was compiled wrongly."""
+
+
+class OutsideFault(Fault):
+    """An address outside every tensor, or outside shared memory, or not a multiple of the access's size."""
+
+
+class UnwrittenFault(Fault):
+    """A read of what nobody wrote."""
+
+
+class InFlightFault(Fault):
+    """An access to shared memory which a cp.async may still be writing."""
+
+
+class RaceFault(Fault):
+    """Two threads use a place, at least one writes it, and nothing orders them."""
+
+
+class DivergenceFault(Fault):
+    """Threads that must execute an instruction together are elsewhere."""
+
+
+def unsigned(tensor: Tensor) -> NDArray:
+    """The elements from a tensor's first to its last in memory as unsigned integers. The memory is shared."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.detach().as_strided((extent if tensor.numel() else 0,), (1,))
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return flat.view(signed).numpy().view(_UNSIGNED[tensor.element_size()])
+
+
+class Region:
+    """A tensor in global memory.
+
+    Attributes:
+        written: for each element, whether anybody wrote it. Regions of one storage may share it. None: all are written.
+        writer: for each element, 1 plus the thread that wrote it in this launch. 0: none did. None: no element was written.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, base: int, written: NDArray | None) -> None:
+        self.name, self.tensor, self.base, self.shape = name, tensor, base, tuple(tensor.shape)
+        self.elements = unsigned(tensor)
+        self.written, self.writer = written, None
+        self._steps = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+
+    def outside(self, elements: NDArray) -> NDArray:
+        """Which elements, counted in memory from the first, are not the tensor's. Others may lie between its rows."""
+        outside, rest = elements < 0, elements
+        for stride, size in self._steps:
+            index = np.minimum(rest // stride, size - 1) if stride else 0
+            rest = rest - index * stride
+        return outside | (rest != 0)
+
+
+class GlobalMemory:
+    """The tensors of a launch. Each has addresses of its own, even where two share a storage. A tensor that is given twice, as
+    an input and the output, has one address.
+
+    who: names a thread by its number in the launch.
+    """
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self.who: Callable[[int], str] = "thread {}".format
+
+    def add(self, name: str, tensor: Tensor, written: NDArray | None = None) -> int:
+        """Give a tensor an address, as aligned as its own.
+
+        Args:
+            written: for each element from its first to its last, whether it may be read. Stores set it. None: all may be.
+        """
+        for region in self._regions:
+            if region.tensor is tensor:
+                return region.base
+        base = (len(self._regions) + 1 << _SLOT) + tensor.data_ptr() % 4096
+        self._regions.append(Region(name, tensor, base, written))
+        return base
+
+    def _find(
+        self, addresses: NDArray, size: int, threads: NDArray, by: Instruction
+    ) -> Iterator[tuple[Region, NDArray, NDArray]]:
+        """For each region, the positions of its addresses and the elements that they reach. [positions, elements]"""
+        if (addresses % size).any():
+            wrong = np.flatnonzero(addresses % size)[0]
+            raise OutsideFault(
+                f"{self.who(threads[wrong])}: address {addresses[wrong]:#x} is no multiple of {size} bytes in {by}"
+            )
+        slots = (addresses >> np.uint64(_SLOT)).astype(np.int64) - 1
+        for slot in np.unique(slots):
+            chosen = np.flatnonzero(slots == slot)
+            if not 0 <= slot < len(self._regions):
+                raise OutsideFault(f"{self.who(threads[chosen[0]])}: address {addresses[chosen[0]]:#x} is no tensor's in {by}")
+            region = self._regions[slot]
+            item = region.elements.itemsize
+            if size % item:
+                raise ValueError(f"{by} reaches {size} bytes of {region.name}, whose elements have {item}")
+            elements = ((addresses[chosen] - np.uint64(region.base)).astype(np.int64) // item)[:, None] + np.arange(
+                size // item
+            )
+            outside = region.outside(elements)
+            if outside.any():
+                row, column = np.argwhere(outside)[0]
+                raise OutsideFault(
+                    f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name}, "
+                    f"which has the shape {region.shape}, is outside it in {by}"
+                )
+            yield region, chosen, elements
+
+    def load(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> NDArray:
+        """size bytes from each address. [addresses, size]"""
+        out = np.empty((len(addresses), size), np.uint8)
+        for region, chosen, elements in self._find(addresses, size, threads, by):
+            if region.written is not None and not region.written[elements].all():
+                row, column = np.argwhere(~region.written[elements])[0]
+                raise UnwrittenFault(
+                    f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name} was never written. "
+                    f"It is read in {by}"
+                )
+            if region.writer is not None:
+                writers = region.writer[elements]
+                others = (writers > 0) & (writers != threads[chosen][:, None] + 1)
+                if others.any():
+                    row, column = np.argwhere(others)[0]
+                    raise RaceFault(
+                        f"{self.who(threads[chosen[row]])} reads element {elements[row, column]} of {region.name}, which "
+                        f"{self.who(writers[row, column] - 1)} wrote in the same launch, in {by}"
+                    )
+            out[chosen] = region.elements[elements].view(np.uint8)
+        return out
+
+    def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
+        """Write values, bytes [addresses, size]. No element may be written by two threads of a launch."""
+        for region, chosen, elements in self._find(addresses, values.shape[1], threads, by):
+            if region.writer is None:
+                region.writer = np.zeros(len(region.elements), np.int64)
+            own = threads[chosen][:, None] + 1
+            earlier = region.writer[elements]
+            region.writer[elements] = np.where(earlier == 0, own, earlier)
+            writers = region.writer[elements]
+            others = writers != own
+            if others.any():
+                row, column = np.argwhere(others)[0]
+                raise RaceFault(
+                    f"{self.who(writers[row, column] - 1)} and {self.who(threads[chosen[row]])} write element "
+                    f"{elements[row, column]} of {region.name} in one launch, in {by}"
+                )
+            region.elements[elements] = values[chosen].view(region.elements.dtype)
+            if region.written is not None:
+                region.written[elements] = True
+
+
+@dataclass(slots=True)
+class _Access:
+    """What some threads did in one instruction: cells [threads, cells of each]."""
+
+    cells: NDArray
+    threads: NDArray
+    turns: NDArray  # how often a thread's warp had met before
+    writes: bool
+    by: Instruction
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A cp.async whose threads have not all waited for it."""
+
+    cells: NDArray
+    values: NDArray
+    threads: NDArray
+    groups: NDArray
+    by: Instruction
+
+
+@dataclass(slots=True)
+class SharedMemory:
+    """The shared memory of the programs that are emulated at once, in cells, which are the smallest thing the kernel accesses.
+
+    Attributes:
+        size: bytes of a program.
+        cell: bytes of a cell.
+        num_programs: how many programs are emulated at once.
+        num_threads: of a program.
+        who: names a thread by its number among these programs.
+    """
+
+    size: int
+    cell: int
+    num_programs: int
+    num_threads: int
+    who: Callable[[int], str]
+    _cells: NDArray = field(init=False)
+    _state: NDArray = field(init=False)
+    _turns: NDArray = field(init=False)
+    _committed: NDArray = field(init=False)
+    _accesses: list[_Access] = field(default_factory=list)
+    _copies: list[_Copy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        num_cells = -(-self.size // self.cell)
+        self._cells = np.zeros(self.num_programs * num_cells, _UNSIGNED[self.cell])
+        self._state = np.zeros(len(self._cells), np.uint8)
+        self._turns = np.zeros(self.num_programs * self.num_threads // 32, np.int64)
+        self._committed = np.zeros(self.num_programs * self.num_threads, np.int64)
+
+    def _find(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> NDArray:
+        """The cells of each address. [addresses, size // cell]"""
+        offsets = addresses.astype(np.int64) - SHARED_BASE
+        wrong = (offsets < 0) | (offsets + size > self.size) | (offsets % size != 0)
+        if wrong.any():
+            first = np.flatnonzero(wrong)[0]
+            raise OutsideFault(
+                f"{self.who(threads[first])}: byte {offsets[first]} of shared memory, which has {self.size}, cannot be reached "
+                f"by {size} bytes in {by}"
+            )
+        starts = offsets // self.cell + threads // self.num_threads * (len(self._cells) // self.num_programs)
+        return starts[:, None] + np.arange(size // self.cell)
+
+    def _find_landed(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> NDArray:
+        """As _find, for an instruction that writes: no cp.async may be in flight to a cell."""
+        cells = self._find(addresses, size, threads, by)
+        in_flight = self._state[cells] == _IN_FLIGHT
+        if in_flight.any():
+            row, column = np.argwhere(in_flight)[0]
+            self._refuse_in_flight(cells[row, column], threads[row], by)
+        return cells
+
+    def _note(self, cells: NDArray, threads: NDArray, writes: bool, by: Instruction) -> None:
+        self._accesses.append(_Access(cells, threads, self._turns[threads // 32], writes, by))
+
+    def load(self, addresses: NDArray, size: int, threads: NDArray, by: Instruction) -> NDArray:
+        """size bytes from each address. [addresses, size]"""
+        cells = self._find(addresses, size, threads, by)
+        states = self._state[cells]
+        if (states != _WRITTEN).any():
+            row, column = np.argwhere(states != _WRITTEN)[0]
+            self._refuse_in_flight(cells[row, column], threads[row], by)
+            raise UnwrittenFault(
+                f"{self.who(threads[row])}: byte {self._byte(cells[row, column])} of shared memory was never written. "
+                f"It is read in {by}"
+            )
+        self._note(cells, threads, False, by)
+        return self._cells[cells].view(np.uint8)
+
+    def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
+        """Write values, bytes [addresses, size]."""
+        cells = self._find_landed(addresses, values.shape[1], threads, by)
+        self._put(cells, values.view(self._cells.dtype), threads, by)
+        self._note(cells, threads, True, by)
+
+    def _put(self, cells: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
+        """Write cells. Threads may write one place in one instruction, if their values of 32 bits differ by fp32's rounding."""
+        self._cells[cells] = values
+        self._state[cells] = _WRITTEN
+        landed = self._cells[cells]
+        lost = landed != values
+        if not lost.any():
+            return
+        if by.name.endswith("32"):
+            a, b = landed.view(np.float32), values.view(np.float32)
+            if (np.abs(a - b) <= _ROUNDING * np.abs(a)).all():
+                return
+        row, column = np.argwhere(lost)[0]
+        cell = cells[row, column]
+        other = threads[np.flatnonzero(((cells == cell) & ~lost).any(1))[0]]
+        raise RaceFault(
+            f"{self.who(threads[row])} and {self.who(other)} write different values to byte {self._byte(cell)} of shared "
+            f"memory in {by}"
+        )
+
+    def _byte(self, cell: int) -> int:
+        return int(cell % (len(self._cells) // self.num_programs)) * self.cell
+
+    def _refuse_in_flight(self, cell: int, thread: int, by: Instruction) -> None:
+        for copy in self._copies:
+            if (copy.cells == cell).any():
+                raise InFlightFault(
+                    f"{self.who(thread)}: byte {self._byte(cell)} of shared memory is used in {by} before a wait for {copy.by}"
+                )
+
+    def copy_async(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
+        """Begin to write values, which land when their thread waits for their group."""
+        cells = self._find_landed(addresses, values.shape[1], threads, by)
+        self._state[cells] = _IN_FLIGHT
+        self._note(cells, threads, True, by)
+        self._copies.append(_Copy(cells, values.view(self._cells.dtype), threads, self._committed[threads], by))
+
+    def commit(self, threads: NDArray) -> None:
+        """End the current group of cp.async of these threads."""
+        self._committed[threads] += 1
+
+    def wait(self, num_left: int, threads: NDArray) -> None:
+        """Let the groups of these threads land, except for their newest num_left."""
+        waits = np.zeros(len(self._committed), bool)
+        waits[threads] = True
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            lands = waits[copy.threads] & (copy.groups < self._committed[copy.threads] - num_left)
+            if lands.any():
+                self._put(copy.cells[lands], copy.values[lands], copy.threads[lands], copy.by)
+                self._note(copy.cells[lands], copy.threads[lands], True, copy.by)
+            if not lands.all():
+                left = ~lands
+                self._copies.append(_Copy(copy.cells[left], copy.values[left], copy.threads[left], copy.groups[left], copy.by))
+
+    def meet_in_warps(self, threads: NDArray) -> None:
+        """Order what the threads of each warp did before and what they will do."""
+        self._turns[np.unique(threads // 32)] += 1
+
+    def meet(self, threads: NDArray) -> None:
+        """Order what the threads of each program did before and what they will do: look for races among the former."""
+        programs = np.unique(threads // self.num_threads)
+        now, later = self._accesses, []
+        if len(programs) < self.num_programs:
+            now = []
+            for access in self._accesses:
+                arrives = np.isin(access.threads // self.num_threads, programs)
+                for kept, chosen in ((now, arrives), (later, ~arrives)):
+                    if chosen.any():
+                        kept.append(
+                            _Access(
+                                access.cells[chosen], access.threads[chosen], access.turns[chosen], access.writes, access.by
+                            )
+                        )
+        self._accesses = later
+        self._find_races(now)
+        self.meet_in_warps(threads)
+
+    def _find_races(self, accesses: list[_Access]) -> None:
+        is_written = np.zeros(len(self._cells), bool)
+        for access in accesses:
+            if access.writes:
+                is_written[access.cells] = True
+        last_user = np.full(len(self._cells), -1, np.int64)
+        for access in accesses:
+            last_user[access.cells] = access.threads[:, None]
+        several = np.zeros(len(self._cells), bool)  # cells that are written, and have several users
+        for access in accesses:
+            several[access.cells[last_user[access.cells] != access.threads[:, None]]] = True
+        several &= is_written
+        if not several.any():
+            return
+        parts = []
+        for number, access in enumerate(accesses):
+            rows, columns = np.nonzero(several[access.cells])
+            cells, threads, turns = access.cells[rows, columns], access.threads[rows], access.turns[rows]
+            parts.append(np.stack((cells, threads, turns, np.full_like(cells, number), np.full_like(cells, access.writes))))
+        users = np.concatenate(parts, 1)
+        users = users[:, np.argsort(users[0], kind="stable")]
+        distance = 1
+        while True:
+            a, b = users[:, :-distance], users[:, distance:]
+            same_cell = a[0] == b[0]
+            if not same_cell.any():
+                return
+            one_writes = (a[4] | b[4]) == 1
+            in_one_store = (a[3] == b[3]) & (a[4] == 1)  # of one value, which _put has checked
+            ordered = (a[1] // 32 == b[1] // 32) & (a[2] != b[2])
+            races = same_cell & (a[1] != b[1]) & one_writes & ~in_one_store & ~ordered
+            if races.any():
+                first = np.flatnonzero(races)[0]
+                told = [
+                    f"{self.who(user[1])} {'writes' if user[4] else 'reads'} it in {accesses[user[3]].by}"
+                    for user in (a[:, first], b[:, first])
+                ]
+                raise RaceFault(
+                    f"byte {self._byte(a[0, first])} of shared memory: {told[0]}, and {told[1]}, with nothing that orders them"
+                )
+            distance += 1

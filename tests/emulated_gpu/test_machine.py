@@ -1,0 +1,353 @@
+"""Short PTX, written by hand: what the emulator computes, and the faults that it reports with the instruction and its line."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.emulated_gpu import machine
+from tests.emulated_gpu.memory import (
+    DivergenceFault,
+    GlobalMemory,
+    InFlightFault,
+    OutsideFault,
+    RaceFault,
+    UnwrittenFault,
+)
+from tests.emulated_gpu.ptx import parse
+from tests.emulated_gpu.table import Table, wavefronts
+
+# A body begins with r1 = tid, r2 = 4 * tid, r3 = byte 4 * tid of shared memory, rd1 and rd2 = element tid of source and out.
+KERNEL = """
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .u64 .ptr .global .align 1 kernel_param_1
+)
+.reqntid {num_threads}
+{{
+	.reg .pred %p<9>;
+	.reg .b16 %rs<9>;
+	.reg .b32 %r<40>;
+	.reg .b64 %rd<9>;
+	.loc 1 1 0
+	ld.param.b64 %rd1, [kernel_param_0];
+	ld.param.b64 %rd2, [kernel_param_1];
+	mov.u32 %r1, %tid.x;
+	shl.b32 %r2, %r1, 2;
+	mov.b32 %r4, global_smem;
+	add.s32 %r3, %r4, %r2;
+	mul.wide.u32 %rd3, %r1, 4;
+	add.s64 %rd1, %rd1, %rd3;
+	add.s64 %rd2, %rd2, %rd3;
+{body}
+	ret;
+}}
+	.file	1 "/kernels/kernel.py"
+"""
+SHARED = 1024
+
+
+def emulate(body, *, num_threads=64, source=None, written=None, grid=(1,), observe=None):
+    """Execute a body, a statement a line, on lines 10, 11, ... of the kernel's source. Returns the output."""
+    statements = [line.strip() for line in body.strip().splitlines()]
+    lines = [line if line.endswith(":") else f"\t.loc 1 {number} 0\n\t{line}" for number, line in enumerate(statements, 10)]
+    kernel = parse(KERNEL.format(num_threads=num_threads, body="\n".join(lines)))
+    source = torch.arange(100, 100 + num_threads, dtype=torch.int32) if source is None else source
+    out = torch.zeros(num_threads, dtype=torch.int32)
+    memory = GlobalMemory()
+    arguments = [memory.add("source", source, written), memory.add("out", out)]
+    machine.emulate(kernel, grid, arguments, memory, SHARED, observe)
+    return out
+
+
+def raises(fault, *parts):
+    """A fault whose text has these parts in this order."""
+    return pytest.raises(fault, match=".*".join(map(re.escape, parts)))
+
+
+WRITE_OWN = "ld.global.b32 %r5, [%rd1];\nst.shared.b32 [%r3], %r5;\n"
+READ_NEXT = "xor.b32 %r6, %r3, {};\nld.shared.b32 %r7, [%r6];\nst.global.b32 [%rd2], %r7;\n"
+COPY = "cp.async.ca.shared.global [%r3], [%rd1], 0x4;\ncp.async.commit_group;\n"
+
+
+def test_a_barrier_orders_what_threads_exchange_in_shared_memory():
+    out = emulate(WRITE_OWN + "bar.sync 0;\n" + READ_NEXT.format(128))
+    assert out.tolist() == [100 + (i ^ 32) for i in range(64)]
+
+
+def test_a_missing_barrier_between_warps_is_a_race_that_names_both_lines():
+    with raises(
+        RaceFault,
+        "byte 0 of",
+        "thread 0 of program (0, 0, 0) writes",
+        "st.shared.b32",
+        "kernel.py:11",
+        "thread 32 of",
+        "reads",
+        "ld.shared.b32",
+        "kernel.py:13",
+    ):
+        emulate(WRITE_OWN + READ_NEXT.format(128))
+
+
+def test_a_read_before_another_threads_write_is_a_race():
+    body = "st.shared.b32 [%r3], %r1;\nbar.sync 0;\n" + READ_NEXT.format(128) + "st.shared.b32 [%r3], %r7;"
+    with raises(RaceFault, "reads", "kernel.py:13", "writes", "kernel.py:15"):
+        emulate(body)
+
+
+def test_lanes_of_a_warp_race_unless_the_warp_meets():
+    with raises(RaceFault, "thread 0 of", "kernel.py:11", "thread 1 of", "kernel.py:13"):
+        emulate(WRITE_OWN + READ_NEXT.format(4))
+    for meeting in ("bar.warp.sync -1;", "shfl.sync.bfly.b32 %r8, %r5, 1, 31, -1;"):
+        out = emulate(WRITE_OWN + meeting + "\n" + READ_NEXT.format(4))
+        assert out.tolist() == [100 + (i ^ 1) for i in range(64)]
+
+
+def test_a_meeting_of_a_warp_does_not_order_another_warp():
+    with raises(RaceFault, "kernel.py:11", "kernel.py:14"):
+        emulate(WRITE_OWN + "bar.warp.sync -1;\n" + READ_NEXT.format(128))
+
+
+def test_lanes_may_write_one_place_if_the_values_are_equal():
+    meet = "bar.sync 0;\nld.shared.b32 %r7, [%r4];\nst.global.b32 [%rd2], %r7;"
+    assert emulate("mov.b32 %r5, 7;\nst.shared.b32 [%r4], %r5;\n" + meet).tolist() == [7] * 64
+    with raises(RaceFault, "write different values", "kernel.py:10"):
+        emulate("st.shared.b32 [%r4], %r1;\n" + meet)
+
+
+def test_integers_of_64_bits_that_lanes_write_to_one_place_may_not_differ_in_a_bit():
+    body = "and.b32 %r5, %r1, {};\ncvt.u64.u32 %rd4, %r5;\nadd.s64 %rd4, %rd4, 0x40000000;\nst.shared.b64 [%r4], %rd4;"
+    emulate(body.format(0))
+    with raises(RaceFault, "write different values", "kernel.py:13"):
+        emulate(body.format(1))
+
+
+def test_a_scan_reads_the_lane_below_and_the_lowest_lanes_keep_their_own():
+    out = emulate("ld.global.b32 %r5, [%rd1];\nshfl.sync.up.b32 %r6, %r5, 4, 0, -1;\nst.global.b32 [%rd2], %r6;")
+    assert out.tolist() == [100 + i - (4 if i % 32 >= 4 else 0) for i in range(64)]
+
+
+def test_integers_of_64_bits_are_rounded_to_float64_and_cut_off_on_the_way_back():
+    body = "mov.b64 %rd4, {};\ncvt.rn.f64.s64 %rd5, %rd4;\nmov.b64 %rd6, 0x3FE8000000000000;\nmul.f64 %rd5, %rd5, %rd6;\n"
+    body += "cvt.rzi.s64.f64 %rd7, %rd5;\ncvt.u32.u64 %r5, %rd7;\nst.global.b32 [%rd2], %r5;"
+    for number, three_quarters in ((7, 5), (-7, -5), (2**53 + 3, 3)):  # the last is 2^53 + 4, and its lower word is stored
+        assert emulate(body.format(number))[0] == three_quarters
+
+
+def test_a_sum_is_one_of_whole_warps_where_others_are_elsewhere():
+    """The others' registers do not matter."""
+    body = "setp.ge.u32 %p1, %r1, 32;\n@%p1 bra $L__BB0_1;\nmov.b32 %r5, -1;\nredux.sync.add.s32 %r6, %r1, %r5;\n"
+    out = emulate(body + "st.global.b32 [%rd2], %r6;\n$L__BB0_1:")
+    assert out.tolist() == [496] * 32 + [0] * 32
+
+
+def test_a_copy_is_there_after_the_wait_and_a_barrier():
+    out = emulate(COPY + "cp.async.wait_group 0;\nbar.sync 0;\n" + READ_NEXT.format(128))
+    assert out.tolist() == [100 + (i ^ 32) for i in range(64)]
+
+
+@pytest.mark.parametrize("waits", ["", "cp.async.wait_group 1;\n"])
+def test_a_copy_is_not_there_before_its_wait(waits):
+    with raises(InFlightFault, "thread 0 of", "ld.shared.b32", "kernel.py:", "cp.async.ca", "kernel.py:10"):
+        emulate(COPY + waits + "bar.sync 0;\n" + READ_NEXT.format(0))
+
+
+def test_the_newest_groups_of_copies_stay_in_flight():
+    second = "add.s32 %r9, %r3, 512;\ncp.async.ca.shared.global [%r9], [%rd1], 0x4;\ncp.async.commit_group;\n"
+    emulate(COPY + second + "cp.async.wait_group 1;\n" + READ_NEXT.format(0))
+    with raises(InFlightFault, "byte 512", "kernel.py:13"):
+        emulate(COPY + second + "cp.async.wait_group 1;\n" + READ_NEXT.format(512))
+
+
+def test_a_copy_is_complete_only_for_the_thread_that_issued_it():
+    """Also if there was a barrier between the copy and its wait."""
+    assert emulate(COPY + "cp.async.wait_group 0;\n" + READ_NEXT.format(0)).tolist() == list(range(100, 164))
+    for barrier in ("", "bar.sync 0;\n"):
+        with raises(RaceFault, "thread 0 of", "writes", "cp.async.ca", "kernel.py:10", "thread 32 of", "reads"):
+            emulate(COPY + barrier + "cp.async.wait_group 0;\n" + READ_NEXT.format(128))
+
+
+def test_a_copy_races_with_an_earlier_read():
+    read = "st.shared.b32 [%r3], %r1;\nbar.sync 0;\n" + READ_NEXT.format(128)
+    with raises(RaceFault, "reads", "kernel.py:13", "writes", "cp.async.ca"):
+        emulate(read + COPY)
+
+
+def test_a_copy_of_no_bytes_writes_zeros_and_reads_no_address():
+    copy = "setp.lt.u32 %p1, %r1, 3;\nselp.b32 %r9, 4, 0, %p1;\nselp.b64 %rd4, %rd1, 0, %p1;\n"
+    copy += "cp.async.ca.shared.global [%r3], [%rd4], 0x4, %r9;\ncp.async.commit_group;\ncp.async.wait_group 0;\n"
+    assert emulate(copy + READ_NEXT.format(0)).tolist() == [100, 101, 102] + [0] * 61
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("ld.global.b32 %r5, [%rd1+4];", ("thread 63 of", "element 64 of source", "kernel.py:10")),
+        ("ld.global.b32 %r5, [%rd1+-4];", ("thread 0 of", "element -1 of source")),
+        ("mov.b64 %rd4, 0;\nld.global.b32 %r5, [%rd4];", ("address 0x0", "kernel.py:11")),
+        ("ld.global.b32 %r5, [%rd1+2];", ("no multiple of 4",)),
+        ("st.shared.b32 [%r3+1020], %r1;", ("thread 1 of", "byte 1024 of shared memory", "kernel.py:10")),
+        ("ld.shared.b32 %r5, [%r2];", ("byte -4096",)),
+    ],
+)
+def test_an_address_outside_is_refused(body, parts):
+    with raises(OutsideFault, *parts):
+        emulate(body)
+
+
+def test_what_lies_between_the_rows_of_a_view_is_outside_it():
+    view = torch.zeros(64, 2, dtype=torch.int32)[:, 0]
+    emulate("and.b32 %r5, %r1, 1;\nsetp.eq.b32 %p1, %r5, 0;\n@%p1 ld.global.b32 %r6, [%rd1];", source=view)
+    with raises(OutsideFault, "thread 1 of", "element 1 of source"):
+        emulate("ld.global.b32 %r6, [%rd1];", source=view)
+
+
+def test_a_read_of_what_nobody_wrote_is_refused():
+    with raises(UnwrittenFault, "byte 0 of shared memory", "kernel.py:10"):
+        emulate("ld.shared.b32 %r5, [%r3];")
+    written = np.arange(64) != 5
+    with raises(UnwrittenFault, "thread 5 of", "element 5 of source", "kernel.py:10"):
+        emulate("ld.global.b32 %r5, [%rd1];", written=written)
+    emulate("setp.eq.b32 %p1, %r1, 5;\n@%p1 st.global.b32 [%rd1], %r1;\nld.global.b32 %r5, [%rd1];", written=written)
+    assert written.all()
+
+
+def test_two_threads_may_not_share_an_element_of_a_tensor_in_a_launch():
+    with raises(
+        RaceFault, "thread 0 of program (1, 0, 0)", "thread 0 of program (0, 0, 0)", "element 0 of out", "kernel.py:10"
+    ):
+        emulate("st.global.b32 [%rd2], %r1;", grid=(2,))
+    with raises(RaceFault, "thread 1 of program (0, 0, 0) reads element 0 of out", "wrote in the same launch", "kernel.py:12"):
+        emulate("setp.eq.b32 %p1, %r1, 1;\n@!%p1 st.global.b32 [%rd2], %r1;\n@%p1 ld.global.b32 %r5, [%rd2+-4];")
+
+
+def test_a_tensor_that_is_an_input_and_the_output_has_one_address():
+    memory, tensor = GlobalMemory(), torch.zeros(4)
+    assert memory.add("residual", tensor) == memory.add("out", tensor) != memory.add("other", torch.zeros(4))
+
+
+def test_threads_that_diverge_meet_again():
+    body = """
+        setp.lt.u32 %p1, %r1, 5;
+        mov.b32 %r5, 0;
+        @%p1 bra $L__BB0_2;
+        $L__BB0_1:
+        add.s32 %r5, %r5, 1;
+        setp.lt.u32 %p2, %r5, %r1;
+        @%p2 bra $L__BB0_1;
+        bra.uni $L__BB0_3;
+        $L__BB0_2:
+        mov.b32 %r5, -1;
+        $L__BB0_3:
+        bar.sync 0;
+        st.global.b32 [%rd2], %r5;
+    """
+    assert emulate(body).tolist() == [-1] * 5 + list(range(5, 64))
+
+
+@pytest.mark.parametrize(
+    "together",
+    ["bar.sync 0;", "shfl.sync.bfly.b32 %r8, %r1, 1, 31, -1;", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r8}, [%r4];"],
+)
+def test_threads_that_must_come_together_may_not_be_elsewhere(together):
+    body = f"setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $L__BB0_1;\n{together}\n$L__BB0_1:"
+    with raises(DivergenceFault, "kernel.py:12"):
+        emulate(body)
+
+
+def test_an_unknown_instruction_is_named():
+    with pytest.raises(NotImplementedError, match=r"sin\.approx\.f32.*kernel\.py:10"):
+        emulate("sin.approx.f32 %r5, %r1;")
+
+
+def test_integers_wrap_and_widen_as_their_types_say():
+    """-3 by several instructions: the same bits, read as signed or not."""
+    body = "sub.s32 %r5, %r1, {};\n{}\nst.global.b32 [%rd2], %r6;"
+    cases = {
+        "shr.u32 %r6, %r5, 28;": 15, "bfe.s32 %r6, %r5, 1, 2;": -2, "bfe.u32 %r6, %r5, 1, 2;": 2, "shl.b32 %r6, %r5, 32;": 0,
+        "mul.wide.u32 %rd4, %r5, 2;\nshr.u64 %rd5, %rd4, 32;\ncvt.u32.u64 %r6, %rd5;": 1,
+        "mul.wide.s32 %rd4, %r5, 2;\nshr.s64 %rd5, %rd4, 32;\ncvt.u32.u64 %r6, %rd5;": -1,
+        "setp.gt.u32 %p1, %r5, 7;\nselp.b32 %r6, 1, 0, %p1;": 1, "neg.s32 %r6, %r5;": 3,
+        "redux.sync.add.s32 %r6, %r5, -1;": -96 + 31 * 16, "mul.lo.s32 %r6, %r5, 0x40000000;": 0x40000000,
+        "prmt.b32 %r6, %r5, %r1, 0x5410U;": 0xFFFD, "prmt.b32 %r6, %r1, %r5, 0x0465;": 0x00FDFFFF,
+    }  # fmt: skip
+    for instructions, expected in cases.items():
+        assert emulate(body.format(3, instructions))[0] == expected, instructions
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+def test_numbers_are_rounded_to_even_and_infinities_and_nan_stay(name):
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[name]
+    numbers = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 7e4, -3.4e38, float("inf"), float("nan"), 1e-7, -0.0]
+    source = torch.tensor(numbers + [0.5] * 54)
+    body = f"ld.global.b32 %r5, [%rd1];\ncvt.rn.{name}x2.f32 %r6, %r5, 0f3F800000;\nst.global.b32 [%rd2], %r6;"
+    out = emulate(body, source=source).view(dtype).view(64, 2)
+    assert torch.equal(out[:, 0], torch.ones(64, dtype=dtype))  # the second operand is the lower half
+    assert out[:, 1].nan_to_num(9).tolist() == source.to(dtype).nan_to_num(9).tolist()
+
+
+MATRICES = """
+    ld.global.b32 %r5, [%rd1];
+    st.shared.b32 [%r3], %r5;
+    bar.sync 0;
+    and.b32 %r9, %r1, 15;
+    shl.b32 %r9, %r9, 4;
+    add.s32 %r9, %r4, %r9;
+    ldmatrix.sync.aligned.m8n8.x2{}.shared.b16 {{%r10, %r11}}, [%r9];
+    st.global.b32 [%rd2], %r1{};
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_ldmatrix_gives_each_lane_two_numbers_of_a_row(number, transposed):
+    source = torch.arange(128, dtype=torch.int16)
+    out = emulate(MATRICES.format(transposed, number), source=source.view(torch.int32)).view(torch.int16).view(2, 32, 2)
+    matrix = source.view(2, 8, 8)[number]
+    expected = (matrix.T if transposed else matrix).reshape(32, 2)
+    assert torch.equal(out[0], expected)
+    assert torch.equal(out[1], expected)
+
+
+def test_mma_multiplies_the_matrices_that_the_lanes_hold():
+    """Each lane loads its own numbers, placed as the PTX manual's figures of m16n8k16 place them."""
+    a, b, c = torch.randint(-8, 8, (16, 16)), torch.randint(-8, 8, (16, 8)), torch.randint(-8, 8, (16, 8))
+    rows, columns = torch.arange(32) // 4, torch.arange(32) % 4 * 2
+    halves_a = [a[rows + 8 * (i % 2), columns + 8 * (i // 2) + half] for i in range(4) for half in range(2)]
+    halves_b = [b[columns + 8 * i + half, rows] for i in range(2) for half in range(2)]
+    numbers_c = [c[rows + 8 * (i // 2), columns + i % 2] for i in range(4)]
+    words = torch.stack([*halves_a, *halves_b], 1).to(torch.bfloat16).view(torch.int32)  # [32, 6]
+    source = torch.cat((words, torch.stack(numbers_c, 1).float().view(torch.int32)), 1).contiguous()  # [32, 10]
+    expected = (a @ b + c).float()
+    for i in range(4):
+        body = "mul.wide.u32 %rd4, %r1, 36;\nadd.s64 %rd4, %rd4, %rd1;\n"
+        body += "".join(f"ld.global.b32 %r{10 + j}, [%rd4+{4 * j}];\n" for j in range(10))
+        body += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r20, %r21, %r22, %r23}, {%r10, %r11, %r12, %r13}, "
+        body += f"{{%r14, %r15}}, {{%r16, %r17, %r18, %r19}};\nst.global.b32 [%rd2], %r{20 + i};"
+        out = emulate(body, num_threads=32, source=source).view(torch.float32)
+        assert torch.equal(out, expected[rows + 8 * (i // 2), columns + i % 2])
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "expected"),
+    [(4, 4, (1, 1)), (0, 4, (1, 1)), (8, 4, (1, 2)), (128, 4, (1, 32)), (16, 16, (4, 4)), (64, 16, (4, 16))],
+)
+def test_words_of_one_bank_take_a_wavefront_each(stride, size, expected):
+    assert wavefronts(np.arange(32) * stride, size) == expected
+
+
+def test_the_table_counts_what_the_first_warp_executes_by_lines():
+    table = Table("kernel")
+    emulate(WRITE_OWN + "bar.sync 0;\nadd.s32 %r6, %r3, %r2;\nst.shared.b32 [%r6], %r5;", grid=(2,), observe=table.observe)
+    rows = [row.strip("| ").split(" | ") for row in str(table).splitlines()[2:]]
+    assert rows == [
+        ["`kernel.py:1`", "9", "0", "0", "0", "0", "0"],
+        ["`kernel.py:10`", "1", "1", "0", "0", "0", "0"],
+        ["`kernel.py:11`", "1", "0", "1", "0", "0", "0"],
+        ["`kernel.py:12`", "1", "0", "0", "0", "0", "1"],
+        ["`kernel.py:13`", "1", "0", "0", "0", "0", "0"],
+        ["`kernel.py:14`", "2", "0", "1", "1", "0", "0"],
+        ["`total`", "15", "1", "2", "1", "0", "1"],
+    ]

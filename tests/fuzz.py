@@ -1,0 +1,551 @@
+"""Random requests, in four parts. Another seed each time, which is printed, unless one is given. Exit code 1: anything is off.
+
+    python -m tests.fuzz --requests 2000
+    python -m tests.fuzz --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
+    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window
+    python -m tests.fuzz --requests 2000 --part hits --family qwen3 --adapters 8
+    python -m tests.fuzz --requests 60 --part fast --dtype bfloat16
+
+bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
+        The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
+        Neither prefix hits nor preemptions occur, since those may change bits.
+        With --speculative, requests with drafts and then the same without, in a different order and at different times.
+hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
+        and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
+        With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
+fast    Greedy and top_k requests with the screened head and with the drafts of each method, and then without: the same tokens,
+        and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
+        On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
+api     Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
+        every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
+"""
+
+import argparse
+import random
+import secrets
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager, suppress
+from itertools import pairwise, product
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
+from nanoinfer.attention.cache_sizes import CacheSizes
+from nanoinfer.fast.cpu import accelerate, screen
+from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import read_config
+from nanoinfer.lora.request import LoRARequest
+from tests.helpers import lora_adapters, tiny_models
+
+ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
+
+
+def random_request(rng):
+    num_ids = rng.choice([3, tiny_models.VOCAB_SIZE])  # few: a text that repeats itself
+    prompt = [rng.randrange(num_ids) for _ in range(rng.choice([1, 2, 3, rng.randrange(1, 131)]))]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        top_k=rng.choice([0, 0, 1, 5, 40]),
+        top_p=rng.choice([1.0, 0.9, 0.5]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randrange(1, 13),
+        logprobs=rng.choice([0, 3]),
+        detokenize=False,
+    )
+    return prompt, params
+
+
+def speculative_config(method, path):
+    """Settings with which many drafts are made, and many accepted."""
+    if method == "draft_model":
+        return {"method": method, "model": str(path), "num_speculative_tokens": 3, "adaptive": False}
+    return {"method": method, "prompt_lookup_min": 1, "adaptive": False}
+
+
+def answer_of(request):
+    answer = request.output.outputs[0]
+    return answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs or ()]
+
+
+def run(llm, requests, rng):
+    """The answers, in the requests' order. rng: when they arrive; None is all at once."""
+    waiting, begun = list(reversed(requests)), []
+    while waiting or llm.engine.num_unfinished:
+        num_new = len(waiting) if rng is None else rng.randrange(6)
+        for _ in range(min(num_new, len(waiting), 64 - llm.engine.num_unfinished)):
+            prompt, params = waiting.pop()
+            begun.append(llm.engine.add_request(prompt, params))
+        llm.engine.step()
+    return [answer_of(request) for request in begun]
+
+
+def run_shuffled(llm, requests, rng):
+    """As run, in a random order."""
+    order = rng.sample(range(len(requests)), len(requests))
+    answers = dict(zip(order, run(llm, [requests[i] for i in order], rng), strict=True))
+    return [answers[i] for i in range(len(requests))]
+
+
+def compare_bits(num_requests, rng, given):
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
+        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
+        llm = plain_llm = LLM(path, enforce_eager=given.enforce_eager, **settings)
+        if given.speculative:
+            speculation = speculative_config(given.speculative, path)
+            llm = LLM(path, enforce_eager=given.enforce_eager, speculative_config=speculation, **settings)
+        requests = [random_request(rng) for _ in range(num_requests)]
+        together = run(llm, requests, rng)
+        if given.speculative:  # alone would take 5 times as long, and the run without --speculative does it
+            expected = run_shuffled(plain_llm, requests, rng)
+        else:
+            expected = [run(plain_llm, [request], None)[0] for request in requests]
+        different = sum(one != other for one, other in zip(together, expected, strict=True))
+        tiny_models.assert_nothing_is_left(llm)
+        promised = "the same bits" if llm.batch_independent else "nothing"
+    print(f"{num_requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
+    if given.speculative:
+        print(llm.engine.speculator.metrics)
+    return not different or promised == "nothing"
+
+
+# ---- fast
+
+ONE_TO_FOUR = {"num_speculative_tokens": 4, "adaptive": False}
+
+
+class Successors:
+    """A proposer: what followed a token when it last occurred, in any sequence."""
+
+    def __init__(self, config):
+        self.next_ids = {}
+
+    def propose(self, sequences, limits):
+        drafts = [[] for _ in sequences]
+        for seq, limit, draft in zip(sequences, limits, drafts, strict=True):
+            self.next_ids.update(pairwise(seq.token_ids))
+            while len(draft) < limit and (newest := draft[-1] if draft else seq.token_ids[-1]) in self.next_ids:
+                draft.append(self.next_ids[newest])
+        return drafts
+
+    def forget(self, seq):
+        pass
+
+
+DRAFTS = {
+    "none": None,
+    "quantized, 4 bits": {"method": "quantized", "bits": 4, **ONE_TO_FOUR},
+    "quantized, 8 bits": {"method": "quantized", "bits": 8, **ONE_TO_FOUR},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, **ONE_TO_FOUR},
+    "own": {"method": Successors, **ONE_TO_FOUR},
+}
+
+
+def greedy_or_few(rng, num_ids):
+    prompt = [rng.randrange(rng.choice([3, num_ids])) for _ in range(rng.randrange(1, 40))]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_k=rng.choice([1, 2, 5, 40, 256]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randrange(1, 65),
+        ignore_eos=True,
+        logprobs=rng.choice([None] * 15 + [0]),  # steps with log-probabilities compute all logits
+        detokenize=False,
+    )
+    return prompt, params
+
+
+@contextmanager
+def screened_logits(counts):
+    """Let heads of any size be screened for any number of rows, and compare their logits with all logits."""
+    plain_heads, compute = {}, screen.ScreenedLinear.largest_logits
+
+    def largest_logits(head, x, k):
+        found, expected = compute(head, x, k), plain_heads.setdefault(head, KernelLinear(head))(x)
+        is_computed = found != -torch.inf
+        smallest = expected.float().topk(k).values[:, -1:]
+        counts["rows screened"] += len(x)
+        counts["of these with a tie at the k-th"] += int(((expected >= smallest).sum(dim=1) > k).sum())
+        counts["logits computed"] += int(is_computed.sum())
+        counts["logits left out"] += int((~is_computed).sum())
+        integers = torch.int16 if found.dtype.itemsize == 2 else torch.int32
+        different = is_computed & (found.view(integers) != expected.view(integers))
+        counts["different logits"] += int((different | (~is_computed & (expected >= smallest))).sum())
+        return found
+
+    with (
+        patch.multiple(screen, MOST_ROWS=64, IDS_PER_CANDIDATE=1),
+        patch.object(accelerate, "LEAST_BYTES", 0),
+        patch.object(screen.ScreenedLinear, "largest_logits", largest_logits),
+    ):
+        yield
+
+
+def compare_paths(model, num_requests, rng, dtype, drafts=DRAFTS):
+    """Counts of what was compared on a model, and of what was different."""
+    settings = {"dtype": dtype, "kv_cache_memory": 2**26, "enable_prefix_caching": False, "max_num_seqs": 4}
+    settings |= {"skip_tokenizer_init": True}
+    counts, plain = Counter(), LLM(model, screened_head=False, **settings)
+    requests = [greedy_or_few(rng, plain.info.vocab_size) for _ in range(num_requests)]
+    expected = run_shuffled(plain, requests, rng)
+    with screened_logits(counts):
+        for is_screened, method in product((True, False), drafts):
+            if not is_screened and drafts[method] is None:
+                continue
+            llm = LLM(model, screened_head=is_screened, speculative_config=drafts[method], **settings)
+            for (ids, logprobs), (other_ids, other_logprobs) in zip(run_shuffled(llm, requests, rng), expected, strict=True):
+                counts["tokens"] += len(other_ids)
+                counts["log-probabilities"] += len(other_logprobs)
+                counts["different tokens"] += sum(one != other for one, other in zip(ids, other_ids, strict=True))
+                counts["different log-probabilities"] += logprobs != other_logprobs
+            tiny_models.assert_nothing_is_left(llm)
+            if llm.engine.speculator is not None:
+                counts[f"drafted ({method})"] += llm.engine.speculator.metrics.num_draft_tokens
+                counts[f"accepted ({method})"] += llm.engine.speculator.metrics.num_accepted_tokens
+    return counts
+
+
+def compare_fast(num_requests, rng, given):
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"vocab_size": 50257, "n_embd": 192, "n_head": 3}
+        models = ["tiny-gpt2", "tiny-qwen3", str(tiny_models.save("gpt2", Path(folder), **sizes))]
+        found = [compare_paths(model, num_requests, rng, given.dtype) for model in models]
+    for name, counts in zip(["tiny-gpt2", "tiny-qwen3", "GPT-2's vocabulary"], found, strict=True):
+        print(f"{name} in {given.dtype}:", ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    num_different = sum(count for counts in found for what, count in counts.items() if what.startswith("different"))
+    print(f"{sum(counts['tokens'] for counts in found):,} tokens in {given.dtype}, {num_different} differences")
+    return not num_different
+
+
+# ---- hits
+
+MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
+NUM_OF_HITS = 50  # requests on an engine
+# The sums differ in their last bits, so that a token may differ where two are nearly as likely.
+MERGED, NOT_MERGED = "with the tokens of the merged model", "with other tokens than the merged model"
+
+
+def random_prompt(rng, earlier):
+    """A prompt that begins as one of the last ones, which is then among them."""
+    first, num_ids = rng.choice(earlier[-4:]), rng.choice([3, tiny_models.VOCAB_SIZE])
+    shared = first[: rng.choice([MOST_SHARED, rng.randint(0, MOST_SHARED)])]
+    earlier.append(shared + [rng.randrange(num_ids) for _ in range(rng.randint(1, MOST_OWN))])
+    return earlier[-1]
+
+
+def params_for_hits(rng):
+    if rng.random() < 0.05:
+        return BeamSearchParams(beam_width=rng.choice([2, 3]), max_tokens=rng.randint(1, 10))
+    temperature = rng.choice([0.0, 0.7, 1.5])
+    return SamplingParams(
+        temperature=temperature,
+        n=rng.choice([1, 1, 1, 3]) if temperature else 1,
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randint(1, MOST_NEW),
+        logprobs=rng.choice([0, 3]),
+        prompt_logprobs=rng.choice([None] * 9 + [1]),
+        detokenize=False,
+    )
+
+
+def cramped_engine(rng, path, settings):
+    """An engine with random settings, in which the longest of the sequences leaves few blocks to others, and these settings."""
+    max_num_seqs = rng.choice([2, 4, 8])
+    settings = settings | {
+        "chunk_size": rng.choice([7, 16, 64]),
+        "max_num_batched_tokens": rng.choice([16, 64, 4096]),
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": rng.random() < 0.9,
+    }
+    drafts = {"speculative_config": speculative_config("ngram", path)}
+    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
+    probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
+    state_bytes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
+    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * state_bytes) // probe.info.num_blocks
+    num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
+    for_blocks = num_blocks * block_bytes
+    memory = for_blocks + min(for_blocks, 2 * max_num_seqs * state_bytes)  # states take at most half of it
+    return LLM(path, **settings | {"kv_cache_memory": memory}), settings
+
+
+def told_by(output):
+    """What must have the same bits: of each answer its ids and log-probabilities, and the prompt's."""
+    of_prompt = [position and {i: entry.logprob for i, entry in position.items()} for position in output.prompt_logprobs or []]
+    return of_prompt, [
+        (answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs])
+        for answer in output.outputs
+    ]
+
+
+def is_start_of(told, expected):
+    """Whether what an aborted request has told is the beginning of what it would have told."""
+    parts = [(told[0], expected[0])]
+    for one, other in zip(told[1], expected[1], strict=True):
+        parts += zip(one, other, strict=True)
+    return all(part == whole[: len(part)] for part, whole in parts)
+
+
+def run_hits(rng, llm, todo):
+    """[(prompt, params, adapter, output or beams)] of requests that arrive and end at random times, some by an abort."""
+    todo, live, done = list(todo), [], []
+    while todo or live:
+        while todo and len(live) < 20 and rng.random() < 0.5:
+            prompt, params, adapter = todo.pop()
+            if isinstance(params, BeamSearchParams):
+                done.append((prompt, params, None, finished(llm, "beams", prompt, params)))
+            else:
+                prepared = llm.engine.inputs.prepare_prompt({"prompt_token_ids": prompt}, params, lora_request=adapter)
+                live.append((prompt, params, adapter, llm.engine.submit(prepared)))
+        if llm.engine.num_unfinished:
+            llm.engine.step()
+        if live and rng.random() < 0.01:
+            llm.abort(rng.choice(live)[-1].request_id)
+        if rng.random() < 0.001:
+            llm.reset_prefix_cache()
+        done += [(*given, request.output) for *given, request in live if request.output is not None]
+        live = [one for one in live if one[-1].output is None]
+    tiny_models.assert_nothing_is_left(llm)
+    return done
+
+
+def save_adapters(path, num):
+    """LoRARequests of random adapters beside a checkpoint, each of another rank."""
+    for i in range(num):
+        shapes = lora_adapters.linear_shapes(path)
+        lora_adapters.write_adapter(path / f"adapter{i}", shapes, seed=i, rank=1 + i, r=1 + i, lora_alpha=16)
+    return [LoRARequest(f"adapter{i}", 1 + i, str(path / f"adapter{i}")) for i in range(num)]
+
+
+def compare_hits(num_requests, rng, given):
+    counts = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(given.family, Path(folder))
+        adapters, earlier = save_adapters(path, given.adapters), [[]]
+        merged = {
+            one: LLM(path, lora=one.lora_path, dtype=given.dtype, batch_invariant=True, kv_cache_memory=2**24)
+            for one in adapters
+        }
+        for start in range(0, num_requests, NUM_OF_HITS):
+            settings = {
+                "dtype": given.dtype, "block_size": rng.choice([4, 8, 16]), "batch_invariant": True,
+                "enforce_eager": given.enforce_eager,
+            }  # fmt: skip
+            if adapters:
+                settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
+            plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
+            if not plain.batch_independent:
+                print(f"{given.family} in {given.dtype}: nothing promised")
+                return True
+            llm, more = cramped_engine(rng, path, settings)
+            todo = [
+                (random_prompt(rng, earlier), params_for_hits(rng), rng.choice([None, *adapters]) if adapters else None)
+                for _ in range(min(NUM_OF_HITS, num_requests - start))
+            ]
+            for prompt, params, adapter, output in run_hits(rng, llm, todo):
+                counts["requests"] += 1
+                if isinstance(params, BeamSearchParams):
+                    same = output in (None, finished(plain, "beams", prompt, params))
+                    counts["beam searches"] += output is not None
+                else:
+                    [alone] = plain.generate(prompt, params, use_tqdm=False, lora_request=adapter)
+                    expected = told_by(alone)
+                    if adapter is not None:
+                        [other] = merged[adapter].generate(prompt, params, use_tqdm=False)
+                        is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in alone.outputs]
+                        counts[MERGED if is_same else NOT_MERGED] += 1
+                    was_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+                    same = is_start_of(told_by(output), expected) if was_aborted else told_by(output) == expected
+                    counts["aborted"] += was_aborted
+                    counts["after a hit"] += output.metrics.num_cached_tokens > 0
+                    counts["preempted"] += output.metrics.num_preemptions > 0
+                if not same:
+                    counts["different"] += 1
+                    print(f"different with {more}: {prompt}, {params}")
+            if llm.engine.speculator is not None:
+                metrics = llm.engine.speculator.metrics
+                counts["drafts accepted"] += metrics.num_accepted_tokens
+                counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
+    num_different = counts.pop("different", 0)
+    print(f"{given.family} in {given.dtype}, {num_different} differ:", ", ".join(f"{n} {what}" for what, n in counts.items()))
+    return not num_different and counts[NOT_MERGED] <= 0.01 * num_requests
+
+
+# ---- api
+
+WORDS = ("Once", " upon", " a time", " Lily", " the fox", ".", " 🦊", "你好", "\n", " said")
+NUM_AT_A_TIME, MODEL_LEN = 40, 96
+
+
+def random_engine(rng):
+    block_size = rng.choice([1, 4, 16, 64])
+    num_blocks = -(-MODEL_LEN // block_size) * rng.choice([1, 1, 2, 3, 20])
+    model = rng.choice(["tiny-gpt2", "tiny-qwen3"])
+    settings = {
+        "block_size": block_size,
+        "max_model_len": MODEL_LEN,
+        "max_num_seqs": rng.choice([1, 2, 5, 64]),
+        "chunk_size": rng.choice([3, 16, 1024]),
+        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "async_scheduling": rng.random() < 0.5,
+        "attention_backend": rng.choice(["auto", "auto", "reference"]),
+    }
+    probe = LLM(model, block_size=block_size, kv_cache_memory=2**24)
+    info = probe.info
+    settings["kv_cache_memory"] = num_blocks * info.num_cache_bytes // info.num_blocks
+    settings["batch_invariant"] = probe.batch_independent and rng.random() < 0.5
+    return LLM(model, **settings), settings
+
+
+def random_call(rng):
+    """(kind, prompt, params)"""
+    kind = rng.choice(["request", "request", "stream", "stream", "beams"])
+    prompt = "".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 8, 12])))
+    max_tokens = rng.choice([1, 2, 10, 40])
+    if kind == "beams":
+        return kind, prompt, BeamSearchParams(beam_width=rng.choice([1, 2, 5]), max_tokens=max_tokens)
+    temperature = rng.choice([0.0, 0.8, 1.5])
+    params = SamplingParams(
+        temperature=temperature,
+        n=rng.choice([1, 1, 2, 4]) if kind == "request" and temperature else 1,
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        repetition_penalty=rng.choice([1.0, 1.2]),
+        seed=rng.randrange(2**32),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, 1]),
+        stop=rng.choice([None, None, ".", [" the", "a"], "<|im_end|>"]),
+        include_stop_str_in_output=rng.random() < 0.3,
+        skip_special_tokens=rng.random() < 0.7,
+        ignore_eos=rng.random() < 0.3,
+        bad_words=rng.choice([None, None, ["fox", "the"]]),
+        logprobs=rng.choice([None, None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+    )
+    return kind, prompt, params
+
+
+def check_output(llm, output, params):
+    """The rules that every answer keeps, whatever came between."""
+    for answer in output.outputs:
+        ids, stop = answer.token_ids, params.stop or ()
+        assert answer.finish_reason in ("stop", "length", "abort"), answer
+        assert len(ids) <= params.max_tokens, answer
+        assert (answer.logprobs is not None and len(answer.logprobs) == len(ids)) == (params.logprobs is not None), answer
+        if answer.stop_reason is None and not (params.include_stop_str_in_output and answer.finish_reason == "stop"):
+            shown = ids[:-1] if answer.finish_reason == "stop" else ids
+            text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            assert answer.text == text.rstrip("\ufffd"), (answer, text)
+        if not params.include_stop_str_in_output and not params.min_tokens:
+            assert not any(string in answer.text for string in stop), answer
+
+
+def finished(llm, kind, prompt, params):
+    """The ids of a call's answers. Beams that do not fit beside the others have none."""
+    if kind == "beams":
+        with suppress(NanoinferError):
+            return [beam.token_ids for beam in llm.beam_search(prompt, params)[0].sequences]
+        return None
+    return [answer.token_ids for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs]
+
+
+def run_round(rng, num_calls):
+    """One engine, its calls in between each other. Returns the numbers of answers and of steps."""
+    llm, settings = random_engine(rng)
+    waiting = [random_call(rng) for _ in range(num_calls)]
+    calls, num_steps, num_answers = list(waiting), 0, 0
+    requests, streams, outputs = {}, {}, {}  # by the call's index
+    try:
+        while waiting or requests or streams:
+            for _ in range(rng.randrange(4) if waiting else 0):
+                index = len(calls) - len(waiting)
+                if not waiting:
+                    break
+                kind, prompt, params = waiting.pop(0)
+                if kind == "request":
+                    requests[index] = llm.engine.add_request(prompt, params)
+                elif kind == "stream":
+                    streams[index] = (llm.stream(prompt, params), [])
+                else:
+                    outputs[index] = finished(llm, kind, prompt, params)
+            if llm.engine.num_unfinished:
+                llm.engine.step()
+                num_steps += 1
+            for index, (stream, deltas) in list(streams.items()):
+                if rng.random() < 0.5:
+                    deltas.append(next(stream))
+                    if deltas[-1].output is None and rng.random() < 0.02:
+                        llm.abort(deltas[-1].request_id)
+                if deltas and deltas[-1].output is not None:
+                    output = outputs[index] = deltas[-1].output
+                    assert "".join(delta.text for delta in deltas) == output.outputs[0].text, deltas
+                    assert [i for delta in deltas for i in delta.token_ids] == output.outputs[0].token_ids, deltas
+                    del streams[index]
+                elif rng.random() < 0.01:
+                    stream.close()  # somebody leaves the loop
+                    del streams[index]
+            for index, request in list(requests.items()):
+                if request.output is None and rng.random() < 0.005:
+                    llm.abort(request.request_id)
+                if request.output is not None:
+                    outputs[index] = requests.pop(index).output
+        tiny_models.assert_nothing_is_left(llm)
+        for index, output in outputs.items():
+            kind, prompt, params = calls[index]
+            if kind != "beams":
+                check_output(llm, output, params)
+                num_answers += len(output.outputs)
+            if settings["batch_invariant"] and output is not None:
+                told = output if kind == "beams" else [answer.token_ids for answer in output.outputs]
+                alone = finished(llm, kind, prompt, params)
+                was_aborted = kind != "beams" and any(answer.finish_reason == "abort" for answer in output.outputs)
+                expected = [ids[: len(some)] for ids, some in zip(alone, told, strict=True)] if was_aborted else alone
+                assert told == expected, (calls[index], told, alone)
+        tiny_models.assert_nothing_is_left(llm)
+    except BaseException:
+        print(f"failed with the engine {settings}")
+        raise
+    return num_answers, num_steps
+
+
+def use_api(num_requests, rng, given):
+    num_answers = num_steps = 0
+    for start in range(0, num_requests, NUM_AT_A_TIME):
+        answers, steps = run_round(rng, min(NUM_AT_A_TIME, num_requests - start))
+        num_answers, num_steps = num_answers + answers, num_steps + steps
+    print(f"{num_requests} requests, {num_answers} answers, {num_steps} steps: every rule kept, no block lost")
+    return True
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--part", choices=["bits", "fast", "hits", "api"], help="default: api and bits")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
+    parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument(
+        "--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts, then without"
+    )
+    given = parser.parse_args(arguments)
+    seed = secrets.randbelow(2**32) if given.seed is None else given.seed
+    print(f"--seed {seed}")
+    parts = {"api": use_api, "bits": compare_bits, "fast": compare_fast, "hits": compare_hits}
+    chosen = ("api", "bits") if given.part is None else (given.part,)
+    return 0 if all(parts[name](given.requests, random.Random(seed), given) for name in chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
