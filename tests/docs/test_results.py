@@ -16,7 +16,7 @@ TEXTS = ("README.md", "README.zh.md", "docs/faq.md", "docs/supported.md")
 
 def line(**changed):
     fields = {"machine": "M", "date": "2026-01-01", "commit": None, "release": results.RELEASE, "model": "GPT-2", "runs": 5}
-    fields |= {"dtype": "float32", "workload": "A", "peer": "vLLM 0.32", "unit": "tokens/s"}
+    fields |= {"dtype": "float32", "workload": "A", "baseline": "vLLM 0.32", "unit": "tokens/s"}
     return results.Speed(**(fields | {"nanoinfer": (20, 19, 21), "other": (10, 9, 11)} | changed))
 
 
@@ -91,19 +91,19 @@ def test_a_ratio_is_bold_only_if_five_runs_of_each_engine_do_not_overlap():
 
 
 @pytest.mark.parametrize(
-    ("peer", "engine"),
+    ("baseline", "engine"),
     [
         ("OpenVINO GenAI 2026.4.1.0-3408-ab01d1771e4", "OpenVINO GenAI"),
         ("llama.cpp of llama-cpp-python 0.3.36", "llama.cpp"),
         ("vLLM 0.32.0+cpu", "vLLM"),
     ],
 )
-def test_a_row_is_the_same_one_with_another_version_of_the_engine(peer, engine):
-    assert line(peer=peer).key[-1] == engine
+def test_a_row_is_the_same_one_with_another_version_of_the_engine(baseline, engine):
+    assert line(baseline=baseline).key[-1] == engine
 
 
 def test_a_row_that_was_measured_again_moves_to_the_history(monkeypatch):
-    old, new = line(), line(date="2026-01-02", peer="vLLM 0.33")
+    old, new = line(), line(date="2026-01-02", baseline="vLLM 0.33")
     monkeypatch.setattr(results, "read", lambda: [old, new])
     assert "0.33" in results.current()
     assert "0.32" not in results.current()
