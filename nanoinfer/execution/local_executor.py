@@ -61,6 +61,8 @@ class LaunchedStep:
 class LocalExecutor:
     """Runs steps on the device of the model. One thread at a time may call it."""
 
+    drafter: "LocalExecutor | None" = None  # of a model that drafts, whose graphs capture_next captures as well
+
     def __init__(
         self,
         runtime: Runtime,
@@ -125,8 +127,8 @@ class LocalExecutor:
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
-            graphs = self.runner.graphs
-            return (graphs is not None and graphs.capture_next()) or any(route.capture_next() for route in self.sampler.routes)
+            owners = self.runner.graphs, *self.sampler.routes, self.drafter
+            return any(owner.capture_next() for owner in owners if owner is not None)
 
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0

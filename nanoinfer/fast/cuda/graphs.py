@@ -70,14 +70,17 @@ class CUDACapture:
         self._stream = self._gpu.Stream()  # shared, since every stream has its own workspace
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        gpu = self._gpu
-        self._stream.wait_stream(gpu.current_stream())
-        with gpu.stream(self._stream):
-            run()  # compiles kernels and selects algorithms, which cannot be captured
-        gpu.current_stream().wait_stream(self._stream)
+        gpu, current = self._gpu, self._gpu.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with gpu.stream(self._stream):
+                run()  # compiles kernels and selects algorithms, which cannot be captured
+        finally:  # a run that fails has launched a part, which writes to the static inputs
+            current.wait_stream(self._stream)
         graph = gpu.CUDAGraph()
+        # stream: torch's graph() leaves its own stream current if the capture fails.
         # thread_local: other threads, such as a server's, may use the GPU meanwhile.
-        with gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with gpu.stream(current), gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
         return graph.replay, out
