@@ -61,8 +61,6 @@ class LaunchedStep:
 class LocalExecutor:
     """Runs steps on the device of the model. One thread at a time may call it."""
 
-    drafter: "LocalExecutor | None" = None  # of a model that drafts, whose graphs capture_next captures as well
-
     def __init__(
         self,
         runtime: Runtime,
@@ -78,6 +76,7 @@ class LocalExecutor:
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         self._tokenizer, self._tracer = tokenizer, tracer
+        self.drafter: LocalExecutor | None = None  # of a model that drafts. capture_next captures its graphs as well
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs)

@@ -67,7 +67,7 @@ def test_an_executor_captures_the_graphs_of_steps_and_then_those_of_routes(has_s
         return SimpleNamespace(capture_next=iter(answers).__next__)
 
     executor = object.__new__(LocalExecutor)
-    executor._in_step = nullcontext
+    executor._in_step, executor.drafter = nullcontext, None
     executor.runner = SimpleNamespace(graphs=left(True, False, False, False) if has_step_graphs else None)
     executor.sampler = SimpleNamespace(routes=[left(False, True, False), left(False, False)])
     expected = [True, False, True, False] if has_step_graphs else [False, True, False]
