@@ -465,7 +465,7 @@ class EngineArgs:
         "Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint in the "
         "model's file stops. `batch_independent` is then False.")] = False
     cudagraph_capture: Annotated[str, Allowed("'load', 'idle' or 'first_use'"), Doc(
-        'When a GPU captures the CUDA graphs of steps and draws: "load" (all, before the first request), "idle" (those that '
+        'When a GPU captures the CUDA graphs of steps and draws: "load" (before the first request), "idle" (those that '
         'occurred, when no request runs), or "first_use" (when a step needs them, for which every request waits).'
     )] = EngineConfig.cudagraph_capture
     async_scheduling: Annotated[bool | None,

@@ -89,7 +89,7 @@ REACH: dict[str, dict[str, str]] = {
         "slots": "grid[0]",
     },
     "_copy_kernel": {
-        "pages": "grid[0] * layer_size",
+        "pages": "grid[1] * layer_size",
         **dict.fromkeys(("sources", "targets"), "num_copies"),
     },
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},

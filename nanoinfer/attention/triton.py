@@ -106,9 +106,9 @@ def _copy_kernel(
     pages, sources, targets, num_copies, layer_size, COPIES: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Copy a tile of all copied blocks, in one layer's keys or values, per program. It reads them all before it writes."""
-    start = pages + tl.program_id(0).to(tl.int64) * layer_size
+    start = pages + tl.program_id(1).to(tl.int64) * layer_size
     copies = tl.arange(0, COPIES)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
     source = tl.load(sources + copies, mask=copies < num_copies, other=0)[:, None]
     target = tl.load(targets + copies, mask=copies < num_copies, other=0)[:, None]
     inside = (copies < num_copies)[:, None] & (columns < SIZE)
@@ -345,7 +345,7 @@ def copy_blocks(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy blocks in all layers by one kernel. pages: the keys and values of all layers, [2 * layers, num_blocks, ...]."""
     size, copies = pages[0, 0].numel(), max(triton.next_power_of_2(len(sources)), _MIN_COPIES)
     tile = max(_COPIED_NUMBERS // copies, 1)
-    grid = (len(pages), triton.cdiv(size, tile))
+    grid = (triton.cdiv(size, tile), len(pages))  # the second axis has at most 65,535 programs
     _copy_kernel[grid](pages, sources, targets, len(sources), pages.stride(0), copies, size, tile)
 
 

@@ -152,6 +152,7 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
         )
     num_blocks = -(-target.info.num_blocks * target.info.block_size // draft.block_size)
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
+    target.drafter = executor
     target.runner.cache.attached += executor.runner.cache.tensors()
     if config.speculative.method == "mtp":
         from nanoinfer.engine.speculative.mtp import MTPProposer

@@ -76,6 +76,7 @@ class LocalExecutor:
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         self._tokenizer, self._tracer = tokenizer, tracer
+        self.drafter: LocalExecutor | None = None  # of a model that drafts. capture_next captures its graphs as well
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs)
@@ -125,8 +126,8 @@ class LocalExecutor:
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
-            graphs = self.runner.graphs
-            return (graphs is not None and graphs.capture_next()) or any(route.capture_next() for route in self.sampler.routes)
+            owners = self.runner.graphs, *self.sampler.routes, self.drafter
+            return any(owner.capture_next() for owner in owners if owner is not None)
 
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0

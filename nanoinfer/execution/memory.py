@@ -44,9 +44,8 @@ def size_cache(
     blocks_for = partial(most_blocks, windows=windows, block_size=runtime.block_size, chunk_size=chunk_size)
     num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
     if num_blocks is None:
-        step_bytes = 0
-        if runtime.device.type != "cpu":
-            step_bytes = peak_step_bytes(runtime, config) + (0 if draft is None else peak_graph_bytes(draft, config, 0))
+        step_bytes = 0 if draft is None else peak_graph_bytes(draft, config, 0)
+        step_bytes += 0 if runtime.device.type == "cpu" else peak_step_bytes(runtime, config)
         num_graph_tokens, graph_bytes = _graphs_that_fit(runtime, config, step_bytes)
         num_blocks, num_state_slots = _most_that_fit(runtime, config, draft, step_bytes + graph_bytes, blocks_for)
     lengths = range(1, min(config.max_model_len or limit, limit) + 1)

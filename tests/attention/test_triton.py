@@ -104,6 +104,18 @@ def test_copied_blocks_hold_what_their_sources_held_before_any_copy(num_copies):
     assert torch.equal(pages, expected)
 
 
+def test_the_blocks_of_many_heads_are_not_too_large_to_be_copied(monkeypatch):
+    """256 blocks of flash-attn, with 32 heads of 128 numbers. Of a grid, CUDA limits all axes but the first to 65,535."""
+    from nanoinfer.attention import triton as module
+
+    grids = []
+    monkeypatch.setattr(module, "_copy_kernel", type("", (), {"__getitem__": lambda _, grid: lambda *_: grids.append(grid)})())
+    blocks = torch.arange(256)
+    copy_blocks(torch.empty(64, 512, 256, 32, 128, device="meta"), blocks, blocks)
+    [(_, *others)] = grids
+    assert max(others) <= 65_535
+
+
 @pytest.mark.parametrize(("family", "bytes_per_token"), [pytest.param("gpt2", 768, marks=pytest.mark.long), ("qwen3", 512)])
 def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, bytes_per_token, tmp_path):
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""

@@ -166,7 +166,7 @@ FAULTS: dict[str, InPtx | InSource] = {
         triton, "(copies < num_copies)[:, None]", "(copies < num_copies - 1)[:, None]", "values", _of(cases.check_copy)
     ),
     "copy: the pages of another layer": InSource(
-        triton, "tl.program_id(0).to(tl.int64) * layer_size", "(tl.program_id(0) + 1).to(tl.int64) * layer_size",
+        triton, "tl.program_id(1).to(tl.int64) * layer_size", "(tl.program_id(1) + 1).to(tl.int64) * layer_size",
         "OutsideFault", _of(cases.check_copy),
     ),
     "copy: targets that are read as sources": InSource(

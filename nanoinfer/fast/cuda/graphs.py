@@ -58,7 +58,7 @@ def capture_sizes(max_num_rows: int) -> list[int]:
 
 def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Return the numbers of prompt tokens for which graphs are captured. max_num_tokens: the most of a step."""
-    return (*(size for size in PROMPT_SIZES if size < max_num_tokens), *[max_num_tokens][: max_num_tokens <= PROMPT_SIZES[-1]])
+    return (*(size for size in PROMPT_SIZES[:-1] if size < max_num_tokens), min(max_num_tokens, PROMPT_SIZES[-1]))
 
 
 class CUDACapture:
@@ -70,14 +70,17 @@ class CUDACapture:
         self._stream = self._gpu.Stream()  # shared, since every stream has its own workspace
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        gpu = self._gpu
-        self._stream.wait_stream(gpu.current_stream())
-        with gpu.stream(self._stream):
-            run()  # compiles kernels and selects algorithms, which cannot be captured
-        gpu.current_stream().wait_stream(self._stream)
+        gpu, current = self._gpu, self._gpu.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with gpu.stream(self._stream):
+                run()  # compiles kernels and selects algorithms, which cannot be captured
+        finally:  # a run that fails has launched a part, which writes to the static inputs
+            current.wait_stream(self._stream)
         graph = gpu.CUDAGraph()
+        # stream: torch's graph() leaves its own stream current if the capture fails.
         # thread_local: other threads, such as a server's, may use the GPU meanwhile.
-        with gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with gpu.stream(current), gpu.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
         return graph.replay, out
@@ -164,15 +167,13 @@ class StepGraphs:
         self._inputs: dict[StepSize, ForwardBatch] = {}  # a graph's rows of these tensors
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
         self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
+        self.capture_next = self.table.capture_next
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
         self._run = run
         self.table.capture_all(self.shapes)
         return self._rows.get("hidden")
-
-    def capture_next(self) -> bool:
-        return self.table.capture_next()
 
     def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None:
         """Return the hidden rows of run(batch), from the graph of the smallest sufficient shape. None: there is none."""

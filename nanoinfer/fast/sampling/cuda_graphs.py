@@ -30,11 +30,8 @@ _INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, o
     "top_p": (torch.float64, 1.0),
     "u": (torch.float64, 0.0),
 }
-
-
 _ALWAYS = "greedy", "temperature", "u"
 _PREPARED = (), _ALWAYS, (*_ALWAYS, "top_k"), (*_ALWAYS, "top_p"), (*_ALWAYS, "top_k", "top_p")  # the inputs of most requests
-
 
 Draw = tuple[int, tuple[str, ...]]  # the padded number of rows, and the inputs that are read, as _inputs_read returns them
 

@@ -5,6 +5,8 @@ Captures are doubles on a CPU. The model is a double too, whose rows are sums of
 
 import itertools
 import random
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CapturedGraphs, StepGraphs, StepSize, prompt_sizes
+from nanoinfer.fast.cuda.graphs import (
+    DECODE_SIZES,
+    PROMPT_SIZES,
+    CapturedGraphs,
+    CUDACapture,
+    StepGraphs,
+    StepSize,
+    prompt_sizes,
+)
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 400, 24, 19
@@ -84,7 +94,7 @@ def spoil(graphs, pages):
         graphs._rows["hidden"].fill_(torch.nan)
 
 
-def check_random_steps(num_steps, graphs, rng, is_padding_spoilt=True):
+def check_random_steps(num_steps, graphs, rng):
     """Compare steps with eager ones: their rows and both caches. Returns how many were replayed."""
     replayed, eager, num_replayed = Model(), Model(), 0
     for _ in range(num_steps):
@@ -215,6 +225,60 @@ def test_a_capture_that_fails_is_logged_once_and_not_tried_again(caplog):
     assert len(calls) == 2  # the largest, and that of the step
     text = "a step of 16 decodes and 24 prompt tokens could not be captured as a CUDA graph (CUDA out of memory)"
     assert caplog.text.count(text) == 1
+
+
+class Streams:
+    """Of torch.cuda only the streams. waits: which streams have waited for which."""
+
+    def __init__(self):
+        self.waits = []
+        self.current = self.first = self.Stream()
+
+    def Stream(self):
+        stream = SimpleNamespace()
+        stream.wait_stream = lambda other: self.waits.append((stream, other))
+        return stream
+
+    def current_stream(self):
+        return self.current
+
+    def CUDAGraph(self):
+        pass
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        before, self.current = self.current, stream
+        yield
+        self.current = before  # not after an error, as in torch
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_after_a_capture_that_fails_kernels_are_launched_on_the_stream_of_before_behind_those_of_the_capture(
+    num_good, monkeypatch
+):
+    gpu, runs = Streams(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    capture = CUDACapture(CPU)
+
+    def run():
+        runs.append(gpu.current)
+        if len(runs) > num_good:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        capture(run)
+    assert len(runs) == num_good + 1
+    assert gpu.first not in runs
+    assert gpu.current is gpu.first
+    assert gpu.waits == [(runs[0], gpu.first), (gpu.first, runs[0])]
 
 
 def test_a_table_does_not_capture_what_it_has():
