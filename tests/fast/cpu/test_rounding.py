@@ -111,13 +111,13 @@ def textbook_moments(path, ids):
 
 def measured(monkeypatch):
     """The moments that the next engine computes, by the names of the checkpoint."""
-    seen, run = {}, calibration._Calibration.run
+    seen, run = {}, calibration._measured
 
-    def recording(self, runtime, ids):
-        seen.update(run(self, runtime, ids))
+    def recording(*given):
+        seen.update(run(*given))
         return seen
 
-    monkeypatch.setattr(calibration._Calibration, "run", recording)
+    monkeypatch.setattr(calibration, "_measured", recording)
     return seen
 
 
@@ -157,7 +157,7 @@ def test_the_second_start_reads_the_moments_and_another_text_replaces_what_was_k
     assert num > 0
     assert contents.keys() == {".moments", ".weights"}
     with monkeypatch.context() as patch:
-        patch.setattr(calibration._Calibration, "run", None)  # nothing is computed
+        patch.setattr(calibration, "_measured", None)  # nothing is computed
         assert all(map(torch.equal, arrays_of(LLM(**given))[0], first))
     assert not all(map(torch.equal, arrays_of(LLM(**given, calibration=text))[0], first))
     assert {path.suffix for path in folder.glob("*.*") if path.read_bytes() != contents[path.suffix]} == contents.keys()
@@ -210,7 +210,7 @@ def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
 
 def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch):
     monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
-    monkeypatch.setattr(calibration._Calibration, "run", None)
+    monkeypatch.setattr(calibration, "_measured", None)
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
 
 
