@@ -36,7 +36,7 @@ from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.quantization import Moments, stored_integers
+from nanoinfer.loading.quantization import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
 from nanoinfer.models.layers import Hidden, Ids, Untraced
 from nanoinfer.sampling.draw import philox
@@ -66,7 +66,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
             raise
-        logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", error)
+        logger.warning(WITHOUT_CALIBRATION, error)
     if shards is None:
         return moments
     torch.save(moments, content := io.BytesIO())
@@ -113,7 +113,7 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
             sums += row * row
         return x.new_zeros(()).expand(len(x), head.out_features)  # nobody reads the logits
 
-    for owner, name, module in [(owner, *child) for owner in model.modules() for child in owner.named_children()]:
+    for owner, name, module in [(one, *child) for one in model.modules() for child in one.named_children()]:
         if isinstance(module, nn.Embedding):
             setattr(owner, name, _Calls(module, partial(_rows, module.weight)))
         elif f"{name}.weight" == model.weight_rules.head:

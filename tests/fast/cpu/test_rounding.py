@@ -193,6 +193,29 @@ def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(
     assert all(line.startswith("weights are rounded to 4 bits without calibration, which costs quality: ") for line in lines)
 
 
+@pytest.mark.parametrize("why", ["enforce_eager", "no compiler"])
+def test_where_only_torch_computes_one_line_says_that_weights_are_rounded_plainly(monkeypatch, caplog, why):
+    if why == "no compiler":
+        monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
+    for quantization, num_lines in (("int8", 0), ("int4", 1)):
+        caplog.clear()
+        LLM(quantization=quantization, enforce_eager=why == "enforce_eager", **SETTINGS)
+        lines = [record.message for record in caplog.records if "without calibration" in record.message]
+        assert len(lines) == num_lines
+    assert lines[0].endswith("only torch computes, as with enforce_eager and without a C++ compiler")
+
+
+def without_compiler(*source, structures=()):
+    raise UnsupportedError("no C++ compiler works (there is no g++)")
+
+
+def test_a_calibration_is_refused_where_no_kernel_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
+    (tmp_path / "text").write_text("Once upon a time")
+    with pytest.raises(UnsupportedError, match=r"calibration='.*text' needs C\+\+ kernels: no C\+\+ compiler works"):
+        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
+
+
 def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x80")
