@@ -84,9 +84,10 @@ def _kept_or_measured(runtime: Runtime, files: Weights, compile_with: Compile) -
     file = KeptArrays(files.identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
     if file.arrays:
         return {name: array.view(torch.float32) for name, [array] in file.arrays.items()}
-    moments = _measured(runtime, origin.config, ids, compile_with)
-    if not file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()}):
+    if not file.keep({}):
         raise UnsupportedError("moments cannot be kept, and to compute them takes long")
+    moments = _measured(runtime, origin.config, ids, compile_with)
+    file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()})
     return moments
 
 

@@ -59,7 +59,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         model: the model whose layers are packed. None: nothing is kept.
         quantization: how all weights are rounded. None: they stay as they are.
         screened: the layer that becomes a ScreenedLinear. None: no layer.
-        moments: how much each input counts when a layer's weights are rounded (quantized.py).
+        moments: how much each input counts when a layer's weights are rounded to 4 bits (quantized.py).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         screened: nn.Linear | None = None,
         moments: Moments | None = None,
     ) -> None:
-        self.screened, self.moments = screened, moments or {}
+        self.screened, self.moments = screened, (quantization == "int4" and moments) or {}
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         weights = [module.weight for module in self._paths if type(module) is nn.Linear]
         stored = [weight for weight in weights if isinstance(weight, StoredParameter)]

@@ -183,7 +183,18 @@ def test_drafts_in_4_bits_are_rounded_by_moments_and_updates_keep_them(folder):
     assert not all(map(torch.equal, arrays_of(llm)[0], before))
 
 
-def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog):
+def test_starts_with_and_without_drafts_share_the_packs_of_plain_weights(folder, monkeypatch):
+    monkeypatch.setattr(packs, "MIN_BYTES", 0)
+    LLM(dtype="float32", **SETTINGS)
+    [path] = folder.glob("*.weights")
+    content = path.read_bytes()
+    LLM(dtype="float32", speculative_config={"method": "quantized", "bits": 4}, **SETTINGS)
+    assert len(list(folder.glob("*.weights"))) == 2
+    assert path.read_bytes() == content
+
+
+def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("a pass was made for nothing"))
     write_adapter(tmp_path / "adapter", linear_shapes(BUNDLED / "tiny-qwen3"), rank=4, r=4, lora_alpha=64)
     assert arrays_of(LLM(quantization="int4", lora=str(tmp_path / "adapter"), **SETTINGS))[1] == 0
     folder.write_text("")
@@ -231,10 +242,11 @@ def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
         LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
 
 
-def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch):
+def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch, caplog):
     monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
-    monkeypatch.setattr(calibration, "_measured", None)
+    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("nothing is rounded"))
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
+    assert "without calibration" not in caplog.text
 
 
 class _Names(Weights):
