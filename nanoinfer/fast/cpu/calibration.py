@@ -38,7 +38,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
 from nanoinfer.loading.quantization import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
-from nanoinfer.models.layers import Hidden, Ids, Untraced
+from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
 
     for owner, name, module in [(one, *child) for one in model.modules() for child in one.named_children()]:
         if isinstance(module, nn.Embedding):
-            setattr(owner, name, _Calls(module, partial(_rows, module.weight)))
+            read: Any = cast(StoredParameter, module.weight).read
+            setattr(owner, name, _Calls(module, lambda x, read=read: torch.cat([read(slice(i, i + 1)) for i in x.tolist()])))
         elif f"{name}.weight" == model.weight_rules.head:
             setattr(owner, name, _Calls(module, partial(measure_head, module)))
         elif isinstance(owner, nn.ModuleList) and owner in model.children():
@@ -159,8 +160,3 @@ class _Calls(Untraced):
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(module).items() if not name.startswith("_")}
         self.forward = function
-
-
-def _rows(table: Any, input_ids: Ids) -> Hidden:
-    """Read the rows of an embedding from the checkpoint."""
-    return torch.cat([table.read(slice(i, i + 1)) for i in input_ids.tolist()])
