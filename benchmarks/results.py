@@ -156,13 +156,11 @@ def readme(language: str = "en") -> str:
 def _speeds(chosen: Callable[[Speed], bool]) -> str:
     head = ("machine", "model, dtype", "workload", "nanoinfer", "other", "ratio", "runs", "other engine", "measured")
     rows = []
-    for one in sorted(
-        filter(chosen, (one for one in read() if isinstance(one, Speed))), key=lambda one: (one.machine, one.baseline)
-    ):
+    speeds = (one for one in read() if isinstance(one, Speed) and chosen(one))
+    for one in sorted(speeds, key=lambda one: (one.machine, one.baseline)):
         measured = f"{one.date}, {one.commit}" if one.commit else one.date
-        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.baseline) + (
-            f", {one.note}" if one.note else ""
-        )  # without the build's name
+        engine = re.sub(r"(\d)[-+]\S*$", r"\1", one.baseline)  # without the build's name
+        engine += f", {one.note}" if one.note else ""
         figures = [one.show(one.nanoinfer), one.show(one.other), one.show_ratio(), str(one.runs or "")]
         rows.append([one.machine, f"{one.model}, {one.dtype}", one.workload, *figures, engine, measured])
     return _markdown(head, rows)
@@ -183,13 +181,10 @@ def history() -> str:
 def perplexity() -> str:
     """The perplexity of every variant, divided by that of float32."""
     head = ("model", "text", "variant", "perplexity", "of float32", "ratio", "measured")
-    rows = [
-        [
-            *(one.model, one.text, one.variant, f"{one.perplexity:,}", f"{one.float32:,}"),
-            *(f"{one.perplexity / one.float32:.3f}", one.date),
-        ]
-        for one in _newest(Perplexity).values()
-    ]
+    rows = []
+    for one in _newest(Perplexity).values():
+        ratio = f"{one.perplexity / one.float32:.3f}"
+        rows.append([one.model, one.text, one.variant, f"{one.perplexity:,}", f"{one.float32:,}", ratio, one.date])
     return _markdown(head, rows)
 
 

@@ -7,6 +7,7 @@ Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et
 scale per group).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,9 @@ from nanoinfer.config import BITS
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_of
 
+logger = logging.getLogger(__name__)
+
+WITHOUT_CALIBRATION = "weights are rounded to 4 bits without calibration, which costs quality: %s"
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
 Moments = Mapping[str, Tensor]  # the name of a weight in the checkpoint -> the sums of squares of its inputs [in]
@@ -45,7 +49,10 @@ class QuantizedLinear(nn.Module):
 def quantize_model(model: nn.Module, quantization: str) -> None:
     """Replace every nn.Linear by a QuantizedLinear, in place. Embeddings keep their tables."""
     check_sizes(model)
-    for path, linear in [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]:
+    linears = [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]
+    if quantization == "int4" and any(stored_integers(linear.weight, 4) is None for _, linear in linears):
+        logger.warning(WITHOUT_CALIBRATION, "only torch computes, as with enforce_eager and without a C++ compiler")
+    for path, linear in linears:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization]))
 

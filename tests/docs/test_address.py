@@ -14,7 +14,7 @@ header = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(header)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PUBLIC = "https://github.com/owner/name"
-HOSTS = ("github.io", "colab.research.google.com/github", "codespaces.new", "raw.githubusercontent.com")
+HOSTS = ("github.com", "colab.research.google.com/github", "codespaces.new", "raw.githubusercontent.com")
 TEXTS = [
     "*.md",
     "*.cff",
@@ -83,8 +83,9 @@ def test_a_link_of_a_notebook_to_a_file_becomes_public_and_others_stay():
 def test_no_other_file_has_an_address_of_the_repository():
     """The name of the owner and this package, at any of the hosts, outside of blocks and of what header.py writes."""
     allowed = {"address.py", "test_address.py", "test_package.py"}
-    owner = re.escape((REPOSITORY or "https://github.com/nanoinfer/nanoinfer").removeprefix("https://"))
-    pattern = re.compile(rf"{owner}|nanoinfer\.({'|'.join(map(re.escape, HOSTS))})")
+    owner, name = (REPOSITORY or "https://github.com/nanoinfer/nanoinfer").split("/")[-2:]
+    pattern = re.compile(rf"({'|'.join(map(re.escape, HOSTS))})/{owner}/{name}\b|{owner}\.github\.io")
+    assert pattern.search(address.colab_of(f"https://github.com/{owner}/{name}", "a.ipynb"))
     paths = {path for glob in TEXTS for path in ROOT.glob(glob) if path.is_file() and path.name not in allowed}
     assert len(paths) > 300
     texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in paths if path.stat().st_size < 5_000_000}

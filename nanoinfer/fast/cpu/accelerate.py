@@ -36,7 +36,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.loading.loaded_weights import LoadedWeights
-from nanoinfer.loading.quantization import Moments, check_sizes, quantize_model
+from nanoinfer.loading.quantization import check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
@@ -220,6 +220,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, routes=(FewLogits(),))
         kernels = KernelBackend.of(sizes, runtime.dtype, has_int8_pages=runtime.cache_dtype == torch.int8)
     except UnsupportedError as error:
+        if config.calibration is not None:
+            raise UnsupportedError(f"calibration={config.calibration!r} needs C++ kernels: {error}; leave it out") from error
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
             quantize_model(cast(nn.Module, runtime.model), config.quantization)
@@ -242,26 +244,20 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
         runtime = replace(runtime, routes=(FewLogits(packed, runtime.model.compute_logits),))
     if drafts:
-        drafter = _compile_drafter(model, compiled.model, f"int{config.bits_of_draft}", runtime.weights, adapters, moments)
+        rounded_to = f"int{config.bits_of_draft}"
+        packs, drafter = Packs(model, rounded_to, moments=moments), _drafter_of(model, compiled.model)
+        drafter = compile_model(drafter, rounded_to, weights=runtime.weights, adapters=adapters, packs=packs).model
+        packs.keep()
         runtime = replace(runtime, drafter=cast(Model, drafter))
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch
     return replace(runtime, is_batch_independent=is_independent, in_step=one_torch_thread)
 
 
-def _compile_drafter(
-    model: nn.Module,
-    compiled: nn.Module,
-    quantization: str,
-    weights: LoadedWeights,
-    adapters: "AdaptedLayers",
-    moments: Moments | None,
-) -> nn.Module:
-    """Compile a model again, with rounded weights, as the drafter of its compiled form. The plain weights are freed."""
-    packs, drafter = Packs(model, quantization, moments=moments), copied(model)
+def _drafter_of(model: nn.Module, compiled: nn.Module) -> nn.Module:
+    """Copy a model, to be compiled with rounded weights as the drafter of its compiled form."""
+    drafter = copied(model)
     for path, module in compiled.named_modules():
         if isinstance(module, KernelEmbedding):
             _replace(drafter, path, module)  # of the model's own head, whose table is exact
-    drafter = compile_model(drafter, quantization, weights=weights, adapters=adapters, packs=packs).model
-    packs.keep()
     return drafter

@@ -20,7 +20,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
@@ -32,14 +31,14 @@ from nanoinfer.fast.compile import CompiledModel
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import PackedLinear
-from nanoinfer.fast.cpu.packs import KeptArrays
+from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.quantization import Moments, stored_integers
+from nanoinfer.loading.quantization import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
-from nanoinfer.models.layers import Hidden, Ids, Untraced
+from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
             raise
-        logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", error)
+        logger.warning(WITHOUT_CALIBRATION, error)
     if shards is None:
         return moments
     torch.save(moments, content := io.BytesIO())
@@ -85,67 +84,54 @@ def _kept_or_measured(runtime: Runtime, files: Weights, compile_with: Compile) -
     file = KeptArrays(files.identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
     if file.arrays:
         return {name: array.view(torch.float32) for name, [array] in file.arrays.items()}
-    moments = _Calibration(origin.config, compile_with).run(runtime, ids)
-    if not file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()}):
+    if not file.keep({}):
         raise UnsupportedError("moments cannot be kept, and to compute them takes long")
+    moments = _measured(runtime, origin.config, ids, compile_with)
+    file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()})
     return moments
 
 
-class _Calibration:
-    """A checkpoint's whole model in float32, whose linear layers add the squares of their inputs to moments."""
+@torch.inference_mode()
+def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compile_with: Compile) -> Moments:
+    """Read ids, or random ones if there are none, with the checkpoint's whole model. runtime: the sizes of its cache."""
+    moments: dict[str, Tensor] = {}
+    model, files = on_meta(Checkpoint.open(engine.model, engine.revision))
+    place_weights(model, files, model.weight_rules, torch.float32)
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    fill(model, torch.device("cpu"), kept=tables)
+    compiled = partial(compile_with, pack=partial(_MeasuredLinear, moments=moments))
 
-    def __init__(self, config: EngineConfig, compile_with: Compile) -> None:
-        self._moments: dict[str, Tensor] = {}
-        self._packs: list[PackedLinear] = []  # of the layer that is computed
-        self._compile = partial(compile_with, pack=self._measured)
-        model, files = on_meta(Checkpoint.open(config.model, config.revision))
-        place_weights(model, files, model.weight_rules, torch.float32)
-        tables = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
-        fill(model, torch.device("cpu"), kept={table.weight for table in tables})
-        self._bar = progress_bar("calibrating", model.config.num_hidden_layers)
-        places = [(path.rpartition("."), module) for path, module in model.named_modules()]
-        for owner, name, module in [(model.get_submodule(parent), name, module) for (parent, _, name), module in places]:
-            if isinstance(module, nn.Embedding):
-                setattr(owner, name, _Calls(module, partial(_rows, module.weight)))
-            elif f"{name}.weight" == model.weight_rules.head:
-                setattr(owner, name, _Calls(module, partial(self._measure_head, module)))
-            elif isinstance(owner, nn.ModuleList) and owner in model.children():
-                owner[int(name)] = _Calls(module, partial(self._compute, module))
-        self._model: Any = self._compile(model.eval()).model
-
-    @torch.inference_mode()
-    def run(self, runtime: Runtime, ids: Sequence[int]) -> Moments:
-        """Read tokens, and return the moments. ids: empty: random ones. runtime: the sizes of the model's cache."""
-        config, groups = self._model.config, len(runtime.sizes.groups)
-        random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
-        text = [*(ids or random.tolist())][: config.max_position_embeddings]
-        sequences = scratch_sequences([text], runtime.block_size, groups)
-        runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32), cache_dtype=torch.float32)
-        cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
-        runner = ModelRunner(self._model, cache, runtime.backend)
-        self._model.compute_logits(hidden_rows(runner, sequences, [[len(text)]]))
-        self._bar.close()
-        return self._moments
-
-    def _measured(self, fused: FusedLinear, **options: Any) -> PackedLinear:
-        sums = torch.zeros(fused.in_features)
-        self._moments |= {linear.weight.source: sums for linear in fused.linears}  # type: ignore[attr-defined]
-        self._packs.append(pack := _MeasuredLinear(fused, sums, **options))
-        return pack
-
-    def _compute(self, layer: nn.Module, *given: Any) -> Any:
-        self._packs.clear()
-        out = self._compile(layer).model(*given)
-        for array in chain.from_iterable(pack.arrays() for pack in self._packs):
+    def compute(layer: nn.Module, *given: Any) -> Any:
+        out = compiled(layer, packs=(packs := Packs())).model(*given)
+        for array in chain.from_iterable(pack.arrays() for pack in packs.values()):
             array.untyped_storage().resize_(0)  # now: compiled modules refer to each other in circles
-        self._bar.update()
+        bar.update()
         return out
 
-    def _measure_head(self, head: nn.Linear, x: Hidden) -> Tensor:
-        sums = self._moments[head.weight.source] = torch.zeros(head.in_features)  # type: ignore[attr-defined]
+    def measure_head(head: Any, x: Hidden) -> Tensor:
+        sums = moments[head.weight.source] = torch.zeros(head.in_features)
         for row in x:  # torch's sum has another order on other processors
             sums += row * row
         return x.new_zeros(()).expand(len(x), head.out_features)  # nobody reads the logits
+
+    for owner, name, module in [(one, *child) for one in model.modules() for child in one.named_children()]:
+        if isinstance(module, nn.Embedding):
+            read: Any = cast(StoredParameter, module.weight).read
+            setattr(owner, name, _Calls(module, lambda x, read=read: torch.cat([read(slice(i, i + 1)) for i in x.tolist()])))
+        elif f"{name}.weight" == model.weight_rules.head:
+            setattr(owner, name, _Calls(module, partial(measure_head, module)))
+        elif isinstance(owner, nn.ModuleList) and owner in model.children():
+            setattr(owner, name, _Calls(module, partial(compute, module)))
+    config, groups = model.config, len(runtime.sizes.groups)
+    random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
+    text = [*(ids or random.tolist())][: config.max_position_embeddings]
+    sequences = scratch_sequences([text], runtime.block_size, groups)
+    runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32), cache_dtype=torch.float32)
+    with progress_bar("calibrating", config.num_hidden_layers) as bar:
+        whole: Any = compiled(model.eval()).model
+        cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
+        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.backend), sequences, [[len(text)]]))
+    return moments
 
 
 class MeasuredCall(ctypes.Structure):
@@ -154,17 +140,17 @@ class MeasuredCall(ctypes.Structure):
 
 
 class _MeasuredLinear(PackedLinear):
-    """A linear layer that adds the squares of its inputs to `sums`."""
+    """A linear layer that adds the squares of its inputs to zeros, its moments."""
 
-    def __init__(self, fused: FusedLinear, sums: Float[Tensor, " in"], **options: Any) -> None:
+    def __init__(self, fused: FusedLinear, moments: dict[str, Tensor], **options: Any) -> None:
         super().__init__(fused, **options)
-        self._sums, source = sums, Path(__file__).with_name("rounding.cpp")
-        self._measure = native.load(source, structures=(MeasuredCall,)).measure
+        self._sums = torch.zeros(self.num_in)
+        moments |= {cast(StoredParameter, linear.weight).source: self._sums for linear in fused.linears}
 
     def call(self, **slices: Any) -> KernelCall:
         arguments = MeasuredCall(inner := super().call(**slices), self._sums.data_ptr())
         arguments.kept = inner
-        return KernelCall(self._measure, arguments)
+        return KernelCall(native.load(Path(__file__).with_name("rounding.cpp"), structures=(MeasuredCall,)).measure, arguments)
 
 
 class _Calls(Untraced):
@@ -174,8 +160,3 @@ class _Calls(Untraced):
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(module).items() if not name.startswith("_")}
         self.forward = function
-
-
-def _rows(table: Any, input_ids: Ids) -> Hidden:
-    """Read the rows of an embedding from the checkpoint."""
-    return torch.cat([table.read(slice(i, i + 1)) for i in input_ids.tolist()])

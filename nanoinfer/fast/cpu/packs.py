@@ -59,7 +59,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         model: the model whose layers are packed. None: nothing is kept.
         quantization: how all weights are rounded. None: they stay as they are.
         screened: the layer that becomes a ScreenedLinear. None: no layer.
-        moments: how much each input counts when a layer's weights are rounded (quantized.py).
+        moments: how much each input counts when a layer's weights are rounded to 4 bits (quantized.py).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         screened: nn.Linear | None = None,
         moments: Moments | None = None,
     ) -> None:
-        self.screened, self.moments = screened, moments or {}
+        self.screened, self.moments = screened, (quantization == "int4" and moments) or {}
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         weights = [module.weight for module in self._paths if type(module) is nn.Linear]
         stored = [weight for weight in weights if isinstance(weight, StoredParameter)]
@@ -86,15 +86,11 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
 
     def keep(self) -> None:
         """Write all packs for the next start, unless they are kept already. If that fails, it is logged."""
-        if self._file is None:
-            return
-        arrays = {
-            self._name(linears): [array.detach().flatten().view(torch.uint8) for array in pack.arrays()]
-            for (linears, _), pack in self.items()
-        }
-        num_bytes = sum(array.nbytes for array in chain(*arrays.values()))
-        if not arrays.keys() <= self._file.arrays.keys() and num_bytes >= MIN_BYTES:
-            self._file.keep(arrays)
+        if self._file is not None:
+            flat = {key: [array.detach().flatten().view(torch.uint8) for array in pack.arrays()] for key, pack in self.items()}
+            arrays = {self._name(linears): some for (linears, _), some in flat.items()}
+            if not arrays.keys() <= self._file.arrays.keys() and sum(x.nbytes for x in chain(*arrays.values())) >= MIN_BYTES:
+                self._file.keep(arrays)
 
     def _name(self, linears: tuple[nn.Linear, ...]) -> str:
         return " ".join(self._paths.get(linear, "") for linear in linears)
@@ -127,9 +123,8 @@ class KeptArrays:
         try:
             folder = private_folder(self._path.parent, "the folder of packed weights")
             if num_bytes > (limit := min(MAX_BYTES, shutil.disk_usage(folder).free // 2)):
-                raise OSError(
-                    f"{num_bytes / 1e9:.1f} GB are more than {limit / 1e9:.1f} GB, half of the free space or the limit"
-                )
+                text = f"{num_bytes / 1e9:.1f} GB are more than {limit / 1e9:.1f} GB, half of the free space or the limit"
+                raise OSError(text)
             self._write(self._path, arrays)
         except (OSError, InvalidValueError) as error:
             hint = "each start packs them again, unless NANOINFER_CACHE is a folder with space that only you can write"

@@ -111,13 +111,13 @@ def textbook_moments(path, ids):
 
 def measured(monkeypatch):
     """The moments that the next engine computes, by the names of the checkpoint."""
-    seen, run = {}, calibration._Calibration.run
+    seen, run = {}, calibration._measured
 
-    def recording(self, runtime, ids):
-        seen.update(run(self, runtime, ids))
+    def recording(*given):
+        seen.update(run(*given))
         return seen
 
-    monkeypatch.setattr(calibration._Calibration, "run", recording)
+    monkeypatch.setattr(calibration, "_measured", recording)
     return seen
 
 
@@ -157,7 +157,7 @@ def test_the_second_start_reads_the_moments_and_another_text_replaces_what_was_k
     assert num > 0
     assert contents.keys() == {".moments", ".weights"}
     with monkeypatch.context() as patch:
-        patch.setattr(calibration._Calibration, "run", None)  # nothing is computed
+        patch.setattr(calibration, "_measured", None)  # nothing is computed
         assert all(map(torch.equal, arrays_of(LLM(**given))[0], first))
     assert not all(map(torch.equal, arrays_of(LLM(**given, calibration=text))[0], first))
     assert {path.suffix for path in folder.glob("*.*") if path.read_bytes() != contents[path.suffix]} == contents.keys()
@@ -183,7 +183,18 @@ def test_drafts_in_4_bits_are_rounded_by_moments_and_updates_keep_them(folder):
     assert not all(map(torch.equal, arrays_of(llm)[0], before))
 
 
-def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog):
+def test_starts_with_and_without_drafts_share_the_packs_of_plain_weights(folder, monkeypatch):
+    monkeypatch.setattr(packs, "MIN_BYTES", 0)
+    LLM(dtype="float32", **SETTINGS)
+    [path] = folder.glob("*.weights")
+    content = path.read_bytes()
+    LLM(dtype="float32", speculative_config={"method": "quantized", "bits": 4}, **SETTINGS)
+    assert len(list(folder.glob("*.weights"))) == 2
+    assert path.read_bytes() == content
+
+
+def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("a pass was made for nothing"))
     write_adapter(tmp_path / "adapter", linear_shapes(BUNDLED / "tiny-qwen3"), rank=4, r=4, lora_alpha=64)
     assert arrays_of(LLM(quantization="int4", lora=str(tmp_path / "adapter"), **SETTINGS))[1] == 0
     folder.write_text("")
@@ -191,6 +202,29 @@ def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(
     lines = [record.message for record in caplog.records if "without calibration" in record.message]
     assert len(lines) == 2
     assert all(line.startswith("weights are rounded to 4 bits without calibration, which costs quality: ") for line in lines)
+
+
+@pytest.mark.parametrize("why", ["enforce_eager", "no compiler"])
+def test_where_only_torch_computes_one_line_says_that_weights_are_rounded_plainly(monkeypatch, caplog, why):
+    if why == "no compiler":
+        monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
+    for quantization, num_lines in (("int8", 0), ("int4", 1)):
+        caplog.clear()
+        LLM(quantization=quantization, enforce_eager=why == "enforce_eager", **SETTINGS)
+        lines = [record.message for record in caplog.records if "without calibration" in record.message]
+        assert len(lines) == num_lines
+    assert lines[0].endswith("only torch computes, as with enforce_eager and without a C++ compiler")
+
+
+def without_compiler(*source, structures=()):
+    raise UnsupportedError("no C++ compiler works (there is no g++)")
+
+
+def test_a_calibration_is_refused_where_no_kernel_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
+    (tmp_path / "text").write_text("Once upon a time")
+    with pytest.raises(UnsupportedError, match=r"calibration='.*text' needs C\+\+ kernels: no C\+\+ compiler works"):
+        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
 
 
 def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
@@ -208,10 +242,11 @@ def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
         LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
 
 
-def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch):
+def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch, caplog):
     monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
-    monkeypatch.setattr(calibration._Calibration, "run", None)
+    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("nothing is rounded"))
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
+    assert "without calibration" not in caplog.text
 
 
 class _Names(Weights):
