@@ -18,6 +18,7 @@ from benchmarks.device.checks import machine
 from benchmarks.device.parts import PARTS, Setup
 from benchmarks.device.processes import OTHER, ROOT, THIS, Line, run_parts
 from benchmarks.device.table import block_of
+from nanoinfer.cli.options import check_writable
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench.random_models import write_checkpoint
 from nanoinfer.loading.checkpoint import locate
@@ -48,6 +49,8 @@ def main(
     for name, folder, needed in (("against", against, "nanoinfer"), ("nano_vllm", nano_vllm, "nanovllm")):
         if folder is not None and not (folder / needed).is_dir():
             raise InvalidValueError(f"{name} must be a folder with {needed}/ in it, got {str(folder)!r}; give a checkout")
+    for path in filter(None, (block, output)):
+        check_writable(path)
     if model is not None:
         model = str(locate(model).resolve())  # the parts run in another folder
     names, lines = _names(parts, nano_vllm is not None), list[Line]()

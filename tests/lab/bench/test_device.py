@@ -116,6 +116,7 @@ def test_a_test_file_that_failed_names_its_tests():
         (("--parts", "nano-vllm"), "and with nano_vllm=FOLDER nano-vllm"),
         (("--against", "tests"), "against must be a folder with nanoinfer/ in it, got 'tests'; give a checkout"),
         (("--model", "nowhere", "--parts", "host"), "'nowhere' is no folder here"),
+        (("--output", "no folder/lines", "--simulate"), "cannot write no folder/lines: there is no such folder"),
         (("--block", "x.md", "--simulate"), "a block for x.md needs a CUDA device"),
     ],
 )
