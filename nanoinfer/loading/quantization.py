@@ -7,6 +7,7 @@ Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et
 scale per group).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from nanoinfer.config import BITS
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_of
+
+logger = logging.getLogger(__name__)
 
 # bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUP_SIZES = {8: (128, 64, 32), 4: (64, 32)}
@@ -45,9 +48,16 @@ class QuantizedLinear(nn.Module):
 def quantize_model(model: nn.Module, quantization: str) -> None:
     """Replace every nn.Linear by a QuantizedLinear, in place. Embeddings keep their tables."""
     check_sizes(model)
-    for path, linear in [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]:
+    linears = [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]
+    if quantization == "int4" and not all(stored_integers(linear.weight, 4) for _, linear in linears):
+        log_plain_rounding("without kernels there is none")
+    for path, linear in linears:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization]))
+
+
+def log_plain_rounding(reason: object) -> None:
+    logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", reason)
 
 
 def check_sizes(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from the checkpoint when it is called, and freed afterwards. Of several ranks, r
 
 import ctypes
 import io
-import logging
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import replace
@@ -37,12 +36,10 @@ from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.quantization import Moments, stored_integers
+from nanoinfer.loading.quantization import Moments, log_plain_rounding, stored_integers
 from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
 from nanoinfer.models.layers import Hidden, Ids, Untraced
 from nanoinfer.sampling.draw import philox
-
-logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 512  # random ones
 
@@ -67,7 +64,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
             raise UnsupportedError(f"calibration cannot be used: {error}; or leave it out") from error
-        logger.warning("weights are rounded to 4 bits without calibration, which costs quality: %s", error)
+        log_plain_rounding(error)
     if shards is None:
         return moments
     torch.save(moments, content := io.BytesIO())
