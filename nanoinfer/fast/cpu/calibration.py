@@ -59,7 +59,7 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
         are_kept = [stored_integers(weight, 4) is not None for weight in linears]
         if (shards is None or shards.rank == 0) and (ids or not all(are_kept)):
             if any(are_kept):  # a layer in float32 would raise the peak of memory
-                raise UnsupportedError("the checkpoint has integers of 4 bits for some of them")
+                raise UnsupportedError("the checkpoint has integers of 4 bits for some weights")
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
