@@ -21,7 +21,7 @@ from benchmarks import program
 from benchmarks.baselines.process import ENGINES, Baseline, BaselineProcess, parse_baselines
 from benchmarks.results import LEAST_RUNS, RELEASE
 from nanoinfer.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
-from nanoinfer.cli.options import AsJson, EngineOptions, llm_arguments, print_table
+from nanoinfer.cli.options import AsJson, EngineOptions, check_writable, llm_arguments, print_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench import environment
@@ -199,6 +199,8 @@ def main(
             f"a row of results needs repeats >= {LEAST_RUNS}, a machine and a dtype, got {repeats}, {machine!r} and "
             f'{engine.dtype}; write --repeats {LEAST_RUNS} --machine "Zen 4" --dtype bfloat16'
         )
+    if results_file:
+        check_writable(results_file)
     workloads, baselines = pick_workloads(picked), parse_baselines(engines)
     with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint:
         results = list(

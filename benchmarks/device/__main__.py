@@ -18,8 +18,10 @@ from benchmarks.device.checks import machine
 from benchmarks.device.parts import PARTS, Setup
 from benchmarks.device.processes import OTHER, ROOT, THIS, Line, run_parts
 from benchmarks.device.table import block_of
+from nanoinfer.cli.options import check_writable
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.lab.bench.random_models import write_checkpoint
+from nanoinfer.loading.checkpoint import locate
 
 RANDOM_MODEL = "qwen3-0.6b"
 TINY_MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}  # each program is interpreted
@@ -47,6 +49,10 @@ def main(
     for name, folder, needed in (("against", against, "nanoinfer"), ("nano_vllm", nano_vllm, "nanovllm")):
         if folder is not None and not (folder / needed).is_dir():
             raise InvalidValueError(f"{name} must be a folder with {needed}/ in it, got {str(folder)!r}; give a checkout")
+    for path in filter(None, (block, output)):
+        check_writable(path)
+    if model is not None:
+        model = str(locate(model).resolve())  # the parts run in another folder
     names, lines = _names(parts, nano_vllm is not None), list[Line]()
     with ExitStack() as stack:
         files = [sys.stdout] if output is None else [sys.stdout, stack.enter_context(output.open("w", encoding="utf-8"))]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import hidden_rows, scratch_sequences
@@ -59,13 +59,13 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     moments: Moments = {}
     try:
         are_kept = [stored_integers(weight, 4) is not None for weight in linears]
-        if (shards is None or shards.rank == 0) and not all(are_kept):
+        if (shards is None or shards.rank == 0) and (ids or not all(are_kept)):
             if any(are_kept):  # a layer in float32 would raise the peak of memory
-                raise UnsupportedError("the checkpoint has integers for most of them")
+                raise UnsupportedError("the checkpoint has integers of 4 bits for some weights")
             moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
-            raise
+            raise UnsupportedError(f"calibration cannot be used: {error}; or leave it out") from error
         logger.warning(WITHOUT_CALIBRATION, error)
     if shards is None:
         return moments
@@ -84,8 +84,11 @@ def _kept_or_measured(runtime: Runtime, files: Weights, compile_with: Compile) -
     file = KeptArrays(files.identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
     if file.arrays:
         return {name: array.view(torch.float32) for name, [array] in file.arrays.items()}
-    if not file.keep({}):
-        raise UnsupportedError("moments cannot be kept, and to compute them takes long")
+    try:
+        file.check_folder()  # before the pass, which takes long
+    except (OSError, InvalidValueError) as error:
+        hint = "name another folder by NANOINFER_CACHE"
+        raise UnsupportedError(f"moments cannot be kept: {first_line(error)}; {hint}") from error
     moments = _measured(runtime, origin.config, ids, compile_with)
     file.keep({name: [values.view(torch.uint8)] for name, values in moments.items()})
     return moments

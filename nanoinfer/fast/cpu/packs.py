@@ -117,21 +117,25 @@ class KeptArrays:
             private_folder(self._path.parent, "the folder of packed weights")
             self.arrays = self._read(self._path)
 
-    def keep(self, arrays: Arrays) -> bool:
-        """Write the file, and return whether that was possible. If not, it is logged."""
+    def check_folder(self, num_bytes: int = 1) -> None:
+        """Raises: OSError, InvalidValueError if the folder cannot receive a file of this size."""
+        folder = private_folder(self._path.parent, "the folder of packed weights")
+        if not os.access(folder, os.W_OK):
+            raise OSError("it is read-only")
+        if num_bytes > (limit := min(MAX_BYTES, shutil.disk_usage(folder).free // 2)):
+            raise OSError(f"{num_bytes / 1e9:.1f} GB are more than {limit / 1e9:.1f} GB, half of the free space or the limit")
+
+    def keep(self, arrays: Arrays) -> None:
+        """Write the file. If that fails, it is logged."""
         num_bytes = sum(array.nbytes for array in chain(*arrays.values()))
         try:
-            folder = private_folder(self._path.parent, "the folder of packed weights")
-            if num_bytes > (limit := min(MAX_BYTES, shutil.disk_usage(folder).free // 2)):
-                text = f"{num_bytes / 1e9:.1f} GB are more than {limit / 1e9:.1f} GB, half of the free space or the limit"
-                raise OSError(text)
+            self.check_folder(num_bytes)
             self._write(self._path, arrays)
         except (OSError, InvalidValueError) as error:
             hint = "each start packs them again, unless NANOINFER_CACHE is a folder with space that only you can write"
             logger.warning("packed %s cannot be kept in %s: %s; %s", self._kind, self._path.parent, first_line(error), hint)
-            return False
+            return
         logger.info("packed %s are kept in %s for the next start (%.1f GB)", self._kind, self._path, num_bytes / 1e9)
-        return True
 
     def _read(self, path: Path) -> Arrays:
         """Map the arrays of a file. A file of another version has none, and a corrupted file is removed."""

@@ -1,6 +1,7 @@
 """Weights in 4 bits by moments: smaller errors, the same integers everywhere, and the moments of the textbook's layers."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -193,15 +194,29 @@ def test_starts_with_and_without_drafts_share_the_packs_of_plain_weights(folder,
     assert path.read_bytes() == content
 
 
-def test_where_nothing_is_kept_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("a pass was made for nothing"))
+def refused_pass(*given):
+    raise AssertionError("the model ran for nothing")
+
+
+@pytest.mark.parametrize("why", ["no folder", "read-only", "full"])
+def test_a_folder_that_receives_no_file_is_found_before_the_pass(folder, monkeypatch, caplog, why):
+    monkeypatch.setattr(calibration, "_measured", refused_pass)
+    if why == "no folder":
+        folder.write_text("")
+    elif why == "read-only":
+        monkeypatch.setattr(packs.os, "access", lambda path, mode: mode != os.W_OK or not str(path).endswith("packed"))
+    else:
+        monkeypatch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
+    [line] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("weights are rounded to 4 bits without calibration, which costs quality: moments cannot be kept: ")
+
+
+def test_with_a_merged_adapter_weights_are_rounded_plainly_and_one_line_says_so(folder, tmp_path, caplog):
     write_adapter(tmp_path / "adapter", linear_shapes(BUNDLED / "tiny-qwen3"), rank=4, r=4, lora_alpha=64)
     assert arrays_of(LLM(quantization="int4", lora=str(tmp_path / "adapter"), **SETTINGS))[1] == 0
-    folder.write_text("")
-    assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
-    lines = [record.message for record in caplog.records if "without calibration" in record.message]
-    assert len(lines) == 2
-    assert all(line.startswith("weights are rounded to 4 bits without calibration, which costs quality: ") for line in lines)
+    [line] = [record.message for record in caplog.records if "without calibration" in record.message]
+    assert "checkpoints without merged adapters" in line
 
 
 @pytest.mark.parametrize("why", ["enforce_eager", "no compiler"])
@@ -238,13 +253,20 @@ def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
             LLM(calibration="text", **more)
     (tmp_path / "text").write_text("Once upon a time")
     folder.write_text("")
-    with pytest.raises(UnsupportedError, match="moments cannot be kept"):
+    with pytest.raises(UnsupportedError, match=r"calibration cannot be used: .* cannot be kept.*NANOINFER_CACHE; or leave"):
+        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
+
+
+def test_a_calibration_is_refused_where_no_weight_is_rounded_by_it(folder, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("Once upon a time")
+    monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)  # of every layer, as in a file in Q4_0
+    with pytest.raises(UnsupportedError, match="calibration cannot be used: the checkpoint has integers of 4 bits"):
         LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
 
 
 def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch, caplog):
     monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
-    monkeypatch.setattr(calibration, "_measured", lambda *given: pytest.fail("nothing is rounded"))
+    monkeypatch.setattr(calibration, "_measured", refused_pass)
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
     assert "without calibration" not in caplog.text
 

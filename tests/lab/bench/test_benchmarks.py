@@ -65,6 +65,14 @@ def test_a_row_of_results_without_enough_runs_or_a_machine_is_refused(tmp_path):
         assert "a row of results needs repeats >= 5, a machine and a dtype" in " ".join(result.stderr.split())
 
 
+def test_a_file_that_cannot_be_written_is_found_before_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "compare", None)
+    arguments = ["--results", str(tmp_path / "no folder" / "r.jsonl"), "--machine", "m", "--repeats", "5", "--dtype", "float32"]
+    result = CliRunner().invoke(compare.app, arguments)
+    assert result.exit_code == 1
+    assert "r.jsonl: there is no such folder; give another path" in " ".join(result.stderr.split())
+
+
 def test_a_comparison_fits_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     speeds = {"nanoinfer": [1632.1], "transformers": [132.3], "llama.cpp": [12345.6]}

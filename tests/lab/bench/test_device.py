@@ -115,6 +115,8 @@ def test_a_test_file_that_failed_names_its_tests():
         (("--parts", "steps,all"), "parts must be some of doctor, tests, workloads, .*, got 'all'"),
         (("--parts", "nano-vllm"), "and with nano_vllm=FOLDER nano-vllm"),
         (("--against", "tests"), "against must be a folder with nanoinfer/ in it, got 'tests'; give a checkout"),
+        (("--model", "nowhere", "--parts", "host"), "'nowhere' is no folder here"),
+        (("--output", "no folder/lines", "--simulate"), "cannot write no folder/lines: there is no such folder"),
         (("--block", "x.md", "--simulate"), "a block for x.md needs a CUDA device"),
     ],
 )
@@ -134,11 +136,13 @@ def test_every_test_file_that_chooses_a_gpu_where_there_is_one_is_among_those_of
 
 @pytest.mark.parametrize(("ending", "exit_code"), [("", 0), ("raise SystemExit('out of order')", 1)])
 def test_the_command_prints_and_writes_each_line_and_ends_with_the_table(ending, exit_code, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "LAUNCH", STUB + ending)
+    monkeypatch.setattr(processes, "LAUNCH", f"{STUB}assert {str(tmp_path / 'model')!r} in sys.argv[-1]\n{ending}")
+    monkeypatch.chdir(tmp_path)  # the parts run in the checkout
+    (tmp_path / "model").mkdir()
     arguments = [
         "--simulate",
         "--model",
-        "x",
+        "model",
         "--parts",
         "steps,doctor",
         "--seconds",
