@@ -231,13 +231,14 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
-    moments = find_moments(runtime, compile_model) if config.rounds_to_four_bits else None
+    drafts = config.bits_of_draft is not None and runtime.weights.shards is None  # else build.py refuses them, on rank 0 alone
+    rounds = config.rounds_to_four_bits if drafts else config.quantization == "int4"
+    moments = find_moments(runtime, compile_model) if rounds else None
     packs = Packs(model, config.quantization, head, moments)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
-    drafts = config.bits_of_draft is not None and runtime.weights.shards is None
     compiled = compile_with(model, weights=runtime.weights, keeps_plain=drafts)
     packs.keep()
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
