@@ -46,6 +46,7 @@ FAULTS = [
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
     Fault("fast/cpu/quantized_linear.cpp", "i < group_size; i += LANES", "i <= group_size; i += LANES", "quantized_linear"),
     Fault("fast/cpu/integers.h", "&shifted, sizeof bits)", "&shifted, sizeof bits + 1)", "screen"),
+    Fault("fast/cpu/rounding.cpp", "row < batch.num_rows", "row <= batch.num_rows", "rounding"),
     Fault("fast/cpu/screen.cpp", "unit < num_units(*call) && call->", "unit <= num_units(*call) && call->", "screen"),
     Fault("fast/cpu/linear.h", "load(call.bias + first, num)", "load(call.bias + first)", "dense_linear"),
     Fault("fast/cpu/lora.h", "i < change.rank", "i <= change.rank", "tile_linear"),
