@@ -415,7 +415,7 @@ def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatc
             raise RuntimeError("out of luck")
         return works(*arguments)
 
-    fails.has_user_stages = False  # of a Sampler
+    fails.has_user_stages, fails.routes = False, []  # of a Sampler
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(RuntimeError, match="out of luck"):
         generate(llm, prompts)

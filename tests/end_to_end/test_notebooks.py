@@ -154,8 +154,9 @@ def text_of(output):
 
 
 def words_of(text, number):
-    """The lines of a text without its numbers."""
-    return [" ".join(re.sub(number, "#", line).split()) for line in text.splitlines() if line.strip()]
+    """The lines of a text without its numbers. How many of them a shortened line ends with depends on their digits."""
+    lines = [re.sub(number, "#", line) for line in text.splitlines() if line.strip()]
+    return [" ".join(re.sub(r"(, \w+=#)+, \.\.\.$", ", ...", line).split()) for line in lines]
 
 
 def compare(new, stored, stem):
