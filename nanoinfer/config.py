@@ -278,8 +278,8 @@ class EngineConfig:
             raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
         if self.calibration is not None and (not self.rounds_to_four_bits or self.enforce_eager or self.skip_tokenizer_init):
             raise InvalidValueError(
-                f"calibration={self.calibration!r} needs weights that are rounded to 4 bits, kernels and a tokenizer; leave it "
-                "out, or pass quantization='int4' without enforce_eager and skip_tokenizer_init"
+                f"calibration={shown(self.calibration)} needs weights that are rounded to 4 bits, kernels and a tokenizer; "
+                "leave it out, or pass quantization='int4' without enforce_eager and skip_tokenizer_init"
             )
         bits, bits_of_draft = (self.quantization or "").removeprefix("int"), self.bits_of_draft
         if bits and bits_of_draft is not None and int(bits) <= bits_of_draft:

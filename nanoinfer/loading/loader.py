@@ -99,8 +99,8 @@ def _read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
                 return ids[:MAX_CALIBRATION_TOKENS]
         reason = "it has no tokens"
     except (OSError, ValueError) as error:
-        reason = first_line(error)
-    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {path!r}: {reason}; leave it out")
+        reason = getattr(error, "strerror", None) or first_line(error)  # without the path
+    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {shown(path)}: {reason}; leave it out")
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:

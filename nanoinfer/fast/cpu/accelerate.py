@@ -221,7 +221,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         kernels = KernelBackend.of(sizes, runtime.dtype, has_int8_pages=runtime.cache_dtype == torch.int8)
     except UnsupportedError as error:
         if config.calibration is not None:
-            raise UnsupportedError(f"calibration={config.calibration!r} needs C++ kernels: {error}; leave it out") from error
+            raise UnsupportedError(f"calibration needs C++ kernels: {error}; leave it out") from error
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
             quantize_model(cast(nn.Module, runtime.model), config.quantization)

@@ -238,7 +238,7 @@ def without_compiler(*source, structures=()):
 def test_a_calibration_is_refused_where_no_kernel_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
     (tmp_path / "text").write_text("Once upon a time")
-    with pytest.raises(UnsupportedError, match=r"calibration='.*text' needs C\+\+ kernels: no C\+\+ compiler works"):
+    with pytest.raises(UnsupportedError, match=r"calibration needs C\+\+ kernels: no C\+\+ compiler works"):
         LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
 
 
