@@ -132,7 +132,7 @@ def test_what_a_script_needs_that_is_not_there_is_refused_with_a_hint(name):
 
 def test_readme_says_how_many_run():
     num_running = sum(result == "runs" for result in ROWS.values())
-    sentence = f"{num_running} of {len(ROWS) + len(NOT_RUN)} scripts after vLLM's examples"
+    sentence = f"{num_running} of {len(ROWS) + len(NOT_RUN)} scripts that were written here after vLLM's examples"
     for page in (ROOT / "README.md", PAGE):
         assert sentence in " ".join(page.read_text(encoding="utf-8").split()), sentence
 
