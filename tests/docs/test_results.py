@@ -27,7 +27,7 @@ def test_every_figure_between_marks_is_that_of_the_result_file(name):
     assert results.with_tables(text) == text, "run: python -m benchmarks.results"
 
 
-@pytest.mark.parametrize("name", results.PAGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * ("history" in name)) for name in results.PAGES])
 def test_a_figure_that_was_changed_by_hand_is_found(name):
     text = (results.ROOT / name).read_text(encoding="utf-8")
     block = results.BLOCK.search(text)

@@ -122,7 +122,7 @@ def measured(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("tiny-qwen3", marks=pytest.mark.long), "tiny-gpt2"])
 def test_moments_are_the_sums_of_squares_of_what_the_textbooks_layers_are_given(folder, tmp_path, monkeypatch, model):
     seen, text = measured(monkeypatch), tmp_path / "text"
     text.write_text("Once upon a time, there was a kind mouse named Anna. " * 3)

@@ -188,7 +188,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
     names = ["engine:workloads", "engine:steps", "engine:latency", "engine:graphs", "kernels:bandwidths", "host:steps"]
     found = results_of(names, tmp_path)
