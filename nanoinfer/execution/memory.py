@@ -42,8 +42,9 @@ def size_cache(
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
     windows, chunk_size = runtime.sizes.windows, config.scheduler.chunk_grid
     blocks_for = partial(most_blocks, windows=windows, block_size=runtime.block_size, chunk_size=chunk_size)
-    num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
-    if num_blocks is None:
+    if num_blocks is not None:
+        num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
+    else:
         step_bytes = 0 if draft is None else peak_graph_bytes(draft, config, 0)
         step_bytes += 0 if runtime.device.type == "cpu" else peak_step_bytes(runtime, config)
         num_graph_tokens, graph_bytes = _graphs_that_fit(runtime, config, step_bytes)
