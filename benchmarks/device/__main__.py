@@ -7,6 +7,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,8 @@ def main(
         check_writable(path)
     if model is not None:
         model = str(locate(model).resolve())  # the parts run in another folder
+    if simulate and find_spec("triton") is None:
+        raise InvalidValueError("simulate needs Triton and the other packages of the tests; run: make test, or leave it out")
     names, lines = _names(parts, nano_vllm is not None), list[Line]()
     with ExitStack() as stack:
         files = [sys.stdout] if output is None else [sys.stdout, stack.enter_context(output.open("w", encoding="utf-8"))]

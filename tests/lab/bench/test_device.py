@@ -126,6 +126,13 @@ def test_mistakes_are_one_sentence(arguments, sentence):
     assert re.search(sentence, " ".join(result.stderr.split()))
 
 
+def test_without_triton_nothing_is_simulated_and_one_sentence_says_so(monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    result = CliRunner().invoke(device.app, ["--simulate", "--parts", "host"])
+    assert result.exit_code == 1
+    assert "simulate needs Triton and the other packages of the tests" in " ".join(result.stderr.split())
+
+
 def test_every_test_file_that_chooses_a_gpu_where_there_is_one_is_among_those_of_make_gpu():
     choosing = ('"cuda" if torch.cuda.is_available()', "    if torch.cuda.is_available():")
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("cli", "bench")]
