@@ -20,17 +20,17 @@ import typer
 from benchmarks import program
 from benchmarks.baselines.process import ENGINES, Baseline, BaselineProcess, parse_baselines
 from benchmarks.results import LEAST_RUNS, RELEASE
-from nanoinfer.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
 from nanoinfer.cli.options import AsJson, EngineOptions, check_writable, llm_arguments, print_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench import environment
-from nanoinfer.lab.bench.offline import load, run_workload
-from nanoinfer.lab.bench.random_models import checkpoint_of
-from nanoinfer.lab.bench.timing import figures
-from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.system import environment
+from nanoinfer_lab.bench.offline import load, run_workload
+from nanoinfer_lab.bench.random_models import checkpoint_of
+from nanoinfer_lab.bench.timing import figures
+from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.cli.bench import RandomModel, Repeats, WorkloadOptions, pick_workloads
 
 OURS = "nanoinfer"
 NAMES = {"gpt2": "GPT-2", "qwen3-0.6b": "Qwen3-0.6B"}  # of random models, in BENCHMARKS.md

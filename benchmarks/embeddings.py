@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from nanoinfer import LLM
-from nanoinfer.lab.bench.random_models import RANDOM_MODELS, checkpoint_of
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS, checkpoint_of
 
 
 def texts_of(num: int, low: int, high: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

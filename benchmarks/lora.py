@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.lab.bench.random_models import RANDOM_MODELS, checkpoint_of
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS, checkpoint_of
 
 NOT_ADAPTED = ("wte", "wpe", "embed_tokens", "lm_head")
 

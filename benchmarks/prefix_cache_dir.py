@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.lab.bench.random_models import RANDOM_MODELS, checkpoint_of
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS, checkpoint_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False)
 LIMIT = 2**24  # bytes of the folder of processes that are killed

@@ -12,12 +12,12 @@ import torch
 from benchmarks import program
 from benchmarks.baselines.process import Baseline
 from benchmarks.compare import OURS, Comparison, compare
-from nanoinfer.cli.bench import DEFAULT_WORKLOADS, ModelOptions, Named, Repeats
-from nanoinfer.lab.bench import offline, roofline, workloads
-from nanoinfer.lab.bench.random_models import checkpoint_of
-from nanoinfer.lab.bench.timing import figures
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer_lab.bench import offline, roofline, workloads
+from nanoinfer_lab.bench.random_models import checkpoint_of
+from nanoinfer_lab.bench.timing import figures
+from nanoinfer_lab.cli.bench import DEFAULT_WORKLOADS, ModelOptions, Named, Repeats
 
 LARGEST_BATCH = 2**17  # tokens that transformers may pad a workload to. F would be 2**19, whose keys exceed most GPUs' memory
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.config import EngineArgs
-from nanoinfer.lab.bench.timing import percentiles
-from nanoinfer.lab.simulate.calibrate import MeasuredRun, read_runs
-from nanoinfer.lab.simulate.costs import ModelSizes
-from nanoinfer.lab.simulate.hardware import Hardware
-from nanoinfer.lab.simulate.simulator import requests_of, simulate
+from nanoinfer_lab.bench.timing import percentiles
+from nanoinfer_lab.simulate.calibrate import MeasuredRun, read_runs
+from nanoinfer_lab.simulate.costs import ModelSizes
+from nanoinfer_lab.simulate.hardware import Hardware
+from nanoinfer_lab.simulate.simulator import requests_of, simulate
 
 FIGURES = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
 LEAST_BOUND = 0.15

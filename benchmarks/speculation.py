@@ -20,18 +20,18 @@ import torch
 import typer
 
 from benchmarks import program
-from nanoinfer.cli.bench import ModelOptions, Repeats
 from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.offline import run_workload
-from nanoinfer.lab.bench.random_models import checkpoint_of
-from nanoinfer.lab.bench.timing import figures
-from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer_lab.bench.offline import run_workload
+from nanoinfer_lab.bench.random_models import checkpoint_of
+from nanoinfer_lab.bench.timing import figures
+from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.cli.bench import ModelOptions, Repeats
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.speculative.speculator import Proposer
+    from nanoinfer.features.drafts.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 PERIOD = 40  # tokens of the text that a model is trained to repeat

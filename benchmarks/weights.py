@@ -10,7 +10,7 @@ import time
 from safetensors.torch import load_file
 
 from nanoinfer import LLM
-from nanoinfer.lab.bench.random_models import RANDOM_MODELS, checkpoint_of
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS, checkpoint_of
 
 
 def measure(folder: str, dtype: str, rounds: int) -> dict[str, float]:

@@ -17,10 +17,7 @@ from torch import Tensor
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention, Keys, Queries
 from nanoinfer.cli.demos import DEMOS
-from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_model
-from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import (
+from nanoinfer.features.tracing import (
     BatchBuilt,
     BlocksAllocated,
     BlocksFreed,
@@ -31,6 +28,9 @@ from nanoinfer.tracing import (
     TokenAppended,
     TokensDrafted,
 )
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 from drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, PURPLE, RED, TINT

@@ -12,9 +12,9 @@ from typing import Any
 
 import scheduler_game as game
 
-from nanoinfer.lab.learn.check import check, describe_error
-from nanoinfer.lab.learn.track import TRACK, find
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer_course.learn.check import check, describe_error
+from nanoinfer_course.learn.track import TRACK, find
 
 # The first code in the field, which the reader changes.
 ORDER = """\

@@ -12,7 +12,7 @@ from typing import Any
 
 import scheduler_game
 
-from nanoinfer.lab.bench.ladder import ENGINE, PLAIN
+from nanoinfer_lab.bench.ladder import ENGINE, PLAIN
 
 ROOT = Path(__file__).parents[1]
 LINES, PAGE = ROOT / "leaderboard.jsonl", ROOT / "LEADERBOARD.md"

@@ -1,7 +1,7 @@
 """The figures of scaling.md: what a node of 8 H200 and a cluster of 100 nodes can give on paper. `python docs/scaling.py`
 writes them into the page.
 
-The sizes, the steps and the all_reduces are those of `nanoinfer simulate` (nanoinfer/lab/simulate/costs.py), without what is
+The sizes, the steps and the all_reduces are those of `nanoinfer simulate` (nanoinfer_lab/simulate/costs.py), without what is
 measured besides.
 """
 
@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from nanoinfer.config import CacheConfig
-from nanoinfer.lab.bench.random_models import RANDOM_MODELS
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, work_of
-from nanoinfer.lab.simulate.hardware import HARDWARE
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS
+from nanoinfer_lab.simulate.costs import FORMATS, ModelSizes, StepCosts, work_of
+from nanoinfer_lab.simulate.hardware import HARDWARE
 
 PAGE = Path(__file__).with_suffix(".md")
 MARKED = re.compile(r"(?<=<!-- python docs/scaling.py -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -12,13 +12,13 @@ from itertools import product
 from typing import Any
 
 from nanoinfer.config import EngineArgs
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes
-from nanoinfer.lab.simulate.hardware import HARDWARE
-from nanoinfer.lab.simulate.simulator import SimulatedRequest, simulate
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
+from nanoinfer_lab.simulate.costs import FORMATS, ModelSizes
+from nanoinfer_lab.simulate.hardware import HARDWARE
+from nanoinfer_lab.simulate.simulator import SimulatedRequest, simulate
 
 BLOCK_SIZE = 16
 DTYPE = "bfloat16"

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.lab import stories
 from nanoinfer.training.policy import Policy
+from nanoinfer_lab import stories
 
 PROMPTS = ["Once upon a time", "Lily was", "Once there lived", "Long ago", "Far away", "Max was", "Anna was", "Tom was"]
 

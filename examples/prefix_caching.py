@@ -4,7 +4,7 @@ import random
 import time
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.lab import stories
+from nanoinfer_lab import stories
 
 llm = LLM(block_size=16)  # only whole blocks are shared
 llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)  # the first run compiles

@@ -1,7 +1,7 @@
 """Record a generation, print a few events, and write trace.html, which replays the generation in a browser."""
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import BlocksShared, StepScheduled, TokenDrawn
+from nanoinfer.features.tracing import BlocksShared, StepScheduled, TokenDrawn
 
 recorder = Recorder(stages=True)  # stages: also record every stage of the sampler
 llm = LLM(tracer=recorder, block_size=8)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.features.tracing import Recorder as Recorder
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
-    from nanoinfer.tracing import Recorder as Recorder
 
 __version__ = "0.3.0.dev0"
 
@@ -47,7 +47,7 @@ _NAMES = {
     "engine.prompts": "PromptType TextPrompt TokensPrompt",
     "outputs": "RequestOutput CompletionOutput BeamSearchOutput Delta",
     "errors": "NanoinferError",
-    "tracing": "Recorder",
+    "features.tracing": "Recorder",
     "chat.parsing": "ChatParser parse_chat_answer",
     "models.registry": "register_model",
     "attention.base": "register_backend",

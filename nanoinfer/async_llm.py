@@ -26,10 +26,10 @@ from nanoinfer.config import NEUTRAL, AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
+from nanoinfer.features.metrics.engine_metrics import Metric
 from nanoinfer.llm import LLM, missing
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -37,7 +37,7 @@ from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
 
 if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import Pooler
-    from nanoinfer.lora.request import LoRARequest
+    from nanoinfer.features.adapters.request import LoRARequest
 
 NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the process that tries new grammars
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So streams hold

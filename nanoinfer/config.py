@@ -30,12 +30,12 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.engine.speculative.speculator import Proposer
-    from nanoinfer.sampling.logits_processors import LogitsProcessor
+    from nanoinfer.features.drafts.speculator import Proposer
+    from nanoinfer.features.own_code.logits_processors import LogitsProcessor
+    from nanoinfer.features.tracing import Tracer
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
-    from nanoinfer.tracing import Tracer
 
 MAX_ROWS_WITH_DRAFTS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 
@@ -114,7 +114,7 @@ class SpeculativeConfig:
         '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
         'asks the layer for multi-token prediction of checkpoints of Qwen3.5. "quantized" asks the model itself, with its '
         'weights rounded, by C++ kernels on a CPU. A class, or its name "my_module:MyProposer", is a Proposer '
-        "(nanoinfer.engine.speculative.speculator) of your own.")]
+        "(nanoinfer.features.drafts.speculator) of your own.")]
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
         Doc("The most tokens that are guessed per sequence and step.")] = 8
     adaptive: Annotated[bool,
@@ -187,7 +187,7 @@ def proposer_class(given: object) -> "type[Proposer]":
     except (AttributeError, TypeError) as error:
         raise InvalidTypeError(
             "speculative_config's method must be a class with __init__(config), propose(sequences, limits) and forget(seq), "
-            f"got {shown(given)} ({error}); derive it from nanoinfer.engine.speculative.speculator.Proposer"
+            f"got {shown(given)} ({error}); derive it from nanoinfer.features.drafts.speculator.Proposer"
         ) from error
     return cls
 

@@ -20,10 +20,10 @@ from nanoinfer.engine.guards import CLOSED, interrupt_deferred, interrupt_handle
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.load import load_engine
-from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
+from nanoinfer.features.metrics.engine_metrics import Metric
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
     from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from nanoinfer.execution.executor import ExecutorInfo
-    from nanoinfer.lora.request import LoRARequest
+    from nanoinfer.features.adapters.request import LoRARequest
     from nanoinfer.training.rollouts import Tag
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
-        from nanoinfer.engine.beam_search import BeamSearch
+        from nanoinfer.features.beam_search.search import BeamSearch
 
         return BeamSearch(self.engine, prompts, params.clone()).run()
 

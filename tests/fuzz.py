@@ -37,9 +37,9 @@ from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config
-from nanoinfer.lora.request import LoRARequest
 from tests.helpers import lora_adapters, tiny_models
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}

@@ -14,7 +14,6 @@ import pytest
 from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer import async_llm as async_llm_module
 from nanoinfer.async_llm import merged
-from nanoinfer.engine.metrics import Counter, Gauge
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     EngineDeadError,
@@ -24,8 +23,9 @@ from nanoinfer.errors import (
     NanoinferError,
     QueueFullError,
 )
+from nanoinfer.features.metrics.engine_metrics import Counter, Gauge
+from nanoinfer.features.structured import grammar
 from nanoinfer.outputs import Delta
-from nanoinfer.sampling import grammar
 from tests.helpers import tiny_models
 from tests.helpers.limited_steps import limited_steps
 from tests.helpers.starts import recorded_starts

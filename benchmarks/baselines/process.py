@@ -17,8 +17,8 @@ from typing import Any
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.fast.cpu.native import cache_folder
-from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import file_digests
+from nanoinfer_lab.bench.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from benchmarks.device.processes import OTHER, ROOT, THIS, Line, run_parts
 from benchmarks.device.table import block_of
 from nanoinfer.cli.options import check_writable
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.random_models import write_checkpoint
 from nanoinfer.loading.checkpoint import locate
+from nanoinfer_lab.bench.random_models import write_checkpoint
 
 RANDOM_MODEL = "qwen3-0.6b"
 TINY_MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}  # each program is interpreted

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.device.parts import Results, Setup
-from nanoinfer.lab.bench import environment
+from nanoinfer.system import environment
 
 ROOT = Path(__file__).parents[2]
 TESTS = (

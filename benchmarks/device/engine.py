@@ -17,10 +17,10 @@ from benchmarks.baselines.process import parse_baselines
 from benchmarks.compare import compare
 from benchmarks.device.parts import Results, Setup
 from benchmarks.device.watch import Watch
-from nanoinfer.lab.bench.offline import load, run_workload
-from nanoinfer.lab.bench.workloads import Workload, named
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer_lab.bench.offline import load, run_workload
+from nanoinfer_lab.bench.workloads import Workload, named
 
 MAX_RATIO = 3  # of the 99th percentile of the inter-token latency and its median
 TINY = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "chunk_size": 16, "max_model_len": 28, "block_size": 4}

@@ -13,7 +13,7 @@ from typing import Any
 from nanoinfer.chat.harmony import MARKS
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
-from nanoinfer.sampling.json_schema import enforceable
+from nanoinfer.features.structured.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
 
 Tool = Callable[..., object] | Mapping[str, object]

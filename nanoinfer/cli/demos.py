@@ -7,8 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from nanoinfer.features.tracing import (
+    BlocksShared,
+    Recorder,
+    RequestAdded,
+    StepScheduled,
+    StepTimed,
+    TokenAppended,
+    TokensDrafted,
+)
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.tracing import BlocksShared, Recorder, RequestAdded, StepScheduled, StepTimed, TokenAppended, TokensDrafted
 
 
 class Moment(NamedTuple):

@@ -33,9 +33,9 @@ from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
-from nanoinfer.lab.bench import environment
 from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.system import environment
 from nanoinfer.system.process import available_cpu_memory, cpu_quota, limit_threads
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2

@@ -98,7 +98,7 @@ def verify(
 ) -> None:
     """Compare a model, as it runs on this machine, with transformers: greedy tokens, log-probabilities, perplexity."""
     with busy("Starting"):
-        from nanoinfer.cli.verify import examine, print_report
+        from nanoinfer_lab.cli.verify import examine, print_report
 
     report = examine(model, revision, against=against, variants=variants, device=device)
     print_result(report, as_json, print_report)

@@ -18,8 +18,8 @@ from nanoinfer.cli import options
 from nanoinfer.cli.commands import complete_from, print_error
 from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
 @options.expand_options

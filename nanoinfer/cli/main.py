@@ -15,46 +15,49 @@ from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, in_words
 # all of them take longer than some commands.
 COMMANDS = {
     "generate": (
-        "generate:generate",
+        "nanoinfer.cli.generate:generate",
         """\
 nanoinfer generate "Once upon a time" --temperature 0.7 --seed 1
 nanoinfer generate --chat -m Qwen/Qwen3-0.6B "What is a KV cache?" --stats""",
     ),
     "chat": (
-        "chat:chat",
+        "nanoinfer.cli.chat:chat",
         """\
 nanoinfer chat -m Qwen/Qwen3-0.6B
 git diff | nanoinfer chat "Write a commit message" --url http://127.0.0.1:8000""",
     ),
     "explain": (
-        "explain:explain",
+        "nanoinfer.cli.explain:explain",
         """\
 nanoinfer explain "Once upon a time" --top-k 5 --seed 1
 nanoinfer explain --demo preemption""",
     ),
-    "serve": ("serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
-    "batch": ("batch:batch", "nanoinfer batch requests.jsonl -o results.jsonl"),
-    "models": ("examine:models", "nanoinfer models"),
-    "inspect": ("examine:inspect", "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096"),
+    "serve": ("nanoinfer.cli.serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
+    "batch": ("nanoinfer.cli.batch:batch", "nanoinfer batch requests.jsonl -o results.jsonl"),
+    "models": ("nanoinfer.cli.examine:models", "nanoinfer models"),
+    "inspect": ("nanoinfer.cli.examine:inspect", "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096"),
     "check-scheduler": (
-        "check_scheduler:check_scheduler",
+        "nanoinfer_lab.cli.check_scheduler:check_scheduler",
         "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
     ),
     "simulate": (
-        "simulate:simulate",
+        "nanoinfer_lab.cli.simulate:simulate",
         """\
 nanoinfer simulate -m config.json --hardware H100 --num-prompts 200 --request-rate 20 --input-len 500 --output-len 100
 nanoinfer bench roofline --json > here.json; nanoinfer simulate --hardware here.json --workload B16""",
     ),
-    "doctor": ("examine:doctor", "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv"),
+    "doctor": (
+        "nanoinfer.cli.examine:doctor",
+        "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
+    ),
     "verify": (
-        "examine:verify",
+        "nanoinfer.cli.examine:verify",
         """\
 nanoinfer verify -m Qwen/Qwen3-0.6B
 nanoinfer verify -m qwen2.5-0.5b-instruct-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct --variants bfloat16,int4""",
     ),
-    "bench": ("bench:app", ""),
-    "learn": ("learn:app", ""),
+    "bench": ("nanoinfer_lab.cli.bench:app", ""),
+    "learn": ("nanoinfer_course.cli:app", ""),
 }
 
 
@@ -68,7 +71,7 @@ class _Root(Commands):
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             place, examples = COMMANDS[cmd_name]
             module, _, name = place.partition(":")
-            found = getattr(import_module(f"nanoinfer.cli.{module}"), name)
+            found = getattr(import_module(module), name)
             if isinstance(found, typer.Typer):
                 command: Any = typer.main.get_group(found)
             else:

@@ -82,8 +82,8 @@ def serve(
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions) -> tuple["AsyncLLM", ServerSettings]:
     """Load a server's model. Returns the options with the model's name, too."""
+    from nanoinfer.features.tracing.recent import RecentRecorder
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
-    from nanoinfer.tracing.recent import RecentRecorder
 
     if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
         raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")

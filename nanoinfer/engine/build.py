@@ -6,19 +6,19 @@ Each function imports torch when it is called, so that the rest of this folder r
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features import tracing
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
-    from nanoinfer.engine.speculative.speculator import Proposer
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
+    from nanoinfer.features.adapters.adapters import Adapters
+    from nanoinfer.features.drafts.speculator import Proposer
     from nanoinfer.loading.loaded_weights import LoadedWeights
-    from nanoinfer.lora.adapters import Adapters
     from nanoinfer.models.registry import Model
 
 
@@ -68,7 +68,7 @@ def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" 
     """Hook the adapters of requests into the layers, before kernels replace the layers. Raises: the errors of Adapters."""
     if not config.enable_lora:
         return None
-    from nanoinfer.lora.adapters import Adapters
+    from nanoinfer.features.adapters.adapters import Adapters
 
     return Adapters(model, config.max_loras, config.max_lora_rank, shards)
 
@@ -105,7 +105,7 @@ def make_draft(runtime: "Runtime", config: EngineConfig, draft_model: "Model | N
     if config.speculative is None or draft_model is None:
         return runtime, None
     if config.speculative.method == "mtp":
-        from nanoinfer.execution.mtp_runner import with_drafter
+        from nanoinfer.features.drafts.mtp_runner import with_drafter
 
         return with_drafter(runtime, draft_model)
     return runtime, make_runtime(draft_model, _draft_config(config))
@@ -133,16 +133,16 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
     if config.speculative is None:
         return None
     if isinstance(proposer_cls := config.speculative.method, type):
-        from nanoinfer.engine.speculative.checked import CheckedProposer
+        from nanoinfer.features.drafts.checked import CheckedProposer
 
         return CheckedProposer(proposer_cls(config.speculative), target.info.vocab_size)
     if draft is None:
-        from nanoinfer.engine.speculative.ngram import NGramProposer
+        from nanoinfer.features.drafts.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
     if config.bits_of_draft is not None:
-        from nanoinfer.engine.speculative.quantized import QuantizedProposer
         from nanoinfer.execution.local_executor import LocalExecutor
+        from nanoinfer.features.drafts.quantized import QuantizedProposer
 
         return QuantizedProposer(LocalExecutor(draft, target.info, _draft_config(config), cache=target.runner.cache))
     if draft.sizes.num_state_layers:
@@ -155,10 +155,10 @@ def make_proposer(draft: "Runtime | None", config: EngineConfig, target: "LocalE
     target.drafter = executor
     target.runner.cache.attached += executor.runner.cache.tensors()
     if config.speculative.method == "mtp":
-        from nanoinfer.engine.speculative.mtp import MTPProposer
+        from nanoinfer.features.drafts.mtp import MTPProposer
 
         return MTPProposer(executor, config.scheduler)
-    from nanoinfer.engine.speculative.draft_model import DraftModelProposer
+    from nanoinfer.features.drafts.draft_model import DraftModelProposer
 
     return DraftModelProposer(executor, config.scheduler)
 

@@ -23,10 +23,10 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
-    from nanoinfer.lora.adapters import Adapter, Adapters
-    from nanoinfer.lora.request import LoRARequest
-    from nanoinfer.sampling.grammar import GrammarCompiler, GrammarState
-    from nanoinfer.sampling.thinking import ReasoningState
+    from nanoinfer.features.adapters.adapters import Adapter, Adapters
+    from nanoinfer.features.adapters.request import LoRARequest
+    from nanoinfer.features.reasoning.thinking import ReasoningState
+    from nanoinfer.features.structured.grammar import GrammarCompiler, GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class InputProcessor:
 
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
-        from nanoinfer.sampling.grammar import GrammarCompiler
+        from nanoinfer.features.structured.grammar import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self._info.vocab_size)
 
@@ -301,7 +301,7 @@ class InputProcessor:
         if budget is None:
             return None
         from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
-        from nanoinfer.sampling.thinking import ReasoningState
+        from nanoinfer.features.reasoning.thinking import ReasoningState
 
         if self.tokenizer is None or self.end_of_reasoning is None:
             raise InvalidValueError(

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
-from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight
+from nanoinfer.features import tracing
+from nanoinfer.features.metrics.engine_metrics import EngineMetrics, Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import CacheLayout
 from nanoinfer.scheduling.scheduler import scheduling_classes
@@ -28,8 +28,8 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.speculative.speculator import Proposer, Speculator
-    from nanoinfer.lora.adapters import Adapters
+    from nanoinfer.features.adapters.adapters import Adapters
+    from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class LLMEngine:
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         if proposer is not None and config.speculative is not None:
-            from nanoinfer.engine.speculative.speculator import Speculator
+            from nanoinfer.features.drafts.speculator import Speculator
 
             num_rows = config.max_num_rows
             self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)

@@ -4,11 +4,11 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, first_line, is_out_of_memory
+from nanoinfer.features import tracing
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.scheduling.scheduler import scheduling_classes
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import repeat
 
-from nanoinfer import tracing
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
+from nanoinfer.features import tracing
 from nanoinfer.outputs import (
     CompletionOutput,
     Delta,

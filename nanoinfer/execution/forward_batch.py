@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer import tracing
 from nanoinfer.attention.base import AttentionMetadata, StateUpdate
 from nanoinfer.execution.packing import describe, pack
+from nanoinfer.features import tracing
 from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device

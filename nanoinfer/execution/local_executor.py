@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer import tracing
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
+from nanoinfer.features import tracing
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
@@ -171,7 +171,7 @@ class LocalExecutor:
             return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs), 0.0
         tracer = None
         if self._tracer is not None and self._tracer.wants_stages:
-            from nanoinfer.sampling.stage_trace import StageTracer
+            from nanoinfer.features.tracing.stage_trace import StageTracer
 
             tracer = StageTracer(self._tracer, sequences, self._tokenizer)
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)

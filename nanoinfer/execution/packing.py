@@ -5,7 +5,7 @@ In: a StepPlan. Out: a Packed, of which forward_batch.py makes tensors.
 
 from typing import NamedTuple
 
-from nanoinfer import tracing
+from nanoinfer.features import tracing
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 

@@ -15,7 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 
 if TYPE_CHECKING:
-    from nanoinfer.lora.layers import AdaptedLayers
+    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 
 def accelerate(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:

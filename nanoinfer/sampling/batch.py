@@ -23,7 +23,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:
-    from nanoinfer.sampling.grammar_mask import GrammarMask
+    from nanoinfer.features.structured.grammar_mask import GrammarMask
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _NUM_AHEAD = 8  # the steps whose uniform numbers are computed together, if the same rows go on
@@ -283,7 +283,7 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
             entries["repeated_ngrams"].append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
     if any(seq.grammar is not None for seq in sequences):
-        from nanoinfer.sampling.grammar_mask import GrammarMask
+        from nanoinfer.features.structured.grammar_mask import GrammarMask
 
         fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
     if "allowed" in entries:

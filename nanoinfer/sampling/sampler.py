@@ -22,7 +22,7 @@ from nanoinfer.sampling.stages import Logits
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:
-    from nanoinfer.sampling.stage_trace import StageTracer
+    from nanoinfer.features.tracing.stage_trace import StageTracer
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
 

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from nanoinfer import tracing
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features import tracing
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 from nanoinfer.scheduling.prefix_index import CacheGroup, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence

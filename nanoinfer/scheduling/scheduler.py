@@ -38,9 +38,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from nanoinfer import tracing
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.errors import InvalidTypeError, NanoinferError
+from nanoinfer.features import tracing
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus

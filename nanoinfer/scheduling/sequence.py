@@ -15,7 +15,7 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from nanoinfer.sampling.thinking import ReasoningState
+    from nanoinfer.features.reasoning.thinking import ReasoningState
     from nanoinfer.scheduling.step_plan import ScheduledSequence
 
 

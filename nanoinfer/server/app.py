@@ -17,7 +17,8 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol, schemas
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
@@ -51,7 +52,6 @@ from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, Respons
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.settings import ServerSettings
 from nanoinfer.server.updates import add_adapters, add_weights
-from nanoinfer.tracing.recent import RecentRecorder
 
 STREAMS = text_body("text/event-stream")  # or JSON
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.engine import metrics as engine_metrics
+from nanoinfer.features.metrics import engine_metrics
 
 
 class Metrics(Collector):

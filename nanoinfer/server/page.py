@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from nanoinfer.arguments import declarations
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.features.tracing import viewer
+from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.errors import RequestError
-from nanoinfer.tracing import viewer
-from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # the number of answers whose replays are kept
 _CHATS = [f"Tell me a story about {name}" for name in ("Lily", "Tom", "Felix")]  # what the bundled models can do

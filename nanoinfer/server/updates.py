@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.server import schemas
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
 from nanoinfer.server.errors import RequestError, json_response, text_body

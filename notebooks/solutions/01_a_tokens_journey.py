@@ -5,10 +5,10 @@ from definitions import definitions
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.lab import stories
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer_lab import stories
 
 notebook = definitions("01_a_tokens_journey")
 torch.set_grad_enabled(False)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.lab.bench.workloads import Workload
+from nanoinfer.features.tracing import BatchBuilt, BlockCopied, StepScheduled
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tracing import BatchBuilt, BlockCopied, StepScheduled
+from nanoinfer_lab.bench.workloads import Workload
 
 notebook = definitions("03_pages")
 BYTES_PER_TOKEN = 2304

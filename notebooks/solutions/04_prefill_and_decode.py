@@ -6,9 +6,9 @@ from unittest.mock import patch
 import torch
 import transformers
 
-from nanoinfer.lab.bench import random_models, roofline
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
+from nanoinfer_lab.bench import random_models, roofline
 
 FP32 = torch.float32
 tiny, _ = on_meta(Checkpoint.open("tiny-qwen3"))

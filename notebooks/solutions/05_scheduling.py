@@ -3,7 +3,7 @@
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import StepScheduled
+from nanoinfer.features.tracing import StepScheduled
 
 notebook = definitions("05_scheduling")
 BYTES_PER_TOKEN = 2304

@@ -12,10 +12,10 @@ from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from nanoinfer.server.settings import ServerSettings
-from nanoinfer.tracing import StepScheduled
 
 notebook = definitions("06_serving")
 torch.set_num_threads(1)

@@ -4,8 +4,8 @@ import torch
 from definitions import definitions
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.lab import stories
 from nanoinfer.sampling.stages import keep_min_p, keep_top_k, keep_top_p
+from nanoinfer_lab import stories
 
 notebook = definitions("07_the_sampler_stage_by_stage")
 p = torch.tensor([0.35, 0.22, 0.15, 0.10, 0.08, 0.05, 0.03, 0.02])

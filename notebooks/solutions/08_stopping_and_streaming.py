@@ -3,7 +3,7 @@
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import TokenAppended
+from nanoinfer.features.tracing import TokenAppended
 
 notebook = definitions("08_stopping_and_streaming")
 notebook.llm = llm = LLM(device="cpu", tracer=(recorder := Recorder()))

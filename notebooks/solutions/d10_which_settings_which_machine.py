@@ -5,9 +5,9 @@ from dataclasses import replace
 from definitions import definitions
 
 from nanoinfer.config import EngineArgs
-from nanoinfer.lab.simulate.hardware import HARDWARE
-from nanoinfer.lab.simulate.simulator import requests_of, simulate
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer_lab.simulate.hardware import HARDWARE
+from nanoinfer_lab.simulate.simulator import requests_of, simulate
 
 notebook = definitions("d10_which_settings_which_machine")
 

@@ -5,8 +5,8 @@ from collections import Counter
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.tracing import StepScheduled
 
 notebook = definitions("d5c_write_your_own_scheduler")
 

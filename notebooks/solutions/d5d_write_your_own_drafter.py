@@ -5,10 +5,10 @@ from collections import Counter
 
 from definitions import definitions
 
-from nanoinfer.engine.speculative.ngram import NGramProposer
-from nanoinfer.lab import stories
+from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer_lab import stories
 
 notebook = definitions("d5d_write_your_own_drafter")
 LongerMemory = notebook.LongerMemory

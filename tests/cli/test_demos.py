@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from nanoinfer import LLM, Recorder
 from nanoinfer.cli.demos import DEMOS, num_new_tokens
 from nanoinfer.cli.main import app
-from nanoinfer.tracing import (
+from nanoinfer.features.tracing import (
     BlocksFreed,
     BlocksShared,
     RequestAdded,

@@ -15,7 +15,6 @@ import typer
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli import bench
 from nanoinfer.cli.chat_session import PARAMETERS, Conversation
 from nanoinfer.cli.commands import cli_errors
 from nanoinfer.cli.options import (
@@ -28,11 +27,12 @@ from nanoinfer.cli.options import (
     read_file,
     read_standard_input,
 )
-from nanoinfer.lab.bench.comparison import read_report
-from nanoinfer.lab.bench.workloads import recorded
-from nanoinfer.lab.simulate.hardware import HARDWARE, Hardware
 from nanoinfer.loading.checkpoint import read_json
 from nanoinfer.server.batch import check_requests, read_requests
+from nanoinfer_lab.bench.comparison import read_report
+from nanoinfer_lab.bench.workloads import recorded
+from nanoinfer_lab.cli import bench
+from nanoinfer_lab.simulate.hardware import HARDWARE, Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +178,8 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none(capsys, monkeypatc
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):
-    from nanoinfer.lab.bench.timing import Figures, Measurement, Percentiles, Run
-    from nanoinfer.lab.bench.workloads import Workload
+    from nanoinfer_lab.bench.timing import Figures, Measurement, Percentiles, Run
+    from nanoinfer_lab.bench.workloads import Workload
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)

@@ -18,7 +18,7 @@ MINE = """
 import torch
 from nanoinfer import register_backend, register_model
 from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.engine.speculative.speculator import Proposer
+from nanoinfer.features.drafts.speculator import Proposer
 from nanoinfer.models.registry import find_model
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.v1.sample.logits_processor import LogitsProcessor

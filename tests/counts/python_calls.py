@@ -100,7 +100,7 @@ def settings():
 
 def count_llm(llm, name):
     """Run a workload. Returns: Calls of a decode step and of LLM.generate with all prompts, by "step" and "requests"."""
-    from nanoinfer.lab.bench.workloads import WORKLOADS
+    from nanoinfer_lab.bench.workloads import WORKLOADS
 
     workload = WORKLOADS[name]
     prompts, params = workload.prompts(llm.engine.executor.info.vocab_size, run=0), workload.params()

@@ -14,12 +14,12 @@ from nanoinfer.distributed.communicator import Communicator
 from nanoinfer.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
+from nanoinfer.features.adapters.adapters import Adapters
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.weights import TensorInfo, Weights
-from nanoinfer.lora.adapters import Adapters
-from nanoinfer.lora.request import LoRARequest
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 

@@ -24,11 +24,11 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.distributed.worker import run as run_worker
-from nanoinfer.engine.speculative.ngram import NGramProposer
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.drafts.ngram import NGramProposer
+from nanoinfer.features.tracing import StageApplied
 from nanoinfer.sampling.sampler import STAGES
-from nanoinfer.tracing import StageApplied
 from tests.helpers import forked, tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.tiny_models import assert_nothing_is_left

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer.tracing import StepScheduled, TokenAppended
+from nanoinfer.features.tracing import StepScheduled, TokenAppended
 
 DOCS = Path(__file__).parents[2] / "docs"
 

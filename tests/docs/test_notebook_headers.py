@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from nanoinfer.lab.learn import track
+from nanoinfer_course.learn import track
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("header", ROOT / "notebooks" / "header.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import TokenDrawn
+from nanoinfer.features.tracing import TokenDrawn
 from tools import address
 
 README = Path(__file__).parents[2] / "README.md"

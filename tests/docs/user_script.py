@@ -14,9 +14,9 @@ from nanoinfer import (
     TextPrompt,
     TokensPrompt,
 )
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES
-from nanoinfer.tracing import StepScheduled
 
 
 def double(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -14,9 +14,9 @@ import transformers
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.errors import InvalidTypeError
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampling.sampler import STAGES
-from nanoinfer.tracing import StepScheduled
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import assert_nothing_is_left
 

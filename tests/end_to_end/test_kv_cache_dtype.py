@@ -8,7 +8,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, register_backend
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.lab.stories import GRAMMAR
+from nanoinfer_lab.stories import GRAMMAR
 
 pytestmark = pytest.mark.slow
 

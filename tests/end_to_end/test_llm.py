@@ -20,7 +20,6 @@ import torch
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.config import NEUTRAL, SchedulerConfig
-from nanoinfer.engine.metrics import Counter, Gauge, Histogram
 from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import (
     CheckpointNotFoundError,
@@ -30,8 +29,9 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
 )
+from nanoinfer.features.metrics.engine_metrics import Counter, Gauge, Histogram
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.tracing import StepScheduled
 from tests.helpers import tiny_models
 from tests.helpers.threads import run_in_threads
 from tests.helpers.tiny_models import assert_nothing_is_left

@@ -38,7 +38,7 @@ PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 EMULATED = "d9_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
 BEFORE = {  # smaller products than those that measure a machine, and one round of training
-    "04_prefill_and_decode": "from nanoinfer.lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
+    "04_prefill_and_decode": "from nanoinfer_lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
     "d8_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
 }
 # {text of a cell: what runs here}. Whether a notebook works does not depend on how often it measures a time, or on the sizes

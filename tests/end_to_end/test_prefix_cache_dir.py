@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
 from tests.helpers import forked, tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 

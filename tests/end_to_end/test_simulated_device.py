@@ -19,9 +19,9 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model, read_config
-from nanoinfer.lora.request import LoRARequest
 from tests.helpers import forked, lora_adapters, tiny_models
 
 pytestmark = [

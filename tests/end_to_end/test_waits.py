@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.execution.local_executor import LocalExecutor
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
 from tests.helpers import tiny_models
 from tests.helpers.fake_cuda import fake_cuda

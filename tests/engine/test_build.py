@@ -7,8 +7,8 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
-from nanoinfer.engine.speculative.ngram import NGramProposer
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 

@@ -14,9 +14,9 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.errors import NanoinferError
+from nanoinfer.features.tracing import RequestFinished, StepScheduled, StepTimed
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
 from tests.helpers import tiny_models
 
 BLOCK_SIZE = 4

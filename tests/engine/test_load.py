@@ -8,8 +8,8 @@ import torch
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.load import load_engine
 from nanoinfer.errors import CheckpointNotFoundError, NanoinferError, OutOfMemoryError
+from nanoinfer.features.tracing import EngineStarted, Recorder
 from nanoinfer.loading import loader
-from nanoinfer.tracing import EngineStarted, Recorder
 
 CACHE = CacheConfig(kv_cache_memory=2**22)
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
-from nanoinfer.lora.request import LoRARequest
-from nanoinfer.sampling.logits_processors import LogitsProcessor
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.own_code.logits_processors import LogitsProcessor
 from nanoinfer.sampling.sampler import STAGES
 from tests.features.covering import FACTORS, Run
 from tests.helpers import tiny_models, tool_cases

@@ -14,8 +14,10 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+from nanoinfer.features.beam_search.search import BeamSearch
+from nanoinfer.features.tracing import EventBuffer
+
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
@@ -23,7 +25,6 @@ from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.tracing import EventBuffer
 from tests.golden.loads import EOS, VOCAB_SIZE, Load, make_load, mixed, token_at
 from tests.golden.memory import Memory
 from tests.helpers.fake_executor import FakeExecutor

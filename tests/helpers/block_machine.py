@@ -7,8 +7,8 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing.machines import CHOICES, TOKENS, run
-from nanoinfer.testing.rules import Memory, names
+from nanoinfer_lab.testing.machines import CHOICES, TOKENS, run
+from nanoinfer_lab.testing.rules import Memory, names
 
 
 class BlockMachine(RuleBasedStateMachine):

@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.types import UUID4, ByteSize, FilePath
 
-from nanoinfer.sampling.grammar import GrammarState
+from nanoinfer.features.structured.grammar import GrammarState
 from tests.helpers.byte_tokenizer import EOS, TOKENS
 
 Color = enum.Enum("Color", {"RED": "red", "GREEN": "green", "BLUE": "blue"})

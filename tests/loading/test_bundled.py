@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from nanoinfer import LLM, SamplingParams, parse_chat_answer
-from nanoinfer.lab import stories
 from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
+from nanoinfer_lab import stories
 from tools.calls.documents import write_conversation
 from tools.stories import measure
 

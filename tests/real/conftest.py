@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 
-from nanoinfer.lab.bench import environment
+from nanoinfer.system import environment
 from tests.real import packages
 from tests.real.packages import CACHE, PACKAGES
 

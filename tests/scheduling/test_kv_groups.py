@@ -8,15 +8,15 @@ from hypothesis.stateful import initialize
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.features.tracing import BlockEvicted, BlocksReleased, Recorder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks
 from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.prefix_index import first_reached
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing import machines
-from nanoinfer.testing.rules import Memory
-from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
+from nanoinfer_lab.testing import machines
+from nanoinfer_lab.testing.rules import Memory
 from tests.helpers.block_machine import BlockMachine
 
 

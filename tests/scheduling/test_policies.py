@@ -14,10 +14,10 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing import machines
+from nanoinfer_lab.testing import machines
 from tests.helpers.block_machine import check_block_manager
 from tests.helpers.fake_executor import FakeExecutor
-from tests.testing.worlds import PreemptsAlways
+from tests.lab.testing.worlds import PreemptsAlways
 
 
 class Contrary(Scheduler):

@@ -13,7 +13,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.testing.machines import check_random_loads
+from nanoinfer_lab.testing.machines import check_random_loads
 
 
 def make(num_blocks=64, block_size=2, **config):

@@ -13,8 +13,8 @@ from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing import machines
-from nanoinfer.testing.rules import Memory
+from nanoinfer_lab.testing import machines
+from nanoinfer_lab.testing.rules import Memory
 from tests.helpers.block_machine import CHOICES, BlockMachine, check_block_manager
 
 

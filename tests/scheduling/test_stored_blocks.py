@@ -12,8 +12,8 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.testing import machines
-from nanoinfer.testing.rules import Memory
+from nanoinfer_lab.testing import machines
+from nanoinfer_lab.testing.rules import Memory
 from tests.helpers.block_machine import CHOICES, BlockMachine
 from tests.scheduling.test_state_slots import States
 

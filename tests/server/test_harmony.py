@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from nanoinfer import AsyncLLM
 from nanoinfer.chat.harmony import FINAL, HarmonyParser
-from nanoinfer.sampling.logits_processors import LogitsProcessor, process_dict_updates
+from nanoinfer.features.own_code.logits_processors import LogitsProcessor, process_dict_updates
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest
 from tests.helpers import http_server, tiny_models

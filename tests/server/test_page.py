@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from nanoinfer import AsyncLLM, SamplingParams
+from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.tracing.recent import RecentRecorder
 from tests.helpers.contrast import POOR_CONTRASTS
 from tests.helpers.http_server import serving
 from tests.helpers.limited_steps import limited_steps

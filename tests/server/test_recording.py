@@ -6,8 +6,8 @@ import pytest
 
 from nanoinfer import AsyncLLM
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench import workloads
 from nanoinfer.server.recording import RequestLog
+from nanoinfer_lab.bench import workloads
 from tests.helpers import http_server
 
 

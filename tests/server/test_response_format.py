@@ -12,8 +12,8 @@ from nanoinfer.chat.tools import after_thinking
 from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.structured import grammar
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.sampling import grammar
 from nanoinfer.server.app import create_app
 from nanoinfer.server.batch import BatchRequest
 from nanoinfer.server.batch import answer as answer_of_batch

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.lab import stories
+from nanoinfer_lab import stories
 from tools.stories.documents import MESSAGE_END, train_bpe
 
 VOCAB_SIZE = 1024

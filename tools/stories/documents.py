@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.lab import stories
-from nanoinfer.lab.stories.grammar import Reading
+from nanoinfer_lab import stories
+from nanoinfer_lab.stories.grammar import Reading
 
 CHAT_SHARE = 0.2  # of the documents. The others are a story alone.
 VOCAB_SIZE = 2048  # at most: training ends a little earlier, when every word of the stories is one token

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nanoinfer.lab import stories
+from nanoinfer_lab import stories
 from tools.stories.documents import CHAT_SHARE, SEQUENCE_LENGTH, write_document
 
 SEED = 4321  # not train.py's, so that held-out documents are new: the most likely story has probability 10 ** -15
@@ -137,7 +137,7 @@ pipeline_tag: text-generation
 A {type(model).__name__} of {model.num_parameters():,} fp32 weights that tells short children's stories. It comes with
 nanoinfer, to run, watch and test an inference engine on a model that loads at once and has really learned something.
 
-- **Text:** nanoinfer's own grammar of stories (`nanoinfer/lab/stories`), no foreign text. Of the documents,
+- **Text:** nanoinfer's own grammar of stories (`nanoinfer_lab/stories`), no foreign text. Of the documents,
   {CHAT_SHARE:.0%} are chats of one turn: "Tell me a story about Lily".
 - **Tokenizer:** byte-level BPE, {model.config.vocab_size:,} tokens with all 256 bytes. A story ends with `<|endoftext|>`, an
   answer in a chat with `<|im_end|>`. Both are EOS ids.

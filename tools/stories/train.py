@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nanoinfer.lab import stories
+from nanoinfer_lab import stories
 from tools.stories.documents import (
     END_OF_TEXT,
     MESSAGE_END,

@@ -18,7 +18,7 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.lora.request import LoRARequest
+    from nanoinfer.features.adapters.request import LoRARequest
 
 
 class VLLMEngine(LLM):

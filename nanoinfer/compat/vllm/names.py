@@ -14,4 +14,4 @@ from nanoinfer.compat.vllm.placeholders import (
     StructuredOutputsConfig,
 )
 from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, ScoringRequestOutput
-from nanoinfer.sampling.logits_processors import VllmConfig
+from nanoinfer.features.own_code.logits_processors import VllmConfig

@@ -43,7 +43,7 @@ from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory
 
 if TYPE_CHECKING:
-    from nanoinfer.lora.layers import AdaptedLayers
+    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 logger = logging.getLogger(__name__)
 

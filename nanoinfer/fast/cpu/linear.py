@@ -26,7 +26,7 @@ from nanoinfer.models.layers import Hidden, Ids, Untraced
 
 if TYPE_CHECKING:
     from nanoinfer.fast.cpu.lora import CPUAdapters
-    from nanoinfer.lora.layers import AdaptedLayers
+    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 

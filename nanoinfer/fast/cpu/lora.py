@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nanoinfer.fast.cpu.program import fields
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.features.adapters.layers import AdaptedLinear
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.lora.layers import AdaptedLinear
 
 RANKS, OUTPUTS = 4, 16  # as in lora.h
 

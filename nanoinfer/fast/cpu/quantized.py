@@ -35,7 +35,7 @@ from nanoinfer.loading.quantization import Moments, quantize, quantized, stored_
 from nanoinfer.loading.weights import QuantizedWeight, StoredParameter
 
 if TYPE_CHECKING:
-    from nanoinfer.lora.layers import AdaptedLayers
+    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 

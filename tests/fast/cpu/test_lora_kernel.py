@@ -7,8 +7,8 @@ from torch import nn
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.lora.layers import AdaptedLinear, AdapterMapping
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import native, packs
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights
-from nanoinfer.lora.request import LoRARequest
 from nanoinfer.system import disk_cache
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 

@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from nanoinfer import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.features.adapters.request import LoRARequest
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 

@@ -8,12 +8,12 @@ import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.features.tracing import TokenDrawn
+from nanoinfer.features.tracing.stage_trace import StageTracer
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import STAGES, Sampler
-from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tracing import TokenDrawn
 from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import batch_of, sampling_by, the_same
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoinfer.lab.bench import roofline
+from nanoinfer_lab.bench import roofline
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from benchmarks.baselines.process import ENGINES, Baseline, BaselineProcess, Requirements, parse_baselines
 from benchmarks.compare import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer_lab.bench.workloads import Workload
 
 pytestmark = pytest.mark.slow
 

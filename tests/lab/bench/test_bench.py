@@ -14,18 +14,18 @@ import transformers
 from typer.testing import CliRunner
 
 from nanoinfer import LLM
-from nanoinfer.cli import bench
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench import ladder, offline, random_models, roofline, workloads
-from nanoinfer.lab.bench.offline import run_workload
-from nanoinfer.lab.bench.timing import RequestTiming, Run, figures
-from nanoinfer.lab.bench.workloads import Workload
-from nanoinfer.lab.simulate.costs import StepPart
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.tracing import Recorder, StepScheduled
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.lora.request import LoRARequest
-from nanoinfer.tracing import Recorder, StepScheduled
+from nanoinfer_lab.bench import ladder, offline, random_models, roofline, workloads
+from nanoinfer_lab.bench.offline import run_workload
+from nanoinfer_lab.bench.timing import RequestTiming, Run, figures
+from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.cli import bench
+from nanoinfer_lab.simulate.costs import StepPart
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.lab.bench import workloads
-from nanoinfer.lab.bench.serve import Target, figures, run
-from nanoinfer.lab.bench.timing import RequestTiming, parse_goodput
 from nanoinfer.server.client import Client
+from nanoinfer_lab.bench import workloads
+from nanoinfer_lab.bench.serve import Target, figures, run
+from nanoinfer_lab.bench.timing import RequestTiming, parse_goodput
 from tests.helpers import fake_server
 from tests.helpers.fake_server import chat_events, event, reply, stream
 

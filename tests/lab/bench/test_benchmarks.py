@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
-from nanoinfer.lab.bench import workloads
+from nanoinfer_lab.bench import workloads
 
 pytestmark = pytest.mark.slow
 

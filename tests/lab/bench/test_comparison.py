@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
-from nanoinfer.lab.bench.comparison import geometric_mean
-from nanoinfer.lab.bench.timing import Measurement, RequestTiming, Run, figures
-from nanoinfer.lab.bench.workloads import Workload
+from nanoinfer_lab.bench.comparison import geometric_mean
+from nanoinfer_lab.bench.timing import Measurement, RequestTiming, Run, figures
+from nanoinfer_lab.bench.workloads import Workload
 
 
 def report(*seconds, **changes):

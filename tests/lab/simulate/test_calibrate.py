@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from nanoinfer.cli.main import app
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.bench.timing import figures
-from nanoinfer.lab.bench.workloads import Workload
-from nanoinfer.lab.simulate.calibrate import read_runs
-from nanoinfer.lab.simulate.hardware import Hardware
-from nanoinfer.lab.simulate.simulator import requests_of, simulate
+from nanoinfer_lab.bench.timing import figures
+from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.simulate.calibrate import read_runs
+from nanoinfer_lab.simulate.hardware import Hardware
+from nanoinfer_lab.simulate.simulator import requests_of, simulate
 from tests.lab.simulate.test_simulator import CONFIG, REAL, SIZES
 
 FEW = Workload(name="yours", input_lens=(40, 9, 120), output_lens=(6, 9, 4), arrivals=(0.0, 0.2, 0.5))

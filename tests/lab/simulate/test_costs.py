@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
-from nanoinfer.lab.bench import roofline
-from nanoinfer.lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork, work_of
-from nanoinfer.lab.simulate.hardware import HARDWARE, Hardware
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer_lab.bench import roofline
+from nanoinfer_lab.simulate.costs import FORMATS, ModelSizes, StepCosts, StepWork, work_of
+from nanoinfer_lab.simulate.hardware import HARDWARE, Hardware
 from tests.helpers import tiny_models
 
 QWEN3_32B = {

@@ -6,8 +6,8 @@ import pytest
 
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lab.simulate.disaggregated import simulate_engines
-from nanoinfer.lab.simulate.simulator import simulate
+from nanoinfer_lab.simulate.disaggregated import simulate_engines
+from nanoinfer_lab.simulate.simulator import simulate
 from tests.lab.simulate.test_simulator import REAL, SIZES, SLOW_HOST, random_requests, request
 
 LINKED = replace(SLOW_HOST, link_bandwidth=512.0 * 100, link_latency_s=0.5)  # a token's keys and values have 512 bytes

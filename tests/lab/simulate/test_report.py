@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer.config import EngineArgs
-from nanoinfer.lab.bench.workloads import described
-from nanoinfer.lab.simulate import report
-from nanoinfer.lab.simulate.costs import ModelSizes
-from nanoinfer.lab.simulate.hardware import HARDWARE
-from nanoinfer.lab.simulate.report import SimulatedRun
-from nanoinfer.lab.simulate.simulator import requests_of, simulate
+from nanoinfer_lab.bench.workloads import described
+from nanoinfer_lab.simulate import report
+from nanoinfer_lab.simulate.costs import ModelSizes
+from nanoinfer_lab.simulate.hardware import HARDWARE
+from nanoinfer_lab.simulate.report import SimulatedRun
+from nanoinfer_lab.simulate.simulator import requests_of, simulate
 from tests.helpers.contrast import POOR_CONTRASTS
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}

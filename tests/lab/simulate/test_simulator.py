@@ -13,13 +13,13 @@ import pytest
 from nanoinfer.cli.options import SimulatedOptions
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.lab.bench.workloads import Workload
-from nanoinfer.lab.simulate.costs import ModelSizes
-from nanoinfer.lab.simulate.hardware import Hardware, Overheads
-from nanoinfer.lab.simulate.simulator import SIMULATED, SimulatedRequest, TimeCounts, requests_of, simulate
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.simulate.costs import ModelSizes
+from nanoinfer_lab.simulate.hardware import Hardware, Overheads
+from nanoinfer_lab.simulate.simulator import SIMULATED, SimulatedRequest, TimeCounts, requests_of, simulate
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,8 +6,8 @@ import string
 
 import pytest
 
-from nanoinfer.lab import stories
-from nanoinfer.lab.stories.grammar import Grammar
+from nanoinfer_lab import stories
+from nanoinfer_lab.stories.grammar import Grammar
 
 FIRST, SECOND = 1 / (1 + math.sqrt(0.5)), math.sqrt(0.5) / (1 + math.sqrt(0.5))  # weights 1 and 1 / sqrt(2), normalized
 RULES = {

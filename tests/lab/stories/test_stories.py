@@ -7,9 +7,9 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from nanoinfer.lab import stories
-from nanoinfer.lab.stories import RULES
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer_lab import stories
+from nanoinfer_lab.stories import RULES
 
 MANY = 1000
 FUNCTION_WORDS = set(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.lab import stories
+from nanoinfer_lab import stories
 from tools.stories import documents, measure, train
 from tools.stories.documents import Document, read_question, train_tokenizer, write_document, write_question
 from tools.stories.measure import hero_is_right

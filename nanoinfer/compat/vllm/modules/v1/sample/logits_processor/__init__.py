@@ -1,4 +1,4 @@
-from nanoinfer.sampling.logits_processors import (
+from nanoinfer.features.own_code.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,

@@ -1,1 +1,1 @@
-from nanoinfer.sampling.logits_processors import process_dict_updates
+from nanoinfer.features.own_code.logits_processors import process_dict_updates

@@ -1,0 +1,1 @@
+from nanoinfer.features.adapters.request import LoRARequest

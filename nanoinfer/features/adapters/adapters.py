@@ -1,0 +1,202 @@
+"""Keep the adapters that an engine knows, make those of a step active, and note which rows use which.
+
+In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterMapping that
+the linear layers read. An adapter that does not fit is refused when a request names it, so that it cannot make a step fail.
+
+An adapter is kept in memory from the first request that names it. A step that uses it makes it active: it gets one of max_loras
+indices, by which the layers find it. The index is that of the least recently used adapter. The scheduler (scheduler.py) makes
+sure that no step uses more adapters than there are indices.
+
+With several ranks, rank 0 alone reads files. A step that makes an adapter active sends it to the others, which use the same
+index. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
+from nanoinfer.execution.runtime import Runtime
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
+from nanoinfer.loading.loaded_weights import Shards
+from nanoinfer.loading.quantization import QuantizedLinear
+from nanoinfer.scheduling.sequence import RequestAdapter
+from nanoinfer.system.process import available_cpu_memory
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter that fits the model.
+
+    updates: path of a linear layer -> its update, in the model's dtype. On rank 0 the updates are on the CPU.
+    digest: the digest of everything in the adapter that changes an answer.
+    """
+
+    request: LoRARequest
+    updates: dict[str, LowRankUpdate]
+    digest: str
+
+
+class Adapters:
+    """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
+
+    An LM head and the experts of a mixture cannot be adapted.
+
+    Args:
+        shards: the ranks that share the model. None: this process has the whole model.
+
+    Attributes:
+        layers: linear layer -> its AdaptedLinear, for the layers that can be adapted.
+
+    Raises:
+        InvalidValueError: max_loras active adapters take more memory than is free.
+    """
+
+    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
+        self._rules, self._shards = model.weight_rules, shards
+        self._mapping = AdapterMapping(max_loras, max_rank)
+        weight = next(model.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._layers: dict[str, AdaptedLinear] = {}
+        self.layers: dict[nn.Module, AdaptedLinear] = {}
+        self._shapes = {  # the shapes of whole layers, also with several ranks
+            path: shape_of(linear)
+            for path, linear in (model if shards is None else shards.whole).named_modules()
+            if isinstance(linear, nn.Linear | QuantizedLinear) and not self._has_few_rows(path)
+        }
+        # A row layer is inside an AllReduced, which the whole model lacks.
+        modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
+        # The bytes of max_loras adapters. On a CPU they count the files' content (rank 0), a rank's part, and the kernels' copy
+        # of it.
+        is_cpu, reads = weight.device.type == "cpu", shards is None or shards.rank == 0
+        shapes = list(self._shapes.values()) if is_cpu and reads else []
+        for path in self._shapes:
+            module = modules[path]
+            assert isinstance(module, nn.Linear | QuantizedLinear)
+            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._mapping)
+            shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
+        self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
+        free = available_cpu_memory() if is_cpu else torch.get_device_module(weight.device).mem_get_info(weight.device)[0]
+        if self.num_bytes > free:
+            raise InvalidValueError(
+                f"max_loras={max_loras} adapters of max_lora_rank={max_rank} take {self.num_bytes} bytes, "
+                f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
+            )
+        self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
+        self._indices: OrderedDict[str, int] = OrderedDict()  # digest -> adapter index, the least recently used first
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """Return the adapter of a request. It is read and checked if its id is new.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: not a LoRARequest, an id that another adapter has, or a rank that is too high.
+            UnsupportedError, CheckpointError, CheckpointNotFoundError, WeightsError: as LLM(lora=...) does.
+        """
+        if not isinstance(request, LoRARequest):
+            raise InvalidTypeError(
+                f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}"
+            )
+        adapter = self._known.get(request.lora_int_id)
+        if adapter is None:  # reading takes long, so no lock is held. If two threads read the same adapter, the first counts
+            adapter = self._known.setdefault(request.lora_int_id, self._read(request))
+        if adapter.request != request:
+            raise InvalidValueError(
+                f"lora_int_id {request.lora_int_id} is {adapter.request}, got {request}; give each adapter an id of its own, "
+                "or remove the first adapter"
+            )
+        return adapter
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
+        return self._known.pop(lora_int_id, None) is not None
+
+    def _has_few_rows(self, path: str) -> bool:
+        """Whether a linear layer is the LM head or an expert's, which compute only some of the rows."""
+        return f"{path}.weight" == self._rules.head or ".experts." in path
+
+    def _read(self, request: LoRARequest) -> Adapter:
+        updates, digest = {}, hashlib.sha256()
+        for module, update in sorted(read_adapter(request.lora_path).items()):
+            path = module.removeprefix(self._rules.prefix)
+            if self._has_few_rows(path):
+                raise UnsupportedError(
+                    f"the adapter {shown(request.lora_path)} changes {shown(module)}, which an adapter of a request cannot: "
+                    "the head and experts are the same for all; use LLM(lora=path)"
+                )
+            check_fit(request.lora_path, module, update, self._shapes.get(path))
+            if len(update.a) > self._mapping.max_rank:
+                raise InvalidValueError(
+                    f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
+                    f"{self._mapping.max_rank}; load the model with max_lora_rank={len(update.a)}"
+                )
+            a, b = (matrix.to(self._dtype, copy=True) for matrix in (update.a, update.b))  # copied, because the file may change
+            updates[path] = update = replace(update, a=a, b=b)
+            digest.update(f"{path} {update.scale} {a.shape}".encode())
+            for matrix in (a, b):
+                digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
+        return Adapter(request, updates, digest.hexdigest())
+
+    def join(self, runtime: Runtime) -> Runtime:
+        """Return the model's runtime with a runner that makes adapters active."""
+        wrap = partial(AdapterRunner, adapters=self)
+        return replace(runtime, reserved_bytes=self.num_bytes, wrappers=(*runtime.wrappers, wrap))
+
+    def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
+        """Make the adapters of a step active, and note its rows.
+
+        Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
+        """
+        indices, for_others = [-1] * num_rows, []
+        used = {digest_of(adapter) for adapter, _, _ in runs}
+        for adapter, start, stop in runs:
+            digest = digest_of(adapter)
+            for_others.append((digest if digest in self._indices else adapter, start, stop))
+            if isinstance(adapter, Adapter) and digest not in self._indices:
+                try:
+                    self._activate(adapter, used)
+                except BaseException:
+                    self._indices.clear()  # the other ranks do not get this step, so later steps send them all adapters again
+                    raise
+            self._indices.move_to_end(digest)
+            indices[start:stop] = [self._indices[digest]] * (stop - start)
+        self._mapping.set(indices, self._device)
+        return tuple(for_others)
+
+    def _activate(self, adapter: Adapter, used: set[str]) -> None:
+        if len(self._indices) == self._mapping.max_loras:
+            del self._indices[next(other for other in self._indices if other not in used)]
+        index = min(set(range(self._mapping.max_loras)) - set(self._indices.values()))
+        for path, layer in self._layers.items():
+            update = adapter.updates.get(path)
+            if update is not None and self._shards is not None:
+                update = self._shards.shard_of_update(path, update)
+            if update is not None:
+                update = replace(update, a=update.a.to(self._device), b=update.b.to(self._device))
+            layer.put(index, update)
+        self._indices[adapter.digest] = index
+
+
+def digest_of(adapter: RequestAdapter | str) -> str:
+    return adapter if isinstance(adapter, str) else adapter.digest
+
+
+class AdapterRunner(RunnerWrapper):
+    """Makes the adapters of a step active, and passes the rows that use them to the layers."""
+
+    def __init__(self, inner: ModelRunner, adapters: Adapters) -> None:
+        super().__init__(inner)
+        self.adapters = adapters
+
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        for_others = self.adapters.begin_step(batch.adapters, len(batch.input_ids))
+        return self.inner.forward(replace(batch, adapters=for_others))

@@ -1,0 +1,183 @@
+"""Counts of an engine for monitoring, under vLLM's names.
+
+In: the requests, the scheduler, the block manager, the speculator. Out: Metrics.
+"""
+
+from bisect import bisect_left
+from collections import Counter as Totals
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, get_args
+
+from nanoinfer.engine.request import Request
+from nanoinfer.execution.executor import StepOutput
+from nanoinfer.outputs import FinishReason
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from nanoinfer.features.drafts.speculator import Speculator
+
+_OF_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_OF_REQUESTS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+                1920.0, 7680.0)  # fmt: skip
+_OF_COUNTS = tuple(factor * 10.0**power for power in range(6) for factor in (1, 2, 5))
+BOUNDS = {  # upper bounds of the histograms' buckets, in seconds or tokens, as in vLLM
+    "inter_token_latency_seconds": _OF_TOKENS,
+    "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                                    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    "e2e_request_latency_seconds": _OF_REQUESTS,
+    "request_queue_time_seconds": _OF_REQUESTS,
+    "request_prefill_time_seconds": _OF_REQUESTS,
+    "request_decode_time_seconds": _OF_REQUESTS,
+    "request_time_per_output_token_seconds": _OF_TOKENS,
+    "request_prompt_tokens": _OF_COUNTS,
+    "request_generation_tokens": _OF_COUNTS,
+    "request_max_num_generation_tokens": _OF_COUNTS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value that LLM.get_metrics() returns, under the name that vLLM gives it. labels: what tells values of a name apart."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """A list of numbers that only grow."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """A distribution of values. buckets[bound] counts the values up to the bound, and "inf" all. sum: the sum of the values."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class EngineMetrics:
+    """The totals of an engine's requests, and how long they took."""
+
+    def __init__(self) -> None:
+        self._finished: Totals[str] = Totals()  # what finished requests have added
+        self._reasons: Totals[str] = Totals()  # why answers have ended
+        self._histograms = {name: _Buckets(bounds) for name, bounds in BOUNDS.items()}
+        self._last_times: dict[Sequence, float] = {}  # when a sequence got its newest tokens
+        self.steps: list[tuple[float, list[Sequence]]] | None = None  # if set: each step's time, a sequence per token
+
+    def add_step(self, step: StepOutput, now: float) -> None:
+        """Count the times since the last tokens of sequences that get tokens now. With accepted drafts they are several."""
+        done = SequenceStatus.FINISHED
+        sequences = [out.sequence for out in step.sequences if out.token_ids and out.sequence.status is not done]
+        for before, num in Totals(map(self._last_times.get, sequences)).items():  # most have one time, that of the last step
+            if before is not None:
+                self._histograms["inter_token_latency_seconds"].add(now - before, num)
+        self._last_times.update(dict.fromkeys(sequences, now))
+        if self.steps is not None:
+            self.steps.append((now, [out.sequence for out in step.sequences for _ in out.token_ids]))
+
+    def add_finished(self, request: Request) -> None:
+        """Count a request that is about to be removed from the engine. Prompts that are only read count in the totals."""
+        self._finished.update(_totals_of(request))
+        for seq in request.sequences:
+            self._last_times.pop(seq, None)
+        output, first = request.output, request.sequences[0]
+        if output is None or first.reader is not None:
+            return
+        self._reasons.update(str(answer.finish_reason) for answer in output.outputs)
+        times = request.metrics
+        values: dict[str, float | None] = {"e2e_request_latency_seconds": _between(times.arrival_time, times.finished_time)}
+        if times.first_token_time is not None:
+            values |= {
+                "time_to_first_token_seconds": times.ttft,
+                "request_queue_time_seconds": _between(times.arrival_time, times.first_scheduled_time),
+                "request_prefill_time_seconds": _between(times.first_scheduled_time, times.first_token_time),
+                "request_decode_time_seconds": _between(times.first_token_time, times.finished_time),
+                "request_time_per_output_token_seconds": times.tpot,
+                "request_prompt_tokens": len(first.prompt_token_ids),
+                "request_generation_tokens": request.num_output_tokens,
+                "request_max_num_generation_tokens": max(seq.num_output_tokens for seq in request.sequences),
+            }
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].add(value)
+
+    def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
+        """Return the current metrics. running: the requests that have not finished."""
+        totals, manager = self._finished.copy(), scheduler.block_manager
+        for request in running:
+            totals.update(_totals_of(request))
+        metrics: list[Metric] = [
+            Gauge("vllm:num_requests_running", len(scheduler.running)),
+            Gauge("vllm:num_requests_waiting", len(scheduler.waiting)),
+            Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
+            *(Counter(f"vllm:{name}", totals[name]) for name in _TOTALS),
+            *(
+                Counter("vllm:request_success", self._reasons[reason], labels={"finished_reason": reason})
+                for reason in get_args(FinishReason)
+            ),
+            *(buckets.histogram(f"vllm:{name}") for name, buckets in self._histograms.items()),
+        ]
+        if manager.stored is not None:
+            metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
+        if speculator is not None:
+            for name, count in asdict(speculator.metrics).items():
+                name = f"vllm:spec_decode_{name}"
+                metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
+        return metrics
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+class _Buckets:
+    """Counts values in buckets, by their upper bounds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = (*bounds, float("inf"))
+        self._sum = 0.0
+        self._counts = [0] * len(self._bounds)
+
+    def add(self, value: float, num: int = 1) -> None:
+        self._sum += value * num
+        self._counts[bisect_left(self._bounds, value)] += num
+
+    def histogram(self, name: str) -> Histogram:
+        buckets = dict(zip(map(str, self._bounds), accumulate(self._counts), strict=True))
+        return Histogram(name, sum(self._counts), self._sum, buckets)
+
+
+_TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
+
+
+def _totals_of(request: Request) -> dict[str, int]:
+    """Return what a request adds to the counters. A prompt counts from its first generated token on."""
+    first = request.sequences[0]
+    num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
+    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # both need all rows of the prompt
+    num_queried = 0 if reads_prompt else num_prompt
+    num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
+    counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)
+    return dict(zip(_TOTALS, counts, strict=True))

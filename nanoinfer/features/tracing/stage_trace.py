@@ -1,0 +1,111 @@
+"""Trace events of the sampler: what each stage did to each row (StageApplied), and the draw (TokenDrawn).
+
+In: logits [batch, vocab] after every stage, then the draw. Out: events. No logits are changed.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanoinfer.features.tracing import Candidate, Interval, StageApplied, TokenDrawn, Tracer
+from nanoinfer.sampling.batch import sampled_positions
+from nanoinfer.sampling.draw import integer_weights
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
+
+
+@dataclass(frozen=True, slots=True)
+class _StageChange:
+    """The probabilities before and after a stage."""
+
+    stage: str
+    rows: list[int]  # the changed rows
+    num_left: list[int]  # for every row, the number of ids with a finite logit
+    entropy: list[float]  # for every row, in bits, after the stage
+    before: Float[Tensor, "batch vocab"]
+    after: Float[Tensor, "batch vocab"]
+
+
+class StageTracer:
+    """Emits the events of a step after its draw, since every event includes the sampled token.
+
+    Until then it keeps all rows' probabilities after every stage that changed a row. `seconds` is the time spent on tracing.
+    """
+
+    def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:
+        """sequences: the sequence of each row, in order."""
+        self._tracer = tracer
+        self._tokenizer = tokenizer
+        # for each row, its sequence and the position of its new token
+        self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
+        self.seconds = 0.0
+        self._logits: Tensor | None = None  # after the last stage
+        self._changes: list[_StageChange] = []
+
+    def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
+        """Note what a stage changed. The first call has the stage "model" and the model's own logits."""
+        with self._measure(logits):
+            rows = list(range(len(logits)))
+            if self._logits is not None:
+                rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
+            if rows:
+                after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN if a row has no finite logit
+                before = self._changes[-1].after if self._changes else after
+                num_left = (logits > float("-inf")).sum(dim=-1).tolist()
+                entropy = (torch.special.entr(after).sum(dim=-1) / math.log(2)).tolist()
+                self._changes.append(_StageChange(stage, rows, num_left, entropy, before, after))
+                self._logits = logits.clone()
+
+    def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
+        """Emit the events. u: the uniform number of each row. None: a greedy row. token_ids: -1 if a row has no token."""
+        with self._measure(logits):
+            sampled = token_ids.tolist()
+            for change in self._changes:
+                for row in change.rows:
+                    candidates = self._candidates(change.before[row], change.after[row], sampled[row])
+                    num_left, entropy = change.num_left[row], change.entropy[row]
+                    self._tracer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
+            weights = integer_weights(logits)
+            cumulative = weights.cumsum(dim=-1)
+            for row, token_id in enumerate(sampled):
+                if token_id >= 0:
+                    self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
+
+    @contextmanager
+    def _measure(self, logits: Tensor) -> Iterator[None]:
+        """Add the time of the block to `seconds`, without the time that the GPU takes to finish earlier work."""
+        torch.get_device_module(logits.device).synchronize(logits.device)
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+    def _draw(
+        self, row: int, token_id: int, u: float | None, weights: Int[Tensor, " vocab"], cumulative: Int[Tensor, " vocab"]
+    ) -> TokenDrawn:
+        total, num_left = int(cumulative[-1]), int((weights > 0).sum())
+        widest = weights.topk(min(2 * NUM_CANDIDATES, num_left)).indices.tolist()
+        intervals = {}
+        for i in sorted({*widest, token_id}):
+            end, width = int(cumulative[i]), int(weights[i])
+            intervals[i] = Interval(i, self._text(i), (end - width) / total, end / total)
+        own = intervals[token_id]
+        return TokenDrawn(*self._rows[row], token_id, own.token, u, own.low, own.high, tuple(intervals.values()))
+
+    def _candidates(
+        self, before: Float[Tensor, " vocab"], after: Float[Tensor, " vocab"], chosen: int
+    ) -> tuple[Candidate, ...]:
+        leading = [probs.topk(min(NUM_CANDIDATES, len(probs))) for probs in (before, after)]
+        ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique().tolist()
+        ids = sorted({*ids, chosen} - {-1}, key=lambda i: (-float(before[i]), i))
+        return tuple(Candidate(i, self._text(i), float(before[i]), float(after[i])) for i in ids)
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id) if self._tokenizer else ""

@@ -1,0 +1,299 @@
+"""Tangle a template and parts of the package's source into one module that does not import the package.
+
+In: a template, and bodies of functions that replace the package's. Out: the text of the module. The source is read each time,
+so the module cannot become stale. A line of the template stands for definitions:
+
+    #: from nanoinfer.scheduling.pool                   those of a module
+    #: from nanoinfer.sampling.batch import A, B        some of them. "except" instead of "import": all others
+    #: from nanoinfer.scheduling.scheduler.Scheduler    inside a class: the fields and methods of a class
+
+Three rules decide what is taken:
+
+1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
+   mentioned fields and methods.
+2. FACTS say what is always so in the module. A branch that they exclude is left out, with assignments that only it reads.
+3. Of a docstring the first line.
+"""
+
+import ast
+import builtins
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from nanoinfer_course.learn.workbook import first_line, names_of, read_module
+
+# Expressions of the package, and what they are in one file without tracing, a store, states, windows and readers.
+FACTS = {
+    "self.tracer": None,
+    "self.stored": None,
+    "self.state_slots": None,
+    "self._has_windows": False,
+    "seq.wants_prompt_rows": False,
+}
+DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
+
+Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
+@dataclass
+class Excerpt:
+    """A definition that may be taken. members: the fields and methods of a class."""
+
+    names: set[str]
+    text: str
+    members: list["Excerpt"] = field(default_factory=list)
+    is_taken: bool = False
+
+    def take(self, used: set[str]) -> bool:
+        """Take what `used` mentions, and add what it mentions itself. Return whether something was taken."""
+        is_special = self.text.startswith("def __")
+        news = not self.is_taken and bool(is_special or self.names & used)
+        if news:
+            self.is_taken = True
+            used |= names_in(self.text)
+        if self.is_taken:
+            news |= sum(member.take(used) for member in self.members) > 0
+        return news
+
+    def emit(self) -> str:
+        members = [textwrap.indent(member.emit(), " " * 4) for member in self.members if member.is_taken]
+        if not members:
+            return self.text
+        if self.text.endswith("\n    pass"):  # a class without a docstring
+            return self.text.removesuffix("    pass") + join(members)
+        return join([self.text, *members])
+
+
+def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str]) -> str:
+    """Return the module's text.
+
+    Args:
+        template: the text with directives.
+        bodies: (module, qualified name) -> the source of a function that takes the place of the package's.
+        used: names that others read of the module.
+    """
+    own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in names_of(node)}
+    used = used | names_in(template)
+    excerpts: dict[int, list[Excerpt]] = {}
+    for number, line in enumerate(template.splitlines()):
+        if not (found := DIRECTIVE.fullmatch(line)):
+            continue
+        module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
+        left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
+        excerpts[number] = [
+            _excerpt(module, node, owner, bodies)
+            for its_owner, node in _definitions(read_module(module)[1])
+            if its_owner == owner and not names_of(node) & left_out and (found[3] != "import" or names_of(node) & named)
+        ]
+    while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
+        pass
+    lines = []
+    for number, line in enumerate(template.splitlines()):
+        indent = line[: len(line) - len(line.lstrip())]
+        taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
+        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
+    return "\n".join([*lines, ""])
+
+
+def join(texts: list[str], num_empty: int = 1) -> str:
+    """Join definitions, with empty lines around functions and classes."""
+    joined = ""
+    for before, text in zip(["", *texts], texts, strict=False):
+        is_plain = not any(re.search(r"^ *(def|class) ", each, re.MULTILINE) for each in (before, text))
+        joined += ("" if not joined else "\n" if is_plain else "\n" * (num_empty + 1)) + text
+    return joined
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names that a text reads or writes, those of attributes and of keyword arguments included."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)  # an annotation
+    return found
+
+
+def missing_names(text: str) -> set[str]:
+    """Return the names that a module reads and that nothing in it defines."""
+    read: set[str] = set()
+    defined = {*dir(builtins), "__file__"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return read - defined
+
+
+def repeated_names(text: str) -> set[str]:
+    """Return the names that a module defines more than once."""
+    names = Counter(chain.from_iterable(names_of(node) for owner, node in _definitions(ast.parse(text)) if not owner))
+    return {name for name, number in names.items() if number > 1}
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
+    """Yield the definitions of a module and of its classes, each with the name of its class or ""."""
+    for node in tree.body:
+        if isinstance(node, Definition):
+            yield "", node
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(node, ast.ClassDef) and isinstance(member, Definition):
+                yield node.name, member
+
+
+def _text(module: str, node: Definition) -> str:
+    """Return the lines of a definition, with its decorators and the comments directly above it."""
+    lines, _ = read_module(module)
+    start = first_line(node) - 1
+    while lines[start - 1].lstrip().startswith("#"):
+        start -= 1
+    return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
+
+
+def _excerpt(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Excerpt:
+    names, text = names_of(node), _text(module, node)
+    if not isinstance(node, ast.ClassDef) or "NamedTuple" in map(ast.unparse, node.bases):  # whose fields have their place
+        place = module, ".".join(filter(None, (owner, *names)))
+        return Excerpt(names, simplified(bodies.get(place, text)))
+    members = [_excerpt(module, member, node.name, bodies) for member in node.body if isinstance(member, Definition)]
+    first = node.body[0]
+    has_doc = isinstance(first, ast.Expr)
+    num_lines = len(text.splitlines()) - ((node.end_lineno or 0) - (first.end_lineno or 0 if has_doc else node.lineno))
+    header = "\n".join(text.splitlines()[:num_lines])
+    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), members)
+
+
+# ---- rules 2 and 3
+
+
+def simplified(text: str) -> str:
+    """Apply the rules to the text of a definition, an edit at a time."""
+    read = _names_read(text)
+    while (edited := _edited(text)) != text:
+        text = edited
+    for name in sorted(read - _names_read(text)):
+        text = re.sub(rf"^ +{name} = .*\n", "", text, flags=re.MULTILINE)
+    return text
+
+
+def _names_read(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _edited(text: str) -> str:
+    """Return the text after the first edit that a rule asks for, outermost first."""
+    for node in _walk(ast.parse(text)):
+        blocks: list[list[ast.stmt]] = [getattr(node, name, []) for name in ("body", "orelse")]
+        for block in blocks if not isinstance(node, ast.IfExp | ast.Lambda) else ():
+            for number, statement in enumerate(block):
+                start, stop = statement.lineno - 1, statement.end_lineno or 0
+                if isinstance(statement, ast.If) and (value := _truth(statement.test)) is not None:
+                    return _with_branch(text, statement, value, is_only=len(block) == 1)
+                if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
+                    return _with_lines(text, stop, block[-1].end_lineno or 0, [])
+                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in FACTS:
+                    return _with_lines(text, start, stop, [])
+        for decorator in getattr(node, "decorator_list", ()):
+            if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
+                return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
+            first = node.body[0]
+            if first.end_lineno != first.lineno:
+                line = f'{" " * first.col_offset}"""{doc.splitlines()[0]}"""'
+                return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
+        if isinstance(node, ast.IfExp) and (value := _truth(node.test)) is not None:
+            return _replaced(text, node, _segment(text, node.body if value else node.orelse))
+        if isinstance(node, ast.BoolOp):
+            left = [each for each in node.values if _truth(each) is None]
+            if (value := _truth(node)) is not None:
+                return _replaced(text, node, str(value))
+            if len(left) < len(node.values):
+                operator = " and " if isinstance(node.op, ast.And) else " or "
+                return _replaced(text, node, operator.join(_segment(text, each) for each in left))
+    return text
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes from the outermost on, except those in f-strings, whose places Python 3.11 does not know."""
+    nodes = [node]
+    for each in nodes:
+        yield each
+        nodes += () if isinstance(each, ast.JoinedStr) else ast.iter_child_nodes(each)
+
+
+def _value(node: ast.expr) -> object:
+    """Return the bool or None that an expression is by the facts, or the expression if they do not decide it."""
+    if (name := ast.unparse(node)) in FACTS:
+        return FACTS[name]
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (value := _truth(node.operand)) is not None:
+        return not value
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+        left, right = _value(node.left), _value(node.comparators[0])
+        if not isinstance(left, ast.AST) and not isinstance(right, ast.AST):
+            return (left is right) == isinstance(node.ops[0], ast.Is)
+    if isinstance(node, ast.BoolOp):
+        decisive, values = isinstance(node.op, ast.Or), [_truth(each) for each in node.values]
+        if decisive in values:
+            return decisive
+        if None not in values:
+            return not decisive
+    return node
+
+
+def _truth(node: ast.expr) -> bool | None:
+    """Return whether an expression is true. None: the facts do not decide it."""
+    value = _value(node)
+    return None if isinstance(value, ast.AST) else bool(value)
+
+
+def _segment(text: str, node: ast.expr) -> str:
+    segment = ast.get_source_segment(text, node)
+    assert segment is not None, "the node is a part of the text"
+    return segment
+
+
+def _replaced(text: str, node: ast.expr, new: str) -> str:
+    lines = text.splitlines(keepends=True)
+    start = sum(map(len, lines[: node.lineno - 1])) + len(lines[node.lineno - 1].encode()[: node.col_offset].decode())
+    return text[:start] + new + text[start + len(_segment(text, node)) :]
+
+
+def _with_lines(text: str, start: int, stop: int, new: list[str]) -> str:
+    lines = text.splitlines()
+    return "\n".join(lines[:start] + new + lines[stop:])
+
+
+def _with_branch(text: str, node: ast.If, value: bool, *, is_only: bool) -> str:
+    """Return the text with a branch of an `if` or `elif` in its place. is_only: whether its block has no other statement."""
+    lines, indent = text.splitlines(), " " * node.col_offset
+    body, end_of_body, stop = node.body[0].lineno - 1, node.body[-1].end_lineno or 0, node.end_lineno or 0
+    while lines[body - 1].lstrip().startswith("#"):
+        body -= 1
+    of_body, of_else = lines[body:end_of_body], lines[end_of_body:stop]
+    is_elif = lines[node.lineno - 1].lstrip().startswith("elif ")
+    if is_elif:
+        new = [f"{indent}else:", *of_body] if value else of_else
+    elif not value and of_else and of_else[0].lstrip().startswith("elif "):
+        new = [of_else[0].replace("elif ", "if ", 1), *of_else[1:]]
+    else:
+        kept = textwrap.dedent("\n".join(of_body if value else of_else[1:]))
+        new = textwrap.indent(kept, indent).splitlines() or [f"{indent}pass"] * is_only
+    return _with_lines(text, node.lineno - 1, stop, new)

@@ -1,0 +1,109 @@
+"""Run workloads on an LLM in this process, and compute their figures from the time of each token.
+
+In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server.
+"""
+
+import time
+from collections.abc import Collection
+from itertools import cycle
+from typing import Any
+
+from nanoinfer.engine.request import Request
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.features.metrics.engine_metrics import Counter
+from nanoinfer.llm import LLM
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer_lab.bench.roofline import CACHE_SHARE, cache_bytes
+from nanoinfer_lab.bench.timing import Figures, Measurement, RequestTiming, Run, figures
+from nanoinfer_lab.bench.workloads import Workload
+
+
+def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collection[object] = ()) -> list[RequestTiming]:
+    """Send each request at its time, and record when its tokens arrive.
+
+    Args:
+        run: selects the prompts.
+        lora_requests: the LoRARequests that the requests take round-robin. (): no request has an adapter.
+    """
+    engine = llm.engine
+    prompts = workload.prompts(llm.info.vocab_size, run)
+    arrivals, adapters = workload.arrivals or [0.0] * len(prompts), cycle(lora_requests or [None])
+    waiting = list(zip(arrivals, prompts, workload.params(), adapters, strict=False))[::-1]  # the next request is the last item
+    timings = dict[Sequence, tuple[Request, RequestTiming]]()
+    engine.metrics.steps = steps = list[tuple[float, list[Sequence]]]()
+    start = time.perf_counter()
+    while waiting or engine.num_unfinished:
+        while waiting and start + waiting[-1][0] <= time.perf_counter():
+            arrival, prompt, params, adapter = waiting.pop()
+            request = engine.submit(engine.inputs.prepare(prompt, params, lora_request=adapter))
+            timings[request.sequences[0]] = request, RequestTiming(start + arrival, num_prompt_tokens=len(prompt))
+        if engine.num_unfinished:
+            engine.step()
+        else:
+            time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
+    engine.metrics.steps = None
+    for now, sequences in steps:
+        for seq in sequences:
+            timings[seq][1].token_times.append(now)
+    for request, timing in timings.values():
+        timing.num_output_tokens = request.num_output_tokens
+        del timing.token_times[timing.num_output_tokens :]  # tokens after the end are dropped
+        timing.finish_reason = request.output.outputs[0].finish_reason if request.output else None
+    return [timing for _, timing in timings.values()]
+
+
+def measure(
+    model: str | None, workloads: list[Workload], *, repeats: int, lora_requests: Collection[object] = (), **engine: Any
+) -> tuple[ExecutorInfo, list[Measurement[Figures]]]:
+    """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments.
+
+    Returns: what the LLM has chosen, such as its dtype, and a Measurement of each workload.
+    """
+    llm = load(model, workloads, **engine)
+    for workload in workloads:
+        run_workload(llm, workload, 0, lora_requests)
+
+    def measured(workload: Workload, run: int) -> Run[Figures]:
+        before, timings = _counters(llm), run_workload(llm, workload, run, lora_requests)
+        return Run.of(figures(timings), timings, before, _counters(llm))
+
+    return llm.info, [Measurement.of(one, [measured(one, run + 1) for run in range(repeats)]) for one in workloads]
+
+
+def _counters(llm: LLM) -> dict[str, int]:
+    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+
+
+def load(model: str | None, workloads: list[Workload], **engine: Any) -> LLM:
+    """Load a model whose KV cache has the size that the largest workload needs, unless kv_cache_memory is given.
+
+    A larger cache would be touched for the first time in the measured runs. On a GPU without the memory for it, the cache gets
+    what is free, and requests wait. With a model or a module that drafts, which needs a cache as well, LLM decides.
+
+    Args:
+        engine: the further arguments of LLM. dtype and device are required.
+
+    Raises:
+        InvalidValueError: a workload is too long for the model or the cache.
+    """
+    opened, device = Checkpoint.open(model, engine.get("revision")), loader.resolve_device(engine["device"])
+    dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)
+    is_cache_given = engine.get("kv_cache_memory") is not None
+    has_drafter = (engine.get("speculative_config") or {}).get("method", "ngram") != "ngram"
+    if not is_cache_given and not has_drafter:
+        config = loader.on_meta(opened)[0].config
+        largest = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
+        if device.type == "cpu" or largest <= memory_for_cache(device, None, CACHE_SHARE):
+            engine["kv_cache_memory"] = largest
+    llm = LLM(model, seed=0, **engine)
+    for workload in workloads:
+        if (needed := max(workload.num_tokens)) > llm.engine.max_model_len:
+            raise InvalidValueError(
+                f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is "
+                f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
+            )
+    return llm

@@ -1,0 +1,179 @@
+"""vLLM's V1 logits processors: each one's rows are the rows of the step, however these change."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nanoinfer.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+from nanoinfer.v1.sample.logits_processor.builtin import process_dict_updates
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.features.own_code.logits_processors import difference
+from nanoinfer.scheduling.sequence import Sequence
+
+SEQUENCES = [Sequence(str(i), [i], SamplingParams(), seed=0, max_num_tokens=9) for i in range(7)]
+ROWS = st.lists(st.sampled_from(SEQUENCES), unique=True)
+
+
+@given(st.lists(ROWS, max_size=6))
+def test_the_updates_lead_from_each_steps_rows_to_the_next_ones(steps):
+    entries, num_made = {}, {}
+    old = []
+    for new in steps:
+        output_ids = {seq: [] for seq in new}
+        update = difference(old, new, output_ids)
+        assert (update is None) == (old == new)
+        if update is not None:
+            assert update.batch_size == len(new)
+            assert not set(update.removed) & {row for row, *_ in update.added}
+            for _, _, prompt_ids, _ in update.added:
+                num_made[prompt_ids[0]] = num_made.get(prompt_ids[0], 0) + 1
+        process_dict_updates(entries, update, lambda params, prompt_ids, output_ids: (prompt_ids[0], num_made[prompt_ids[0]]))
+        ids = [seq.prompt_token_ids[0] for seq in new]
+        assert entries == {row: (token_id, num_made[token_id]) for row, token_id in enumerate(ids)}
+        added = {prompt_ids[0] for _, _, prompt_ids, _ in (update.added if update else ())}
+        assert added == set(ids) - {seq.prompt_token_ids[0] for seq in old}  # the others keep their state
+        old = new
+
+
+class Target(AdapterLogitsProcessor):
+    """The answer counts upwards from extra_args["target"], with a state of its own: the list of output ids."""
+
+    lists = None  # a list, to which each request's output ids are added
+
+    @classmethod
+    def validate_params(cls, params):
+        if params.extra_args and not isinstance(params.extra_args.get("target"), int):
+            raise ValueError("target must be an integer")
+
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        if not params.extra_args:
+            return None
+
+        def count_upwards(prompt_ids, output_ids, logits):
+            if self.lists is not None and not any(output_ids is one for one in self.lists):
+                self.lists.append(output_ids)
+            return torch.full_like(logits, -torch.inf).index_fill(
+                0, torch.tensor(params.extra_args["target"] + len(output_ids)), 0
+            )
+
+        return count_upwards
+
+
+class Doubling(LogitsProcessor):
+    """Doubles all logits, which changes no argmax, and keeps what it is given."""
+
+    seen = None  # a list
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        if self.seen is not None:
+            self.seen.append((vllm_config, device, is_pin_memory))
+
+    def is_argmax_invariant(self):
+        return True
+
+    def update_state(self, batch_update):
+        pass
+
+    def apply(self, logits):
+        return logits * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_seqs": 2}, {"kv_cache_memory": 2**17, "block_size": 4, "max_model_len": 60}]
+)
+def test_each_request_has_its_own_state_in_any_batch(settings):
+    llm = LLM(device="cpu", **{"kv_cache_memory": 2**24} | settings, logits_processors=[Target])
+    prompts = ["Once upon a time", "Lily was", "Tom", "The dog", "Once", "Ben was"]
+    plain = SamplingParams(temperature=0.7, seed=3, max_tokens=9)
+    params = [
+        SamplingParams(max_tokens=8 + 2 * i, extra_args={"target": 100 * i + 50}, ignore_eos=True, n=1 + i % 2)
+        if i % 3
+        else plain
+        for i in range(6)
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for i, output in enumerate(outputs):
+        for answer in output.outputs:
+            if i % 3:
+                assert answer.token_ids == list(range(100 * i + 50, 100 * i + 58 + 2 * i))
+            else:
+                alone = LLM(device="cpu", kv_cache_memory=2**24).generate(prompts[i], plain, use_tqdm=False)
+                assert answer.token_ids == alone[0].outputs[0].token_ids
+    if "block_size" in settings:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+def test_greedy_requests_that_share_their_params_have_states_of_their_own():
+    llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=1, logits_processors=[Target])
+    params = SamplingParams(temperature=0, max_tokens=4, extra_args={"target": 50}, ignore_eos=True)
+    outputs = llm.generate(["Once", "Lily was", "Tom"], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[50, 51, 52, 53]] * 3
+
+
+def test_the_list_of_output_ids_grows_with_the_answer(monkeypatch):
+    lists = []
+    monkeypatch.setattr(Target, "lists", lists)
+    llm = LLM(device="cpu", kv_cache_memory=2**24, logits_processors=[Target])
+    llm.generate("Once", SamplingParams(max_tokens=4, extra_args={"target": 50}), use_tqdm=False)
+    assert lists == [[50, 51, 52]]
+
+
+def test_an_argmax_invariant_one_runs_after_the_temperature_and_min_p_and_the_others_before_them(monkeypatch):
+    monkeypatch.setattr(Doubling, "seen", [])
+    llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=7, logits_processors=[Doubling, Target])
+    names = [getattr(stage, "__name__", "") for stage in llm.engine.executor.sampler.stages]
+    assert names[-7:] == ["apply_logits_processors", "Target", "apply_temperature", "keep_min_p", "Doubling", *names[-2:]]
+    [(config, device, is_pinned)] = Doubling.seen
+    assert config.model_config.get_vocab_size() == llm.info.vocab_size
+    assert (config.model_config.max_model_len, config.scheduler_config.max_num_seqs) == (llm.info.max_model_len, 7)
+    assert (device.type, is_pinned) == ("cpu", False)
+
+
+def test_doubled_logits_are_half_the_temperature():
+    params = [SamplingParams(temperature=temperature, seed=1, max_tokens=12) for temperature in (1.4, 0.7)]
+    texts = [
+        LLM(device="cpu", kv_cache_memory=2**24, logits_processors=classes)
+        .generate("Lily", one, use_tqdm=False)[0]
+        .outputs[0]
+        .text
+        for classes, one in zip(([Doubling], None), params, strict=True)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_what_a_processor_refuses_is_refused_before_anything_runs():
+    llm = LLM(device="cpu", kv_cache_memory=2**24, logits_processors=[f"{__name__}:Target"])
+    with pytest.raises(InvalidValueError, match="prompt 1: Target refuses the parameters: target must be an integer"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(extra_args={"target": "x"})], use_tqdm=False)
+    assert llm.engine.num_unfinished == 0
+
+
+def test_extra_args_that_nobody_reads_are_refused():
+    with pytest.raises(InvalidValueError, match=r"nothing reads extra_args=\{'target': 5\}; leave it out"):
+        LLM(device="cpu", kv_cache_memory=2**24).generate("a", SamplingParams(extra_args={"target": 5}), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (Target, InvalidTypeError, r"list of classes with apply, is_argmax_invariant, .* SamplingParams\(logits_processors="),
+        ([lambda ids, logits: logits], InvalidTypeError, "each of logits_processors must be a class or its name"),
+        ([dict], InvalidTypeError, "must be a list of classes with apply, is_argmax_invariant, update_state"),
+        ([None], InvalidTypeError, "must be a list of classes"),
+        (["nowhere:Target"], InvalidValueError, "No module named 'nowhere'"),
+    ],
+)
+def test_what_is_no_class_of_that_interface_is_refused(given, error, words):
+    with pytest.raises(error, match=words):
+        LLM("no such model", logits_processors=given)
+
+
+def test_drafts_are_refused():
+    with pytest.raises(UnsupportedError, match="speculative_config with logits_processors"):
+        LLM("no such model", logits_processors=[Target], speculative_config={"method": "ngram"})

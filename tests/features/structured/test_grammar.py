@@ -1,0 +1,638 @@
+"""structured_outputs: masks by brute force, real schemas, every combination of engine features, and grammars that do harm."""
+
+import copy
+import gc
+import itertools
+import json
+import random
+import re
+import sys
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams, StructuredOutputsParams
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.features.structured import grammar
+from nanoinfer.features.structured.grammar import GrammarCompiler
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.stages import keep_grammatical
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.system.installation import install_command
+from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers import tiny_models
+from tests.helpers.byte_tokenizer import EOS, IM_END, TOKENS, byte_tokenizer
+from tests.helpers.sampling_rows import sampling_by
+from tests.helpers.structured_cases import ADVERSARIAL, SCHEMAS, adversarial, array, enum, obj
+from tests.helpers.tokenizer_files import byte_level, sentencepiece, unigram
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE = 300  # the tokenizer has 266 ids
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(byte_tokenizer(), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("tiny-qwen3", kv_cache_memory=2**26)
+
+
+def random_model(path, **overrides):
+    """A folder with random weights and the byte tokenizer: a model that writes noise."""
+    tiny_models.save("qwen3", path, vocab_size=VOCAB_SIZE, bos_token_id=None, **overrides)
+    hf = copy.deepcopy(byte_tokenizer().hf)
+    if overrides["eos_token_id"] is None:
+        hf.eos_token = None
+    hf.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def noise_path(tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp("noise"), eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def noise(noise_path):
+    return LLM(noise_path, kv_cache_memory=2**25)
+
+
+def params(seed=1, max_tokens=40, **answer_format):
+    """SamplingParams with a format, or with further parameters in `more`."""
+    more = answer_format.pop("more", {})
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**answer_format), seed=seed, max_tokens=max_tokens, **more)
+
+
+def sequence_with(state, **more):
+    """A sequence whose prompt is one token, at the beginning of its grammar."""
+    seq = Sequence("r", [0], SamplingParams(**more), 0, 999, frozenset({EOS}))
+    seq.grammar = state
+    return seq
+
+
+def batch_of(*sequences):
+    return SamplingBatch.build(list(sequences), VOCAB_SIZE, torch.device("cpu"))
+
+
+def kept_ids(seq):
+    return set(keep_grammatical(torch.zeros(1, VOCAB_SIZE), batch_of(seq))[0].isfinite().nonzero()[:, 0].tolist())
+
+
+# ---- masks
+
+WORDS = ["a", "at", "ath", "the", "then", "😀", "你", "a€", "\n\t", 'a"\\']
+FINITE = [  # a format, and every text that it allows
+    ({"choice": WORDS}, WORDS),
+    (
+        {"regex": "(a|the){1,3}€?"},
+        ["".join(p) + end for n in (1, 2, 3) for p in itertools.product(["a", "the"], repeat=n) for end in ("", "€")],
+    ),
+    ({"grammar": 'start: "a" rest | "b"\nrest: "th" | "t" start'}, ["at" * n + end for n in range(5) for end in ("b", "ath")]),
+    (
+        {"json": obj("", a={"type": "boolean"}, b=enum("th"))},
+        ["{}", '{"b":"th"}', *(f'{{"a":{a}{b}}}' for a in ("true", "false") for b in ("", ',"b":"th"'))],
+    ),
+    (
+        {"json": array(enum(1, "the"), maxItems=2)},
+        [f"[{','.join(p)}]" for n in (0, 1, 2) for p in itertools.product(["1", '"the"'], repeat=n)],
+    ),
+]
+
+
+def test_special_tokens_and_tags_of_text_keep_their_ids():
+    """As in Qwen3's tokenizer, where both are beyond the vocabulary, the special ones first."""
+    hf = copy.deepcopy(byte_tokenizer().hf)
+    hf.add_tokens(["<tool_call>", "pair of words"])
+    tag, pair = hf.convert_tokens_to_ids(["<tool_call>", "pair of words"])
+    assert IM_END < tag < pair
+    answer_format = StructuredOutputsParams(regex="(<tool_call>|pair of words|p){2}")
+    state = GrammarCompiler(Tokenizer(hf), VOCAB_SIZE).compile(answer_format)
+    assert kept_ids(sequence_with(state)) == {ord("<"), ord("p"), tag, pair}
+    for token_id in (tag, pair):
+        state.advance(token_id)
+    assert kept_ids(sequence_with(state)) == {EOS}
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_sentence_and_tried_once(monkeypatch):
+    tokenizer = Tokenizer(byte_tokenizer().hf)
+    tokenizer.backend.decoder = None
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE)
+    sentence = r"not supported with this tokenizer, which llguidance cannot read \([^\n]+\); leave it out, or load the model"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=sentence):
+            compiler.compile(StructuredOutputsParams(choice=["a"]))
+        monkeypatch.setattr(grammar, "_as_text", None)
+
+
+def unigram_of_characters():
+    """In the form that llguidance reads: a normalizer writes the spaces."""
+    backend = unigram()
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    backend.normalizer, backend.decoder = sentencepiece().normalizer, sentencepiece().decoder
+    return backend
+
+
+def mask_of(state, vocab_size):
+    forbidden = np.empty(vocab_size, np.uint8)
+    state.write_forbidden(forbidden, ())
+    return forbidden
+
+
+def answer_of(tokenizer, vocab_size, text):
+    """The ids with which a model of so many rows writes the only answer of a grammar."""
+    state = GrammarCompiler(tokenizer, vocab_size).compile(StructuredOutputsParams(choice=[text]))
+    ids = []
+    while not state.is_complete:
+        forbidden = mask_of(state, vocab_size)
+        ids.append(int(forbidden.argmin()))
+        assert forbidden[ids[-1]] == 0, state.error
+        state.advance(ids[-1])
+    return ids
+
+
+@pytest.mark.parametrize("rows", ["all", "without added tokens", "without words"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, unigram_of_characters])
+def test_an_answer_has_only_ids_that_have_a_row(make, rows):
+    backend = make()
+    of_model, text = backend.get_vocab_size(), "say hello there"
+    backend.add_tokens([AddedToken(token, normalized=False) for token in ("hello", " there")])
+    backend.add_special_tokens(["hell"])
+    vocab_size = {"all": backend.get_vocab_size(), "without added tokens": of_model, "without words": of_model - 3}[rows]
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = answer_of(tokenizer, vocab_size, text)
+    assert tokenizer.decode(ids).strip() == text
+    assert max(ids) < vocab_size
+
+
+def test_an_added_token_of_any_letters_has_its_own_text_in_a_grammar():
+    backend = byte_level()
+    backend.add_tokens(["café", "ünder", "Ã¼nder"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for text in ("café", "a café", "ünder", "Ã¼nder"):
+        assert tokenizer.decode(answer_of(tokenizer, backend.get_vocab_size(), text)) == text
+    state = GrammarCompiler(tokenizer, backend.get_vocab_size()).compile(StructuredOutputsParams(regex="caf.(x|y)"))
+    assert backend.token_to_id("café") in np.flatnonzero(mask_of(state, backend.get_vocab_size()) == 0)
+
+
+SPECIAL_TEXTS = [  # a format, and the texts that it allows
+    ({"choice": ["<|im_start|>"]}, ["<|im_start|>"]),
+    ({"choice": ["<|im_start|>", "<|im_end|>"]}, ["<|im_start|>", "<|im_end|>"]),
+    ({"regex": r"<\|endoftext\|>{2}"}, ["<|endoftext|>>"]),
+    ({"json": {"const": "say <|im_start|> now"}}, ['"say <|im_start|> now"']),
+    ({"json": {"const": {"m": "<|im_end|>"}}}, ['{"m":"<|im_end|>"}']),
+    ({"json": {"enum": ["<|im_end|>", "<|im_start|>", 3]}}, ['"<|im_end|>"', '"<|im_start|>"', "3"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "texts"), SPECIAL_TEXTS, ids=["choice", "choices", "regex", "const", "object", "enum"]
+)
+def test_a_text_may_look_like_a_special_token(llm, answer_format, texts):
+    outputs = llm.generate(["Hello"] * 6, [params(seed, **answer_format) for seed in range(6)], use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    assert [answer.finish_reason for answer in answers] == ["stop"] * 6
+    assert {answer.text for answer in answers} <= set(texts)
+
+
+@pytest.mark.parametrize(("answer_format", "words"), FINITE, ids=["choice", "regex", "grammar", "object", "array"])
+def test_a_mask_has_exactly_the_tokens_with_which_a_word_of_the_language_can_go_on(compiler, answer_format, words):
+    language = [word.encode() for word in words]
+    root = compiler.compile(StructuredOutputsParams(**answer_format))
+    rng = random.Random(0)
+    for _ in range(8):
+        state, text = root.copy(), b""
+        for _ in range(5):  # the recursive grammar has longer words than these
+            expected = {i for i, token in enumerate(TOKENS) if any(word.startswith(text + token) for word in language)}
+            if text in language:
+                expected.add(EOS)
+            allowed = kept_ids(sequence_with(state))
+            following = [word for word in language if word.startswith(text)]
+            if len({word[: len(text) + 1] for word in following}) == 1 and following[0] != text:
+                assert allowed  # one way to go on: llguidance may allow one token of it, the one that the tokenizer takes
+                assert allowed <= expected
+            else:
+                assert allowed == expected, text
+            going_on = sorted(allowed - {EOS})
+            if not going_on:
+                assert state.is_complete
+                break
+            token_id = rng.choice(going_on)
+            state.advance(token_id)
+            text += TOKENS[token_id]
+
+
+def test_only_rows_with_a_grammar_are_masked_and_stop_ids_wait_for_the_end(compiler):
+    state = compiler.compile(StructuredOutputsParams(regex="a+"))
+    free, bound = sequence_with(None), sequence_with(state, stop_token_ids=[IM_END])
+    logits = torch.randn(3, VOCAB_SIZE)
+    batch = batch_of(free, bound, free)
+    assert batch.masks_logits
+    masked = keep_grammatical(logits.clone(), batch)
+    assert torch.equal(masked[[0, 2]], logits[[0, 2]])
+    assert masked[1].isfinite().nonzero()[:, 0].tolist() == [ord("a")]
+    assert masked[1, ord("a")] == logits[1, ord("a")]
+    bound.grammar.advance(ord("a"))
+    assert kept_ids(bound) == {ord("a"), EOS, IM_END}
+
+
+def test_every_route_of_the_sampler_draws_the_same_tokens(compiler):
+    state = compiler.compile(StructuredOutputsParams(regex="[a-z ]{5}"))
+    kinds = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01}, {"repetition_penalty": 1.3}]
+    batch = batch_of(*(sequence_with(state, **kind) for kind in kinds), sequence_with(None, top_p=0.9))
+    logits = 3 * torch.randn(len(kinds) + 1, VOCAB_SIZE)
+    plain, fast = sampling_by(), sampling_by(FewLogits())
+    for sampler in (plain, fast):
+        drawn = sampler(logits.clone(), batch).read()
+        assert not drawn.errors
+        assert all(re.fullmatch(b"[a-z ]+", TOKENS[token_id]) for token_id in drawn.token_ids[:-1])
+    assert plain(logits.clone(), batch).read() == fast(logits.clone(), batch).read()
+
+
+# ---- answers
+
+FORMATS = [
+    ({"choice": ["yes", "no", "no idea"]}, lambda text: text in ("yes", "no", "no idea")),
+    ({"regex": r"[A-Z]{2}-\d{4}( copy)?"}, lambda text: re.fullmatch(r"[A-Z]{2}-\d{4}( copy)?", text)),
+    ({"grammar": 'start: "(" start? ")"'}, lambda text: text == "(" * (len(text) // 2) + ")" * (len(text) // 2)),
+    ({"grammar": 'root ::= "a" root | "b"'}, lambda text: text == "a" * (len(text) - 1) + "b"),
+    ({"json": obj(n={"type": "integer", "maximum": 99, "minimum": 0})}, lambda text: 0 <= json.loads(text)["n"] <= 99),
+    ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer_format", "is_right"), FORMATS, ids=["choice", "regex", "lark", "gbnf", "json", "json_object"])
+def test_a_finished_answer_has_the_format_in_every_kind_of_request(noise, answer_format, is_right):
+    kinds = [{"temperature": 0.0}, {"n": 3}, {"top_k": 3, "logprobs": 2}, {"repetition_penalty": 1.2, "logit_bias": {5: 3.0}}]
+    given = [params(more=kind, **answer_format) for kind in kinds]
+    outputs = noise.generate(["the"] * len(given), given, use_tqdm=False)
+    answers = [answer for output in outputs for answer in output.outputs]
+    for answer in answers:
+        assert answer.finish_reason in ("stop", "length"), answer.error
+        assert answer.finish_reason == "length" or is_right(answer.text), answer.text
+    if "json_object" not in answer_format:
+        assert sum(answer.finish_reason == "stop" for answer in answers) >= 3
+    [one] = noise.generate("the", params(seed=2, **answer_format), use_tqdm=False)
+    assert one.outputs[0].token_ids == outputs[1].outputs[1].token_ids  # the second of n is what seed + 1 gives alone
+
+
+def test_json_is_compact_unless_white_space_is_allowed(noise):
+    schema = array({"type": "boolean"}, minItems=2, maxItems=2)
+    for is_compact in (True, False):
+        given = [params(seed, json=schema, disable_any_whitespace=is_compact) for seed in range(6)]
+        texts = [output.outputs[0].text for output in noise.generate(["x"] * len(given), given, use_tqdm=False)]
+        assert any(re.search(r"\s", text) for text in texts) != is_compact
+
+
+@pytest.fixture(scope="module")
+def compiled(noise):
+    """The schemas that compile, with their numbers."""
+    found = {}
+    for number, schema in enumerate(SCHEMAS):
+        try:
+            noise.engine.inputs.prepare("x", params(json=schema))
+            found[number] = schema
+        except InvalidValueError:
+            continue
+    return found
+
+
+def test_at_least_95_percent_of_200_schemas_compile(compiled):
+    assert len(SCHEMAS) == 200
+    assert len(compiled) >= 190
+
+
+@pytest.mark.parametrize(
+    ("which", "step"),
+    [
+        ("llm", 12),
+        ("noise", 4),
+        pytest.param("llm", 1, marks=pytest.mark.slow),
+        pytest.param("noise", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_finished_answer_validates(which, step, compiled, request):
+    """Brackets and quotes are made likely, so that noise comes to an end."""
+    model = request.getfixturevalue(which)
+    bias = {model.get_tokenizer().encode(letter)[0]: 7.0 for letter in '"}]'}
+    chosen = list(compiled.values())[::step]
+    given = [params(seed, 100, json=schema, more={"logit_bias": bias}) for seed, schema in enumerate(chosen)]
+    outputs = model.generate(["Once"] * len(given), given, use_tqdm=False)
+    num_finished = 0
+    for schema, output in zip(chosen, outputs, strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason in ("stop", "length"), answer.error
+        if answer.finish_reason == "stop":
+            num_finished += 1
+            jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(answer.text))
+    assert num_finished > 0.3 * len(chosen)
+
+
+# ---- the engine's features
+
+
+def test_preempted_batched_alone_and_speculative_answers_are_equal(noise_path):
+    schema = obj(name={"type": "string"}, tags=array({"type": "string"}, minItems=1))
+    given = [params(seed, 40, json=schema, more={"min_tokens": 30}) for seed in range(6)]
+    prompts = ["once upon the time"] * len(given)
+    answers = []
+    for config in (
+        {"kv_cache_memory": 2**25},
+        {"kv_cache_memory": 2**25, "max_num_seqs": 1},
+        {"kv_cache_memory": 80_000, "block_size": 4},
+        {"kv_cache_memory": 2**25, "speculative_config": {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}},
+        {"kv_cache_memory": 2**25, "async_scheduling": True},
+    ):
+        outputs = LLM(noise_path, **config).generate(prompts, given, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
+        assert (num_preemptions > 0) == ("block_size" in config)
+        assert all(answer == answers[0] for answer in answers)
+
+
+def test_without_eos_the_answer_stops_where_the_grammar_ends(tmp_path):
+    model = LLM(random_model(tmp_path, eos_token_id=None), kv_cache_memory=2**24)
+    assert not model.engine.eos_token_ids
+    for max_tokens in (3, 50):
+        [output] = model.generate("x", params(max_tokens=max_tokens, regex="[abc]{3}"), use_tqdm=False)
+        [answer] = output.outputs
+        assert (answer.finish_reason, answer.stop_reason, len(answer.text)) == ("stop", None, 3)
+        assert re.fullmatch("[abc]{3}", answer.text)
+    [output] = model.generate("x", params(max_tokens=20, regex="[abc]*"), use_tqdm=False)  # it may always go on
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_stop_ids_stop_strings_min_tokens_and_max_tokens(noise):
+    def answer(regex, **more):
+        max_tokens = more.pop("max_tokens", 30)
+        [output] = noise.generate("x", params(3, max_tokens, regex=regex, more=more), use_tqdm=False)
+        return output.outputs[0]
+
+    ended = answer("[ab]{4}", stop_token_ids=[IM_END], logit_bias={IM_END: 100.0})
+    assert (ended.finish_reason, ended.stop_reason, len(ended.text)) == ("stop", IM_END, 4)
+    ended = answer("[ab]{4}", min_tokens=20)  # EOS is all that is left
+    assert (ended.finish_reason, ended.stop_reason, len(ended.text)) == ("stop", None, 4)
+    assert len(answer("[ab]*", min_tokens=20, logit_bias={EOS: 100.0}).text) == 20
+    assert len(answer("[ab]*", logit_bias={EOS: 100.0}).text) == 0
+    ended = answer("a*b", stop="aaa", logit_bias={ord("a"): 100.0})
+    assert (ended.finish_reason, ended.stop_reason, ended.text) == ("stop", "aaa", "")
+    assert answer("[ab]{40}", max_tokens=5).finish_reason == "length"
+    ended = answer("abc", bad_words=[[ord("b")]])
+    assert ended.finish_reason == "error"
+    assert "mask_bad_words" in ended.error
+
+
+def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(noise, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 60)
+    hard = params(max_tokens=200, regex="[ab]*a[ab]{12}")
+    outputs = noise.generate(["x", "y"], [hard, params(choice=["yes"])], use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "too many states" in outputs[0].outputs[0].error
+    assert outputs[1].outputs[0].text == "yes"
+    tiny_models.assert_nothing_is_left(noise)
+    monkeypatch.undo()
+    assert noise.generate("x", hard, use_tqdm=False)[0].outputs[0].error is None
+
+
+def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 400)
+    answer_format = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c")
+    rng, forbidden = random.Random(0), torch.empty(VOCAB_SIZE, dtype=torch.uint8).numpy()
+
+    def error_after_60_tokens(state):
+        for _ in range(60):
+            state.write_forbidden(forbidden, ())
+            if state.error is None:
+                state.advance(ord(rng.choice("ab")))
+        return state.error
+
+    assert [error_after_60_tokens(compiler.compile(answer_format)) for _ in range(20)] == [None] * 20
+    one = compiler.compile(answer_format)
+    assert any(error_after_60_tokens(one.copy()) for _ in range(20))  # 20 answers to one request would reach it
+
+
+# ---- limits while an answer grows
+
+AMBIGUOUS = {"grammar": 'start: "%s" x\nx: "a" | x x | "a" x "a" | x x x' % ("A" * 70)}  # cheap for 70 characters
+
+
+def clock_with(seconds):
+    """A clock of processor time on which everything takes the same time."""
+    return (i * seconds for i in itertools.count()).__next__
+
+
+def follow(state, num, letters):
+    """Append up to `num` of these letters, while the grammar allows them. Returns how many, and the error."""
+    forbidden = torch.empty(VOCAB_SIZE, dtype=torch.uint8).numpy()
+    for i in range(num):
+        state.write_forbidden(forbidden, ())
+        token_id = ord(letters[i % len(letters)])
+        if state.error is not None or forbidden[token_id]:
+            return i, state.error
+        state.advance(token_id)
+    return num, None
+
+
+def test_an_answer_whose_masks_are_over_its_budget_ends_and_others_go_on(noise, monkeypatch):
+    """A ms for each mask and each token: of a budget of 64 * 0.43 ms, 1.57 ms go with a token. 17 tokens leave it below 0."""
+    monkeypatch.setattr(time, "thread_time", clock_with(0.001))
+    given = [
+        params(max_tokens=60, regex="[ab]*", more={"min_tokens": 60}),
+        params(choice=["yes"]),
+        SamplingParams(max_tokens=60, ignore_eos=True),
+    ]
+    slow, short, free = (output.outputs[0] for output in noise.generate(["x"] * 3, given, use_tqdm=False))
+    assert (slow.finish_reason, len(slow.token_ids)) == ("error", 17)
+    assert slow.error.startswith("structured_outputs: the masks of its grammar take more than 0.43 ms a token; write")
+    assert (short.text, free.finish_reason, len(free.token_ids)) == ("yes", "length", 60)
+    tiny_models.assert_nothing_is_left(noise)
+    monkeypatch.setattr(time, "thread_time", clock_with(0.0002))  # 0.4 ms for a token are within the budget
+    [output] = noise.generate("x", given[0], use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_the_budget_is_that_of_an_answer_and_grows_with_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(time, "thread_time", clock_with(0.001))
+    answer_format = StructuredOutputsParams(regex="a*")
+    state = GrammarCompiler(byte_tokenizer(), VOCAB_SIZE).compile(answer_format)
+    assert [follow(state.copy(), 99, "a")[0] for _ in range(2)] == [17, 17]
+    large = GrammarCompiler(byte_tokenizer(), 60_000).compile(answer_format)  # 6.4 ms a token
+    monkeypatch.setattr(sys.modules[__name__], "VOCAB_SIZE", 60_000)
+    assert follow(large, 99, "a") == (99, None)
+
+
+def test_an_ambiguous_grammar_is_limited_by_the_items_of_a_row_and_long_lists_of_alternatives_are_not(compiler, monkeypatch):
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    num, error = follow(compiler.compile(StructuredOutputsParams(**AMBIGUOUS)), 400, "A" * 70 + "a" * 330)
+    assert 70 < num < 200
+    assert re.search(r"5\d\d rules apply at a place, more than 503; write it with fewer ways", error)
+    names = [f"p{i}" for i in range(1000)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "additionalProperties": False}
+    text = json.dumps(dict.fromkeys(names[:30]), separators=(",", ":"))
+    for answer_format, answer in (
+        ({"choice": [f"word {i}" for i in range(3000)]}, "word 2999"),
+        ({"json": schema}, text),
+        ({"grammar": f'start: "x" %json {json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}})}'}, "x" + text),
+    ):
+        assert follow(compiler.compile(StructuredOutputsParams(**answer_format)), len(answer), answer) == (len(answer), None)
+
+
+def test_a_grammar_that_needs_more_lexer_states_gets_them_and_the_same_masks(compiler, monkeypatch):
+    answer_format, text = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c"), "abbabaabbb" * 20
+    expected = kept_ids_along(compiler.compile(answer_format), text)
+    monkeypatch.setattr(grammar, "FIRST_STATES", 20)
+    assert kept_ids_along(compiler.compile(answer_format), text) == expected
+
+
+def kept_ids_along(state, text):
+    masks = []
+    for letter in text:
+        masks.append(kept_ids(sequence_with(state)))
+        state.advance(ord(letter))
+    assert state.error is None
+    return masks
+
+
+def test_the_lexer_states_of_all_running_grammars_have_one_limit(compiler, monkeypatch):
+    gc.collect()  # what earlier tests have left gives nothing back here
+    monkeypatch.setattr(grammar, "FIRST_STATES", 20)
+    monkeypatch.setattr(grammar._LexerStates, "_num_left", 1000)
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 800)
+    answer_format, text = StructuredOutputsParams(regex="(a|b)*a(a|b){15}c"), "abbabaabbb" * 5
+    one, other = compiler.compile(answer_format), compiler.compile(answer_format)
+    assert follow(one, 50, text)[1] is None
+    num_taken = 1000 - grammar._LexerStates._num_left
+    monkeypatch.setattr(grammar._LexerStates, "_num_left", 0)
+    num, error = follow(other, 50, text)
+    assert num < 50
+    assert error == "structured_outputs: 80 lexer states are more than other running grammars leave; try again later"
+    compiler.check(answer_format)  # the grammar is not to blame
+    del one
+    assert grammar._LexerStates._num_left == num_taken > 0
+    assert follow(compiler.compile(answer_format), 50, text) == (50, None)
+
+
+def test_a_grammar_that_has_reached_a_limit_is_remembered_for_a_while_and_128_of_them(compiler, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 20)
+    hard = StructuredOutputsParams(regex="[ab]*a[ab]{11}")
+    compiler.check(hard)
+    assert follow(compiler.compile(hard), 50, "abbab")[1].endswith("too many states; repeat fewer times in them")
+    with pytest.raises(InvalidValueError, match=r"regex cannot be used: it has just reached a limit \(.* too many states"):
+        compiler.check(hard)
+    compiler.check(StructuredOutputsParams(regex="[ab]*a[ab]{10}"))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + grammar.REFUSED_SECONDS)
+    compiler.check(hard)
+    monkeypatch.undo()
+    for i in range(128):
+        compiler._refuse(StructuredOutputsParams(regex=f"a{i}"), "it costs too much")
+    compiler.check(hard)
+    assert len(compiler._refused) == 128
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({}, InvalidValueError, "needs exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({"regex": "a", "choice": ["b"]}, InvalidValueError, "got regex and choice"),
+        ({"json_object": False}, InvalidValueError, "got none"),
+        ({"json_object": 1}, InvalidTypeError, "json_object must be True or False"),
+        ({"json": "{"}, InvalidValueError, "json is not a JSON schema"),
+        ({"json": "[1]"}, InvalidValueError, "json must be an object"),
+        ({"json": {"const": float("nan")}}, InvalidValueError, "json is not a JSON schema"),
+        ({"json": dict}, InvalidTypeError, r"pass Model.model_json_schema\(\)"),
+        ({"regex": 5}, InvalidTypeError, "regex must be a string"),
+        ({"choice": "yes"}, InvalidTypeError, "choice must be a list of strings"),
+        ({"choice": []}, InvalidValueError, "choice must hold at least one string"),
+        ({"whitespace_pattern": " *", "json_object": True}, UnsupportedError, "whitespace_pattern"),
+        ({"regexp": "a"}, InvalidTypeError, "did you mean regex"),
+        # those that need the tokenizer
+        ({"regex": "("}, InvalidValueError, "regex cannot be used: .*unclosed|regex cannot be used"),
+        ({"regex": ""}, InvalidValueError, "regex"),
+        ({"regex": "x{0}"}, InvalidValueError, "only an empty answer"),
+        ({"regex": r"[^\s\S]"}, InvalidValueError, "regex cannot be used: no text satisfies it$"),
+        ({"json": {"$ref": "#"}}, InvalidValueError, "json cannot be used: no text satisfies it$"),
+        ({"regex": "(?=a)b"}, InvalidValueError, "regex cannot be used: regex parse error: .* is not supported"),
+        ({"json": {"not": {}}}, InvalidValueError, 'these keywords cannot be enforced: "not"; leave them out'),
+        ({"grammar": "start: x"}, InvalidValueError, 'unknown name: "x"'),
+        ({"json": {"type": "nope"}}, InvalidValueError, "Invalid type: nope"),
+        ({"grammar": 'start: a a a\n\n\na: %json {"type": "nope"}'}, InvalidValueError, "cannot be used: Invalid type: nope$"),
+        ({"json": {"uniqueItems": True}}, InvalidValueError, "uniqueItems"),
+        ({"json": {"$ref": "https://example.com/schema"}}, InvalidValueError, "json cannot be used"),
+        ({"regex": "a" * 140_000}, InvalidValueError, "at most 131072 characters, got 140000"),
+        ({"json": {"const": "a" * 9000}}, InvalidValueError, "each string of json must have at most 8192"),
+        ({"choice": ["\ud800"]}, InvalidValueError, "choice cannot be used"),
+        ({"regex": "\ud800"}, InvalidValueError, "regex cannot be used"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_format_that_cannot_be_used_is_refused_before_any_work(noise, given, error, says):
+    with pytest.raises(error, match=says):
+        noise.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**given)), use_tqdm=False)
+    tiny_models.assert_nothing_is_left(noise)
+
+
+def test_contradictions_are_refused(noise, noise_path):
+    answer_format = StructuredOutputsParams(choice=["a"])
+    with pytest.raises(InvalidValueError, match="ignore_eos cannot be used"):
+        SamplingParams(structured_outputs=answer_format, ignore_eos=True)
+    with pytest.raises(InvalidValueError, match="allowed_token_ids cannot be used"):
+        SamplingParams(structured_outputs=answer_format, allowed_token_ids=[1])
+    with pytest.raises(InvalidTypeError, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"choice": ["a"]})
+    with pytest.raises(NanoinferError, match="structured_outputs"):
+        BeamSearchParams(beam_width=2, structured_outputs=answer_format)
+    bare = GrammarCompiler(None, VOCAB_SIZE)
+    with pytest.raises(InvalidValueError, match="needs a tokenizer"):
+        bare.compile(answer_format)
+
+
+def test_the_extra_is_named_where_it_is_missing(compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("structured"))):
+        compiler.compile(StructuredOutputsParams(choice=["not seen before"]))
+
+
+# ---- grammars that do harm
+
+
+def run_adversarial(model, number):
+    """Whether it was refused. The second process is stopped after 1.5 s, and this one takes less than 2 s."""
+    name, answer_format = adversarial(number)
+    used = time.process_time()  # not the time that passes, since a busy machine is no failure
+    try:
+        [output] = model.generate("x", params(max_tokens=20, **answer_format), use_tqdm=False)
+        assert output.outputs[0].finish_reason in ("stop", "length", "error"), name
+        was_refused = output.outputs[0].error is not None
+    except (InvalidValueError, InvalidTypeError):
+        was_refused = True
+    assert time.process_time() - used < 2, name
+    return was_refused
+
+
+def test_an_adversarial_grammar_is_refused_or_ends(noise):
+    refused = [run_adversarial(noise, number) for number in range(len(ADVERSARIAL))]
+    assert any(refused)
+    assert not all(refused)
+    [output] = noise.generate("x", params(choice=["still here"]), use_tqdm=False)
+    assert output.outputs[0].text == "still here"
+    tiny_models.assert_nothing_is_left(noise)
+
+
+@pytest.mark.long
+def test_1000_adversarial_grammars_are_refused_or_end(noise):
+    refused = [run_adversarial(noise, number) for number in range(1000)]
+    assert 100 < sum(refused) < 900
+    tiny_models.assert_nothing_is_left(noise)
