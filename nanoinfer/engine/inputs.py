@@ -6,12 +6,12 @@ the queue nor the cache, so any thread may call it.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.arguments import check_neutral
 from nanoinfer.config import EngineConfig
@@ -78,6 +78,21 @@ class PreparedRequest:
         return replace(self, adapter=adapter, cache_salt=f"{adapter.digest}{self.cache_salt or ''}")
 
 
+class RequestFeature(Protocol):
+    """What a feature (features/) makes of each request. engine/build.py lists those of an engine, in their order."""
+
+    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
+        """Check the parameters and the options that the feature reads, and return the request with what it adds to it.
+
+        options: what generate() and its like are given besides the prompt and its parameters, by name. {}: nothing.
+        Raises: InvalidValueError, InvalidTypeError, UnsupportedError.
+        """
+
+    def compile(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Add what may take seconds. An asynchronous caller runs it in a thread of its own."""
+        return prepared
+
+
 class InputProcessor:
     """Prepares the requests of one engine."""
 
@@ -89,6 +104,7 @@ class InputProcessor:
         *,
         accepts_priority: bool = False,
         adapters: "Adapters | None" = None,
+        features: Sequence[RequestFeature] = (),
     ) -> None:
         """adapters: the adapters that requests may name. None: requests cannot name any."""
         self._info = info
@@ -97,6 +113,7 @@ class InputProcessor:
         self._config = config
         self._accepts_priority = accepts_priority
         self.adapters = adapters
+        self._features = features
         self._has_warned = False
 
     def prepare(self, prompt: object, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
@@ -133,6 +150,8 @@ class InputProcessor:
         )  # fmt: skip
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
+        for feature in self._features:
+            prepared = feature.prepare(prepared, {})
         return prepared
 
     def adapter_of(self, lora_request: "LoRARequest") -> "Adapter":
@@ -146,6 +165,8 @@ class InputProcessor:
 
         Raises: InvalidValueError, UnsupportedError, QueueFullError.
         """
+        for feature in self._features:
+            prepared = feature.compile(prepared)
         params = prepared.params.structured_outputs
         return prepared if params is None else replace(prepared, grammar=self._grammars.compile(params))
 

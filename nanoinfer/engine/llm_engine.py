@@ -10,11 +10,12 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
@@ -58,6 +59,7 @@ class LLMEngine:
         adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
         store: "BlockStore | None" = None,
+        features: ListLike[RequestFeature] = (),
     ) -> None:
         """
         Args:
@@ -65,6 +67,7 @@ class LLMEngine:
             adapters: the adapters that requests may name. None: requests cannot name any.
             tracer: the tracer to which the executor emits its events.
             store: receives cached blocks that leave the memory. None: they are dropped.
+            features: what features make of each request, in their order.
         """
         self.executor = executor
         self.config = config
@@ -83,7 +86,9 @@ class LLMEngine:
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
         caching = config.cache.enable_prefix_caching
-        self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters)
+        self.inputs = InputProcessor(
+            info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters, features=features
+        )
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
         max_adapters = config.max_loras if config.enable_lora else None
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)

@@ -103,9 +103,7 @@ class Adapters:
             UnsupportedError, CheckpointError, CheckpointNotFoundError, WeightsError: as LLM(lora=...) does.
         """
         if not isinstance(request, LoRARequest):
-            raise InvalidTypeError(
-                f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}"
-            )
+            raise InvalidTypeError(f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}")
         adapter = self._known.get(request.lora_int_id)
         if adapter is None:  # reading takes long, so no lock is held. If two threads read the same adapter, the first counts
             adapter = self._known.setdefault(request.lora_int_id, self._read(request))
