@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.inputs import ParameterFeature, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.features import tracing
@@ -59,9 +60,35 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         proposer=make_proposer(draft, config, executor),
         adapters=adapters,
+        features=request_features(tokenizer, executor.info.vocab_size),
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
     )
+
+
+def request_features(tokenizer: Tokenizer | None, vocab_size: int) -> list[RequestFeature]:
+    """List the features of requests. Each is imported for the first request that sets its parameter."""
+
+    def words() -> RequestFeature:
+        from nanoinfer.features.structured.words import WordsFeature
+
+        return WordsFeature(tokenizer, vocab_size)
+
+    def reasoning() -> RequestFeature:
+        from nanoinfer.features.reasoning.thinking import ReasoningFeature
+
+        return ReasoningFeature(tokenizer, vocab_size)
+
+    def grammar() -> RequestFeature:
+        from nanoinfer.features.structured.grammar import GrammarFeature
+
+        return GrammarFeature(tokenizer, vocab_size)
+
+    return [
+        ParameterFeature(words, "bad_words", "repetition_detection"),
+        ParameterFeature(reasoning, "thinking_token_budget"),
+        ParameterFeature(grammar, "structured_outputs"),
+    ]
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":

@@ -23,6 +23,7 @@ from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.reasoning.thinking import limit_thinking
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import schemas
@@ -103,9 +104,9 @@ class ChatFormat:
             params = replace(params, skip_special_tokens=False)
         elif self.reasoning:
             if request.reasoning_effort == "none":
-                params = inputs.limit_thinking(params, prompt, share=0)
+                params = limit_thinking(inputs, params, prompt, share=0)
             if is_structured or requires_call(tool_choice):
-                params = inputs.limit_thinking(params, prompt)
+                params = limit_thinking(inputs, params, prompt)
             if is_structured and params.structured_outputs is not None:
                 params = replace(params, structured_outputs=after_thinking(params.structured_outputs, text))
         params = constrain_calls(

@@ -16,18 +16,20 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.features.structured.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
+from nanoinfer.scheduling.sequence import Constraint
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -114,8 +116,10 @@ class _Request:
     refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
 
 
-class GrammarState:
+class GrammarState(Constraint):
     """The state of an answer in its grammar."""
+
+    has_mask = True
 
     def __init__(self, request: _Request) -> None:
         self._request = request
@@ -129,15 +133,14 @@ class GrammarState:
         if time.thread_time() - start > MAX_REBUILD_SECONDS:
             self._grow(_LIMITS["max_lexer_states"])
 
-    def copy(self) -> "GrammarState":
+    def copy(self) -> Self:
         """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
-        state = copy.copy(self)
+        state = super().copy()
         state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
         state._seconds_left = self._request.most_seconds
         return state
 
     def advance(self, token_id: int) -> None:
-        """Append a token that is neither EOS nor a stop id."""
         start = time.thread_time()
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
@@ -160,10 +163,7 @@ class GrammarState:
         return has_more and self._matcher.is_error() and "too many states" in self._matcher.get_error()
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
-        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
-
-        forbidden: [vocab], uint8, written in place.
-        """
+        """Write the mask of the next token. stop_ids may follow if the answer may end here."""
         start = time.thread_time()
         mask = self._matcher.compute_bitmask()
         while self._lacks_states and not self._refusal:
@@ -182,7 +182,6 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer must end here, because no token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -285,6 +284,25 @@ class GrammarCompiler:
                     "model with another tokenizer"
                 )
             return self._converted
+
+
+class GrammarFeature(RequestFeature):
+    """Gives the requests with structured_outputs their grammar."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self.compiler = GrammarCompiler(tokenizer, vocab_size)
+
+    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
+        return replace(prepared, compiled_by=(*prepared.compiled_by, self))
+
+    def check(self, prepared: PreparedRequest) -> None:
+        assert prepared.params.structured_outputs is not None
+        self.compiler.check(prepared.params.structured_outputs)
+
+    def compile(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Compile the grammar, which may wait for seconds until others are compiled. Raises: the errors of the compiler."""
+        assert prepared.params.structured_outputs is not None
+        return prepared.with_constraint(self.compiler.compile(prepared.params.structured_outputs))
 
 
 def _as_text(tokenizer_json: str, vocab_size: int, own_texts: dict[str, str]) -> str:
