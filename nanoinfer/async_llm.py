@@ -180,8 +180,8 @@ class AsyncLLM:
                 await asyncio.sleep(REFUSAL_SECONDS)
                 raise
             if stream.prepared.compiled_by:
-                compiling = self.engine.inputs.compile, stream.prepared
-                stream.prepared = await loop.run_in_executor(self._grammar_threads, *compiling)
+                compile_request = self.engine.inputs.compile
+                stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_request, stream.prepared)
             self.check_health()
         except BaseException:
             del self._streams[stream.request_id]

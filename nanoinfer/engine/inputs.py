@@ -90,6 +90,7 @@ class RequestFeature(Protocol):
 
     def check(self, prepared: PreparedRequest) -> None:
         """Refuse a request that was too expensive lately, before compile. Only asynchronous callers ask."""
+        return None  # need not be overridden
 
     def compile(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add what may take seconds, if compiled_by has the feature. An asynchronous caller runs it in a thread of its own."""

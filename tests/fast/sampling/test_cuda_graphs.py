@@ -8,6 +8,7 @@ import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.features.structured.words import BadWords
 from nanoinfer.features.tracing import TokenDrawn
 from nanoinfer.features.tracing.stage_trace import StageTracer
 from nanoinfer.sampling.batch import SamplingBatch
@@ -70,7 +71,8 @@ class SimulatedCapture:
 
 def sequence(seed=0, bad_words=(), **params):
     params = SamplingParams(max_tokens=None, **params)
-    return Sequence("r", [1, 2], params, seed, 9999, bad_words=bad_words, eos_token_ids=frozenset([0]))
+    constraints = (BadWords(bad_words),) if bad_words else ()
+    return Sequence("r", [1, 2], params, seed, 9999, constraints=constraints, eos_token_ids=frozenset([0]))
 
 
 def random_steps(vocab_size, num_steps, max_num_rows, groups=SUPPORTED):
