@@ -175,11 +175,11 @@ class AsyncLLM:
         try:
             stream.prepared = await self.threads.run(prepare, is_large=is_large)
             try:
-                self.engine.inputs.check(stream.prepared)
+                stream.prepared.check()
             except InvalidValueError:  # clients repeat such requests at once, and many in a row would slow the engine's thread
                 await asyncio.sleep(REFUSAL_SECONDS)
                 raise
-            if stream.prepared.compiled_by:
+            if stream.prepared.compile:
                 compile_request = self.engine.inputs.compile
                 stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_request, stream.prepared)
             self.check_health()
@@ -332,7 +332,7 @@ class AsyncLLM:
         for stream in streams:
             if (deltas := stream.deliver()) and deltas[-1].output is not None:
                 del self._streams[stream.request_id]
-                if stream.prepared.compiled_by:
+                if stream.prepared.compile:
                     self.threads.return_memory_later()
                 self.on_finished(stream)
 

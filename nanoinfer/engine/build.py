@@ -3,11 +3,13 @@
 Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import ParameterFeature, RequestFeature
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.features import tracing
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
     from nanoinfer.features.drafts.speculator import Proposer
+    from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.loading.loaded_weights import LoadedWeights
     from nanoinfer.models.registry import Model
 
@@ -60,35 +63,38 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         proposer=make_proposer(draft, config, executor),
         adapters=adapters,
-        features=request_features(tokenizer, executor.info.vocab_size),
+        features=[ConstrainedAnswers(tokenizer, executor.info.vocab_size)],
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
     )
 
 
-def request_features(tokenizer: Tokenizer | None, vocab_size: int) -> list[RequestFeature]:
-    """List the features of requests. Each is imported for the first request that sets its parameter."""
+class ConstrainedAnswers(RequestFeature):
+    """Constrains the answers of requests whose parameters ask for it. A feature is imported for the first of them."""
 
-    def words() -> RequestFeature:
-        from nanoinfer.features.structured.words import WordsFeature
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
-        return WordsFeature(tokenizer, vocab_size)
+    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
+        params = prepared.params
+        if params.bad_words or params.no_repeat_ngram_size or params.repetition_detection:
+            from nanoinfer.features.structured.words import word_constraints
 
-    def reasoning() -> RequestFeature:
-        from nanoinfer.features.reasoning.thinking import ReasoningFeature
+            prepared = prepared.constrained(*word_constraints(params, self._tokenizer, self._vocab_size))
+        if params.thinking_token_budget is not None:
+            from nanoinfer.features.reasoning.thinking import with_reasoning
 
-        return ReasoningFeature(tokenizer, vocab_size)
+            prepared = with_reasoning(prepared, self._tokenizer, self._vocab_size)
+        if params.structured_outputs:
+            form, grammars = params.structured_outputs, self._grammars
+            prepared = replace(prepared, compile=partial(grammars.compile, form), check=partial(grammars.check, form))
+        return prepared
 
-    def grammar() -> RequestFeature:
-        from nanoinfer.features.structured.grammar import GrammarFeature
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        from nanoinfer.features.structured.grammar import GrammarCompiler
 
-        return GrammarFeature(tokenizer, vocab_size)
-
-    return [
-        ParameterFeature(words, "bad_words", "repetition_detection"),
-        ParameterFeature(reasoning, "thinking_token_budget"),
-        ParameterFeature(grammar, "structured_outputs"),
-    ]
+        return GrammarCompiler(self._tokenizer, self._vocab_size)
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,7 +49,8 @@ class PreparedRequest:
     prompt: the text of the prompt. None: only token ids were given.
     error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
     constraints: what limits the tokens of each answer, at the answer's beginning.
-    compiled_by: the features whose compile adds something.
+    compile: makes a further constraint, which may take seconds. None: there is none.
+    check: raises InvalidValueError if that was too expensive lately. Asynchronous callers call it before they compile.
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
@@ -64,14 +64,15 @@ class PreparedRequest:
     error: TooLong | None = None
     priority: int = 0
     constraints: tuple[Constraint, ...] = ()
-    compiled_by: "tuple[RequestFeature, ...]" = ()
+    compile: Callable[[], Constraint] | None = None
+    check: Callable[[], None] = lambda: None
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
     eos_token_ids: frozenset[int] = frozenset()
 
-    def with_constraint(self, constraint: Constraint) -> "PreparedRequest":
-        return replace(self, constraints=(*self.constraints, constraint))
+    def constrained(self, *constraints: Constraint) -> "PreparedRequest":
+        return replace(self, constraints=self.constraints + constraints)
 
     def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
         """Return the request with an adapter, whose digest separates its cached prefixes from others."""
@@ -87,27 +88,6 @@ class RequestFeature(Protocol):
         options: what generate() and its like are given besides the prompt and its parameters, by name. {}: nothing.
         Raises: InvalidValueError, InvalidTypeError, UnsupportedError.
         """
-
-    def check(self, prepared: PreparedRequest) -> None:
-        """Refuse a request that was too expensive lately, before compile. Only asynchronous callers ask."""
-        return None  # need not be overridden
-
-    def compile(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Add what may take seconds, if compiled_by has the feature. An asynchronous caller runs it in a thread of its own."""
-        return prepared
-
-
-class ParameterFeature(RequestFeature):
-    """The feature of some parameters. make: imports and makes it, when the first request has one of them."""
-
-    def __init__(self, make: Callable[[], RequestFeature], *parameters: str) -> None:
-        self._make, self._parameters = cache(make), parameters
-
-    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
-        for name in self._parameters:
-            if getattr(prepared.params, name) not in (None, ()):
-                return self._make().prepare(prepared, options)
-        return prepared
 
 
 class InputProcessor:
@@ -174,16 +154,9 @@ class InputProcessor:
             raise InvalidValueError(f"lora_request={shown(lora_request)} needs a model loaded with enable_lora=True")
         return self.adapters.get(lora_request)
 
-    def check(self, prepared: PreparedRequest) -> None:
-        """Refuse a request that was too expensive lately. Raises: InvalidValueError."""
-        for feature in prepared.compiled_by:
-            feature.check(prepared)
-
     def compile(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Add what may take seconds. Raises: InvalidValueError, UnsupportedError, QueueFullError."""
-        for feature in prepared.compiled_by:
-            prepared = feature.compile(prepared)
-        return prepared
+        """Add the constraint that must be compiled, if there is one. Raises: the errors of its compiler."""
+        return prepared.constrained(prepared.compile()) if prepared.compile else prepared
 
     def prepare_all(
         self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: Any

@@ -97,6 +97,7 @@ class StageEntries:
 
 
 _NO_ENTRIES = StageEntries()
+_MASKS = operator.attrgetter("allowed", "grammar", "end_thinking", "bad_words", "min_tokens", "repeated_ngrams")
 
 
 class _Draws(NamedTuple):
@@ -166,12 +167,7 @@ class SamplingBatch:
     @property
     def masks_logits(self) -> bool:
         """Whether a stage before the temperature may overwrite logits without reading them."""
-        entries = self.entries
-        masks = (
-            *(entries.allowed, entries.grammar, entries.end_thinking),
-            *(entries.bad_words, entries.min_tokens, entries.repeated_ngrams),
-        )
-        return bool(self.with_processors) or any(mask is not None for mask in masks)
+        return bool(self.with_processors) or any(mask is not None for mask in _MASKS(self.entries))
 
     @property
     def changes_logits(self) -> bool:
@@ -285,8 +281,6 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
             entries["logit_bias"].append((row, state.bias_ids, state.bias_values))
         if state.token_counts is not None:
             entries["token_counts"].append((row, state.token_counts.ids, state.token_counts.output_counts))
-        if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
-            entries["repeated_ngrams"].append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
     if masks:
         forbidden = np.empty((len(masks), vocab_size), dtype=np.uint8)

@@ -39,7 +39,7 @@ class Constraint:
 
     @property
     def error(self) -> str | None:
-        """Why the constraint lets no token follow. None: it does, or its stage says enough."""
+        """Why the constraint cannot be followed further. None: it can."""
         return None
 
     def copy(self) -> Self:
@@ -136,7 +136,7 @@ class Sequence:
         0 if the sampling reads the output other than through the logits.
         """
         params = self.params
-        if params.has_penalty or params.no_repeat_ngram_size or params.logits_processors:
+        if params.has_penalty or params.logits_processors:
             return 0
         if not self.constraints:
             return sys.maxsize

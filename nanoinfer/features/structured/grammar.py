@@ -16,16 +16,15 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.features.structured.json_schema import enforceable
 from nanoinfer.sampling_params import StructuredOutputsParams
@@ -284,25 +283,6 @@ class GrammarCompiler:
                     "model with another tokenizer"
                 )
             return self._converted
-
-
-class GrammarFeature(RequestFeature):
-    """Gives the requests with structured_outputs their grammar."""
-
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self.compiler = GrammarCompiler(tokenizer, vocab_size)
-
-    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
-        return replace(prepared, compiled_by=(*prepared.compiled_by, self))
-
-    def check(self, prepared: PreparedRequest) -> None:
-        assert prepared.params.structured_outputs is not None
-        self.compiler.check(prepared.params.structured_outputs)
-
-    def compile(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Compile the grammar, which may wait for seconds until others are compiled. Raises: the errors of the compiler."""
-        assert prepared.params.structured_outputs is not None
-        return prepared.with_constraint(self.compiler.compile(prepared.params.structured_outputs))
 
 
 def _as_text(tokenizer_json: str, vocab_size: int, own_texts: dict[str, str]) -> str:

@@ -1,19 +1,18 @@
-"""Constraints on the newest tokens of an answer: bad_words, and repetition_detection, which ends the answer.
+"""Constraints that compare an answer's newest tokens: bad_words, no_repeat_ngram_size, and repetition_detection, which ends it.
 
-In: the parameters of a request. Out: a BadWords for the stage mask_bad_words, and a Repetition.
+In: the parameters of a request. Out: constraints, two of them for the stages mask_bad_words and mask_repeated_ngrams.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, check_ids
+from nanoinfer.engine.inputs import check_ids
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import FinishReason
-from nanoinfer.sampling_params import RepetitionDetectionParams
-from nanoinfer.scheduling import sequence
-from nanoinfer.scheduling.sequence import Constraint
+from nanoinfer.sampling_params import RepetitionDetectionParams, SamplingParams
+from nanoinfer.scheduling.sequence import Constraint, Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 
@@ -23,19 +22,38 @@ class BadWords(Constraint):
 
     words: tuple[tuple[int, ...], ...]
 
-    def entries(self, seq: sequence.Sequence, index: int) -> Mapping[str, Iterable[int]]:
+    def entries(self, seq: Sequence, index: int) -> Mapping[str, Iterable[int]]:
         output = seq.output_token_ids
         ids = [word[-1] for word in self.words if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])]
         return {"bad_words": ids} if ids else {}
 
 
-class Repetition(Constraint):
-    """Ends an answer whose last tokens are a pattern of an allowed size, min_count times in a row.
+class NGrams(Constraint):
+    """Forbids the ids that would repeat a run of `size` ids of prompt + output. It reads each token once."""
 
-    >>> repetition = Repetition(RepetitionDetectionParams(max_pattern_size=2, min_count=2), min_tokens=0)
-    >>> [repetition.advance(token_id) for token_id in (1, 5, 6, 5, 6)][-2:]
-    [None, 'repetition']
-    """
+    def __init__(self, size: int) -> None:
+        self._size, self._num_read = size, 0
+        self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)  # the ids after each run of size - 1 ids
+
+    def copy(self) -> "NGrams":
+        return NGrams(self._size)
+
+    def repeated(self, token_ids: list[int]) -> set[int]:
+        """Return the ids that have followed the last size - 1 of the ids before."""
+        newest = len(token_ids) - self._size + 1
+        for start in range(self._num_read, newest):
+            *run, follower = token_ids[start : start + self._size]
+            self._followers[tuple(run)].add(follower)
+        self._num_read = max(newest, 0)
+        return self._followers.get(tuple(token_ids[newest:]), set()) if newest >= 0 else set()
+
+    def entries(self, seq: Sequence, index: int) -> Mapping[str, Iterable[int]]:
+        ids = self.repeated(seq.token_ids)
+        return {"repeated_ngrams": ids} if ids else {}
+
+
+class Repetition(Constraint):
+    """Ends an answer whose last tokens are a pattern of an allowed size, min_count times in a row."""
 
     def __init__(self, detection: RepetitionDetectionParams, min_tokens: int) -> None:
         self._detection, self._num_left = detection, min_tokens
@@ -57,29 +75,20 @@ class Repetition(Constraint):
         return sys.maxsize
 
 
-class WordsFeature(RequestFeature):
-    """Gives requests with bad_words or repetition_detection their constraints."""
-
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-
-    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
-        params = prepared.params
-        if words := self._token_ids(params.bad_words or ()):
-            prepared = prepared.with_constraint(BadWords(words))
-        if isinstance(params.repetition_detection, RepetitionDetectionParams):
-            prepared = prepared.with_constraint(Repetition(params.repetition_detection, params.min_tokens))
-        return prepared
-
-    def _token_ids(self, words: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each word. A word with an id that the model lacks can never be generated, and is left out."""
-        found: list[tuple[int, ...]] = []
-        for word in words:
-            if not isinstance(word, str):
-                check_ids("bad_words", word, self._vocab_size)
-                found.append(tuple(word))
-            elif self._tokenizer is None:
-                raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
-            else:
-                found += self._tokenizer.spellings(word)
-        return tuple(ids for ids in found if max(ids) < self._vocab_size)
+def word_constraints(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[Constraint]:
+    """Yield the constraints of a request. A bad word with an id that the model lacks cannot be generated, and is left out."""
+    words: list[tuple[int, ...]] = []
+    for word in params.bad_words or ():
+        if not isinstance(word, str):
+            check_ids("bad_words", word, vocab_size)
+            words.append(tuple(word))
+        elif tokenizer is None:
+            raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
+        else:
+            words += tokenizer.spellings(word)
+    if possible := tuple(ids for ids in words if max(ids) < vocab_size):
+        yield BadWords(possible)
+    if params.no_repeat_ngram_size:
+        yield NGrams(params.no_repeat_ngram_size)
+    if isinstance(params.repetition_detection, RepetitionDetectionParams):
+        yield Repetition(params.repetition_detection, params.min_tokens)

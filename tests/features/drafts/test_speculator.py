@@ -94,9 +94,7 @@ def test_an_aborted_and_a_finished_sequence_are_forgotten():
     assert set(proposer.forgotten) == {"0", "1"}
 
 
-@pytest.mark.parametrize(
-    "more", [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 2}, {"logits_processors": [lambda p, o, logits: logits]}]
-)
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.1}, {"logits_processors": [lambda p, o, logits: logits]}])
 def test_a_sequence_whose_sampling_reads_its_output_drafts_nothing(more):
     engine = engine_with(CountingProposer())
     assert finish(engine, engine.add_request([1, 2], params(max_tokens=3, **more))) == [[3, 4, 5]]
@@ -106,7 +104,7 @@ def test_a_sequence_whose_sampling_reads_its_output_drafts_nothing(more):
 def test_a_draft_ends_before_the_token_that_ends_reasoning():
     engine = engine_with(CountingProposer(), num_drafts=8)
     request = engine.add_request([1, 2, 3], params())
-    request.sequences[0].constraints = (ReasoningState(bytes, b"<think>", b"</think>", end_id=9, budget=5, begin=0),)
+    request.sequences[0].constraints = (ReasoningState(bytes, end_id=9, budget=5, begin=0),)
     assert finish(engine, request) == [list(range(4, 13))]
     assert drafts_of(engine)[:3] == [[()], [(5, 6, 7)], [()]]  # at index 5 the reasoning must end
 

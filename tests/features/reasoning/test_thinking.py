@@ -15,7 +15,7 @@ END = 3
 
 
 def reasoning_of(*tokens, budget=2, **begun):
-    reasoning = ReasoningState(bytes, b"<think>", b"</think>", END, budget, **begun)
+    reasoning = ReasoningState(bytes, END, budget, **begun)
     for token in tokens:
         reasoning.advance(token)
     return reasoning
