@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
-from nanoinfer.features import tracing
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import local_executor
+from nanoinfer.features import tracing
 from nanoinfer.features.tracing import (
     BatchBuilt,
     BlockCopied,
