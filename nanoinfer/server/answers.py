@@ -19,7 +19,6 @@ from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import TRY_LATER
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
-from nanoinfer.server import schemas
 from nanoinfer.server.errors import ContextLengthError, RequestError, subject, without_paths
 from nanoinfer.server.protocol import JsonObject
 
@@ -86,7 +85,7 @@ class Answers:
         """Return the outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
-    def usage(self) -> schemas.Usage:
+    def usage(self) -> JsonObject:
         """Return OpenAI's usage so far."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self.num_tokens
