@@ -35,7 +35,6 @@ OPTIONAL = """
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
     "llm.py": "end_to_end/test_llm.py",
-    "vllm_compat.py": "test_arguments.py",
     "execution/packing.py": "execution/test_forward_batch.py",
 }
 
