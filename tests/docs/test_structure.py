@@ -1,8 +1,12 @@
 """docs/structure.md has a line for each folder, from its docstring. `python tests/docs/test_structure.py` writes the page."""
 
 import ast
+import glob
 import re
+import tomllib
 from pathlib import Path
+
+from tests.helpers import shape_checks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "structure.md"
@@ -57,6 +61,21 @@ def test_every_folder_of_the_package_has_its_room_and_every_folder_of_code_its_d
         for path in ROOT.joinpath(one).rglob("*.py")
     }
     assert {one for one in folders if "compat/vllm/modules" not in one} - {"nanoinfer"} == listed
+
+
+def test_every_module_that_a_setting_of_the_tools_names_exists():
+    """A move would otherwise switch off a check of types, shapes or lines, and no command would say so."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    named = (
+        [f"nanoinfer.{name}" for name in shape_checks.ARITHMETIC] + tool["mypy"]["packages"] + tool["coverage"]["run"]["source"]
+    )
+    named += tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    named += [name for override in tool["mypy"]["overrides"] for name in override["module"] if name.startswith("nanoinfer")]
+    places = [ROOT / name.replace(".", "/") for name in named]
+    assert [str(path) for path in places if not path.is_dir() and not path.with_suffix(".py").exists()] == []
+    for pattern in tool["ruff"]["lint"]["per-file-ignores"]:
+        before, among, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", pattern).groups(default="")
+        assert [one for one in among.split(",") if not glob.glob(before + one + after, root_dir=ROOT)] == []
 
 
 if __name__ == "__main__":
