@@ -37,9 +37,10 @@ def with_drafter(runtime: Runtime, drafter: Any) -> tuple[Runtime, Runtime]:
         sizes=CacheSizes.of(drafter.config),
         weights=LoadedWeights(),
         wrappers=(partial(DrafterRunner, kept=kept),),
-        kept_bytes_per_token=runtime.model.config.hidden_size * runtime.dtype.itemsize,
     )
-    return replace(runtime, wrappers=(*runtime.wrappers, partial(KeepingRunner, kept=kept))), draft
+    wrappers = *runtime.wrappers, partial(KeepingRunner, kept=kept)
+    kept_bytes = runtime.model.config.hidden_size * runtime.dtype.itemsize
+    return replace(runtime, wrappers=wrappers, kept_bytes_per_token=kept_bytes), draft
 
 
 class KeepingRunner(RunnerWrapper):
@@ -66,14 +67,17 @@ class DrafterRunner(RunnerWrapper):
     def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
         super().__init__(inner)
         self._kept = kept
+        # Each sequence of the next step, with the slots of the model's rows that its tokens follow. An empty list: its token
+        # follows the drafter's own row of the previous step.
+        self.hidden_slots: list[tuple[Sequence, list[int]]] = []
         self._latest: dict[Sequence, Tensor] = {}  # each sequence's row of the previous step
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         kept = self._kept.rows.flatten(0, 1)
-        before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in batch.hidden_slots])
+        before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in self.hidden_slots])
         attend = begin_step(self.backend, self.cache, batch)
         hidden = self.model(batch.input_ids, batch.positions, attend, before)  # type: ignore[call-arg]
         ends = batch.attention.query_start_loc_cpu[1:]
-        self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(batch.hidden_slots, ends, strict=True)}
+        self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(self.hidden_slots, ends, strict=True)}
         return hidden
