@@ -21,7 +21,8 @@ from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight
 from nanoinfer.features import tracing
-from nanoinfer.features.metrics.engine_metrics import EngineMetrics, Metric
+from nanoinfer.features.metrics.engine_metrics import EngineMetrics
+from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import CacheLayout
 from nanoinfer.scheduling.scheduler import scheduling_classes

@@ -12,10 +12,10 @@ from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.memory import memory_for_cache
-from nanoinfer.features.metrics.engine_metrics import Counter
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.outputs import Counter
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.bench.roofline import CACHE_SHARE, cache_bytes
 from nanoinfer_lab.bench.timing import Figures, Measurement, RequestTiming, Run, figures

@@ -6,13 +6,13 @@ In: the requests, the scheduler, the block manager, the speculator. Out: Metrics
 from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import StepOutput
-from nanoinfer.outputs import FinishReason
+from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric, Vector
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 
@@ -36,44 +36,6 @@ BOUNDS = {  # upper bounds of the histograms' buckets, in seconds or tokens, as 
     "request_generation_tokens": _OF_COUNTS,
     "request_max_num_generation_tokens": _OF_COUNTS,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value that LLM.get_metrics() returns, under the name that vLLM gives it. labels: what tells values of a name apart."""
-
-    name: str
-    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Counter(Metric):
-    """A number that only grows."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gauge(Metric):
-    """A number that goes up and down."""
-
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Vector(Metric):
-    """A list of numbers that only grow."""
-
-    values: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram(Metric):
-    """A distribution of values. buckets[bound] counts the values up to the bound, and "inf" all. sum: the sum of the values."""
-
-    count: int
-    sum: float
-    buckets: dict[str, int]
 
 
 class EngineMetrics:
