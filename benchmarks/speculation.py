@@ -73,7 +73,7 @@ def run(llm: LLM, repeats: int) -> list[Result]:
 
 
 def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requests: int) -> Result:
-    engine, speculator = llm.engine, llm.engine.speculator
+    engine, speculator = llm.engine, llm.engine.planner
     assert speculator is not None
     workload = Workload(
         name=name,
@@ -82,19 +82,19 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
         sampling={"temperature": 1.0, "seed": 0, "allowed_token_ids": allowed},
     )
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    before = (speculator.metrics.num_draft_tokens, speculator.metrics.num_accepted_tokens)
+    before = (speculator.counts.num_draft_tokens, speculator.counts.num_accepted_tokens)
     speculator.proposer = timed = _TimedProposer(proposer := speculator.proposer)
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
-                engine.speculator = speculator if is_drafting else None
+                engine.planner = speculator if is_drafting else None
                 speed = figures(run_workload(llm, workload, repeat)).output_tokens_per_s
                 if repeat:  # the first run warms up
                     speeds[is_drafting].append(speed)
     finally:
-        engine.speculator = speculator
+        engine.planner = speculator
         speculator.proposer = proposer
-    drafted, accepted = speculator.metrics.num_draft_tokens - before[0], speculator.metrics.num_accepted_tokens - before[1]
+    drafted, accepted = speculator.counts.num_draft_tokens - before[0], speculator.counts.num_accepted_tokens - before[1]
     plain, drafting = (statistics.median(speeds[is_drafting]) for is_drafting in (False, True))
     return Result(name, plain, drafting, drafted, accepted, 1e6 * timed.seconds / max(timed.num_proposals, 1))
 

@@ -20,10 +20,7 @@ from nanoinfer.arguments import Allowed, Bytes, Neutral, add_cli_arguments, decl
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    UnsupportedError,
-    check_integer,
     check_number,
-    is_one_of,
     shown,
 )
 
@@ -216,7 +213,7 @@ class EngineConfig:
 
     @property
     def max_num_rows(self) -> int:
-        """The most rows of a step whose logits are computed: one for each running sequence, unless speculative_config adds rows."""
+        """The most rows of a step whose logits are computed: one for each sequence, and those of speculative_config."""
         num_rows = self.scheduler.max_num_seqs
         return num_rows if self.speculative is None else self.speculative.max_num_rows(num_rows)
 

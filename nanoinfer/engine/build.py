@@ -54,18 +54,16 @@ def make_engine(
         runtime = drafts.runtime
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
     executor = make_executor(runtime, config, tokenizer=tokenizer, tracer=tracer)
-    engine = LLMEngine(
+    return LLMEngine(
         executor,
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
+        planner=None if drafts is None else drafts.planner(executor, tracer),
         adapters=adapters,
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
     )
-    if drafts is not None:
-        drafts.join(engine)
-    return engine
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature
+from nanoinfer.engine.observer import Planner
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
@@ -31,7 +32,6 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.features.adapters.adapters import Adapters
-    from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ class LLMEngine:
             engine.step()
     """
 
-    speculator: "Speculator | None" = None
-
     def __init__(
         self,
         executor: Executor[Any],
@@ -56,7 +54,7 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        proposer: "Proposer | None" = None,
+        planner: Planner | None = None,
         adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
         store: "BlockStore | None" = None,
@@ -64,7 +62,7 @@ class LLMEngine:
     ) -> None:
         """
         Args:
-            proposer: proposes the drafts of config.speculative. None: there are no drafts.
+            planner: completes the scheduler's plans. None: they are complete.
             adapters: the adapters that requests may name. None: requests cannot name any.
             tracer: the tracer to which the executor emits its events.
             store: receives cached blocks that leave the memory. None: they are dropped.
@@ -93,13 +91,9 @@ class LLMEngine:
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
         max_adapters = config.max_loras if config.enable_lora else None
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
-        self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        if proposer is not None and config.speculative is not None:
-            from nanoinfer.features.drafts.speculator import Speculator
-
-            num_rows = config.max_num_rows
-            self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)
-            self.async_scheduling = False  # a draft follows the newest token, which must be known
+        self.planner = planner
+        is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = is_async and planner is None
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -215,7 +209,7 @@ class LLMEngine:
             finally:  # also if the user's tracer raises
                 self.guard.is_closed = True
                 self.block_manager.close()
-                self._in_flight = self.speculator = None
+                self._in_flight = self.planner = None
                 del self.executor
 
     @property
@@ -234,7 +228,10 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
         with self.guard.between_steps():
-            return self.metrics.read(self._requests.values(), self.scheduler, self.speculator)
+            metrics = self.metrics.read(self._requests.values(), self.scheduler)
+            if self.planner is not None:
+                self.planner.metrics_read(self, metrics)
+            return metrics
 
     # ---- steps
 
@@ -246,9 +243,8 @@ class LLMEngine:
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
-            plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-            if self.speculator is not None:
-                plan = self.speculator.add_drafts(plan)  # drafts of the tokens that follow, computed in the same pass
+            # which sequences run, and how many tokens of each
+            plan = self.scheduler.schedule() if self.planner is None else self.planner.plan(self.scheduler)
             previous, launched = self._in_flight, None
             if plan.scheduled:
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
@@ -269,9 +265,8 @@ class LLMEngine:
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""
         output = self.executor.collect(step)
-        if self.speculator is not None:
-            num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
-            self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
+        if self.planner is not None:
+            self.planner.step_collected(step.plan, output)
         start = time.perf_counter()
         finished = []
         self.metrics.add_step(output, start)
@@ -340,8 +335,8 @@ class LLMEngine:
 
     def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
-        if self.speculator is not None:
-            self.speculator.forget(seq)
+        if self.planner is not None:
+            self.planner.sequence_finished(seq)
 
     # ---- tracing
 

@@ -8,6 +8,7 @@ from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import InFlight, StepOutput
 from nanoinfer.outputs import Metric
 from nanoinfer.scheduling.observer import SchedulingObserver
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -31,6 +32,17 @@ class Observer(SchedulingObserver):
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None: ...  # after its last token was appended
     def flush(self) -> None: ...  # the engine's call ends, and raises what this raises
     def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None: ...  # adds its own to LLM.get_metrics
+
+
+class Planner(Observer):
+    """An observer that also plans: it completes what the scheduler decides (features/drafts/speculator.py).
+
+    It needs every token before it plans the next step, so that no step is launched before the previous one was collected.
+    """
+
+    def plan(self, scheduler: Scheduler) -> StepPlan:
+        """Return the plan of the next step, or one without sequences."""
+        return scheduler.schedule()
 
 
 def together(*observers: Observer) -> Observer:

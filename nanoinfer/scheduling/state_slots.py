@@ -58,7 +58,7 @@ class StateSlots:
         seq.state_slot = slot
 
     def allocate(self, seq: Sequence, num_new_tokens: int, *, keeps: bool) -> None:
-        """Take the slots that a step writes: after its known tokens, after each further one, and for a checkpoint if `keeps`."""
+        """Take the slots that a step writes: after its known tokens, after each further one, for a checkpoint if `keeps`."""
         self._settle(seq)
         start, unknown = seq.num_computed_tokens, _unknown(seq, num_new_tokens)
         end = start + num_new_tokens - len(unknown)

@@ -8,8 +8,9 @@ import random
 import weakref
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import SpeculativeConfig
 from nanoinfer.features.drafts.checked import CheckedProposer
+from nanoinfer.features.drafts.config import SpeculativeConfig
+from nanoinfer.features.drafts.speculator import Speculator
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -100,6 +101,6 @@ def _generate(drafting: LLM) -> "SpeculationMetrics":
         [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (plain, drafting)
     )
     assert answers == expected, "the tokens must be those of plain decoding; propose() must not change a sequence"
-    speculator = drafting.engine.speculator
-    assert speculator is not None
-    return speculator.metrics
+    speculator = drafting.engine.planner
+    assert isinstance(speculator, Speculator)
+    return speculator.counts

@@ -1,13 +1,12 @@
-"""Load what drafts, and join it to an engine. engine/load.py and engine/build.py call this file if there is speculative_config.
+"""Load what drafts, and make the planner of an engine with speculative_config, for engine/load.py and engine/build.py.
 
-In: an EngineConfig, the loaded model, its runtime, then its engine. Out: an engine whose planner is a Speculator.
+In: an EngineConfig, the loaded model, its runtime, and its executor. Out: a Speculator, which plans the engine's steps.
 """
 
 from dataclasses import replace
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_executor, make_runtime
-from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.memory import peak_graph_bytes
@@ -20,6 +19,7 @@ from nanoinfer.features.drafts.mtp_runner import with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.quantized import QuantizedProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
+from nanoinfer.features.tracing import Tracer
 from nanoinfer.loading.loader import Loaded, load
 from nanoinfer.models.registry import Model
 
@@ -47,15 +47,13 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
 
 
 class Drafts:
-    """What drafts for a model: joins the model's runtime when it is made, and the model's engine when `join` is called.
+    """What drafts for a model. runtime: the runtime of the model, with room for the drafter's cache and steps."""
 
-    Attributes:
-        runtime: the runtime of the model, with room for the drafter's cache and steps.
-    """
-
-    def __init__(self, speculative: SpeculativeConfig, runtime: Runtime, config: EngineConfig, draft_model: Model | None) -> None:
+    def __init__(
+        self, speculative: SpeculativeConfig, runtime: Runtime, config: EngineConfig, draft_model: Model | None
+    ) -> None:
         """Make the runtime of the drafter: a model, a module of the model, or its rounded copy. draft_model: of load_draft."""
-        self._speculative, self._draft_config = speculative, _draft_config(config)
+        self._speculative, self._config = speculative, config
         self._draft: Runtime | None = None
         self.runtime = runtime
         if speculative.method == "quantized":
@@ -69,7 +67,7 @@ class Drafts:
             if speculative.method == "mtp":
                 runtime, draft = with_drafter(runtime, draft_model)
             else:
-                draft = make_runtime(draft_model, self._draft_config)
+                draft = make_runtime(draft_model, _draft_config(config))
             if draft.sizes.num_state_layers:
                 raise UnsupportedError(
                     "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
@@ -79,21 +77,16 @@ class Drafts:
             step_bytes = peak_graph_bytes(draft, config, 0)
             self._draft, self.runtime = draft, replace(runtime, kept_bytes_per_token=kept_bytes, kept_step_bytes=step_bytes)
 
-    def join(self, engine: LLMEngine) -> None:
-        """Let a Speculator plan the engine's steps."""
-        proposer = self._make_proposer(engine.executor)
-        max_num_rows = engine.config.max_num_rows
-        speculator = Speculator(
-            proposer, self._speculative, engine.scheduler, max_num_rows=max_num_rows, tracer=engine.tracer
-        )
-        engine.planner = speculator
-        engine.async_scheduling = False  # a draft follows the newest token, which must be known
+    def planner(self, executor: LocalExecutor, tracer: Tracer | None) -> Speculator:
+        """Make the planner of the model's engine. executor: computes with `runtime`."""
+        proposer = self._make_proposer(executor)
+        return Speculator(proposer, self._speculative, max_num_rows=self._config.max_num_rows, tracer=tracer)
 
     def _make_proposer(self, target: LocalExecutor) -> Proposer:
-        """target: the executor of the model. A rounded copy shares its cache. The cache of another drafter is attached to it,
-        and holds as many tokens.
+        """Make the proposer of drafts. A rounded copy shares the cache of `target`, the executor of the model. The cache of
+        another drafter is attached to it, and holds as many tokens.
         """
-        method, draft, config = self._speculative.method, self._draft, self._draft_config
+        method, draft, config = self._speculative.method, self._draft, _draft_config(self._config)
         if isinstance(method, type):
             return CheckedProposer(method(self._speculative), target.info.vocab_size)
         if draft is None:

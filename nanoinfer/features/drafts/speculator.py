@@ -1,7 +1,7 @@
 """Speculative decoding: guess some tokens, compute them in one step, keep the guesses that would have been sampled anyway.
 
-In: the scheduler's plans. Out: the same plans with draft tokens, if they are expected to pay. A decode step reads every weight to compute
-a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
+In: the scheduler's plans. Out: the same plans with draft tokens, where these are expected to pay. A decode step reads every
+weight to compute a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
 
 A draft is a row of its own, after the sequence's newest token. The token sampled at a row depends on the row's logits, on the
 parameters and on (seed, position), as in any step. If the token sampled before a draft equals the draft, the draft's row was
@@ -17,18 +17,23 @@ only the distribution and not the tokens of a seed.
 """
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from nanoinfer.engine.observer import Planner
 from nanoinfer.execution.executor import StepOutput
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.tracing import TokensDrafted, Tracer
+from nanoinfer.outputs import Counter, Metric, Vector
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.llm_engine import LLMEngine
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
@@ -123,7 +128,7 @@ class SpeculationMetrics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
 
-class Speculator:
+class Speculator(Planner):
     """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: the most rows of a step, with drafts."""
 
     def __init__(
@@ -196,6 +201,12 @@ class Speculator:
         """Drop what is kept for a sequence."""
         self._acceptance.pop(seq, None)
         self.proposer.forget(seq)
+
+    def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None:
+        """Add the counts."""
+        for name, count in asdict(self.counts).items():
+            name = f"vllm:spec_decode_{name}"
+            metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
 
     def _limit(self, item: ScheduledSequence) -> int:
         """Return how many drafts of a sequence are expected to pay."""

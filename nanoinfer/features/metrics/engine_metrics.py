@@ -1,23 +1,19 @@
 """Counts of an engine for monitoring, under vLLM's names.
 
-In: the requests, the scheduler, the block manager, the speculator. Out: Metrics.
+In: the requests, the scheduler, the block manager. Out: Metrics.
 """
 
 from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Iterable
-from dataclasses import asdict
 from itertools import accumulate
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import StepOutput
-from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric, Vector
+from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Speculator
 
 _OF_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _OF_REQUESTS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -85,7 +81,7 @@ class EngineMetrics:
             if value is not None:
                 self._histograms[name].add(value)
 
-    def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
+    def read(self, running: Iterable[Request], scheduler: Scheduler) -> list[Metric]:
         """Return the current metrics. running: the requests that have not finished."""
         totals, manager = self._finished.copy(), scheduler.block_manager
         for request in running:
@@ -103,10 +99,6 @@ class EngineMetrics:
         ]
         if manager.stored is not None:
             metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
-        if speculator is not None:
-            for name, count in asdict(speculator.metrics).items():
-                name = f"vllm:spec_decode_{name}"
-                metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
         return metrics
 
 
