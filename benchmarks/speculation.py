@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -22,6 +22,7 @@ import typer
 from benchmarks import program
 from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.bench.offline import run_workload
@@ -29,9 +30,6 @@ from nanoinfer_lab.bench.random_models import checkpoint_of
 from nanoinfer_lab.bench.timing import figures
 from nanoinfer_lab.bench.workloads import Workload
 from nanoinfer_lab.cli.bench import ModelOptions, Repeats
-
-if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 PERIOD = 40  # tokens of the text that a model is trained to repeat
@@ -74,7 +72,7 @@ def run(llm: LLM, repeats: int) -> list[Result]:
 
 def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requests: int) -> Result:
     engine, speculator = llm.engine, llm.engine.planner
-    assert speculator is not None
+    assert isinstance(speculator, Speculator)
     workload = Workload(
         name=name,
         input_lens=(PROMPT_LEN,) * num_requests,
@@ -102,7 +100,7 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
 class _TimedProposer:
     """A proposer that adds up how long another one takes."""
 
-    def __init__(self, proposer: "Proposer") -> None:
+    def __init__(self, proposer: Proposer) -> None:
         self.seconds, self.num_proposals = 0.0, 0
         self._proposer = proposer
         self.forget = proposer.forget

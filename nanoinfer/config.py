@@ -195,16 +195,12 @@ class EngineConfig:
             raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
         if self.speculative is not None:
             self.speculative.check(self)
-        if self.calibration is not None and (not self.rounds_to_four_bits or self.enforce_eager or self.skip_tokenizer_init):
+        rounds = self.quantization == "int4" or self.bits_of_copy == BITS["int4"]
+        if self.calibration is not None and (not rounds or self.enforce_eager or self.skip_tokenizer_init):
             raise InvalidValueError(
                 f"calibration={shown(self.calibration)} needs weights that are rounded to 4 bits, kernels and a tokenizer; "
                 "leave it out, or pass quantization='int4' without enforce_eager and skip_tokenizer_init"
             )
-
-    @property
-    def rounds_to_four_bits(self) -> bool:
-        """Whether the weights, or those of the model's rounded copy, are rounded to 4 bits."""
-        return BITS["int4"] in (BITS.get(self.quantization or ""), self.bits_of_copy)
 
     @property
     def bits_of_copy(self) -> int | None:

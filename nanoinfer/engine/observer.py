@@ -35,13 +35,9 @@ class Observer(SchedulingObserver):
 
 
 class Planner(Observer):
-    """An observer that also plans: it completes what the scheduler decides (features/drafts/speculator.py).
-
-    It needs every token before it plans the next step, so that no step is launched before the previous one was collected.
-    """
+    """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one."""
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
-        """Return the plan of the next step, or one without sequences."""
         return scheduler.schedule()
 
 

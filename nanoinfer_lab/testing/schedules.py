@@ -385,7 +385,7 @@ class State:
         speculator = None
         if num := self.world.num_speculative_tokens:
             config = SpeculativeConfig(method=_Guesses, num_speculative_tokens=num, adaptive=False)
-            speculator = Speculator(_Guesses(config), config, max_num_rows=1000)
+            speculator = Speculator(_Guesses(config), config)
         return run_step(self.scheduler, self.memory, self.alive, speculator)
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:

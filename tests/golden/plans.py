@@ -310,9 +310,8 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         if load.num_drafts
         else None,
     )  # fmt: skip
-    tracer, planner = EventBuffer(events), None
-    if config.speculative is not None:
-        planner = Speculator(Proposer(), config.speculative, max_num_rows=config.max_num_rows, tracer=tracer)
+    tracer = EventBuffer(events)
+    planner = None if config.speculative is None else Speculator(Proposer(), config.speculative, tracer)
     return LLMEngine(
         RecordingExecutor(load, record),
         config,

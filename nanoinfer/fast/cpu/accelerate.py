@@ -232,7 +232,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
     drafts = config.bits_of_copy is not None and runtime.weights.shards is None  # else build.py refuses them, on rank 0 alone
-    rounds = config.rounds_to_four_bits if drafts else config.quantization == "int4"
+    rounds = config.quantization == "int4" or (drafts and config.bits_of_copy == BITS["int4"])
     moments = find_moments(runtime, compile_model) if rounds else None
     packs = Packs(model, config.quantization, head, moments)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)

@@ -15,7 +15,7 @@ from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.draft_model import DraftModelProposer
 from nanoinfer.features.drafts.mtp import MTPProposer
-from nanoinfer.features.drafts.mtp_runner import with_drafter
+from nanoinfer.features.drafts.mtp_runner import load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.quantized import QuantizedProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
@@ -31,8 +31,6 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
         InvalidValueError: the model has other ids. The errors of load and load_module are raised as well.
     """
     if speculative.method == "mtp":
-        from nanoinfer.features.drafts.mtp_module import load_module
-
         return load_module(target)
     if (name := speculative.model) is None:
         return None
@@ -79,8 +77,7 @@ class Drafts:
 
     def planner(self, executor: LocalExecutor, tracer: Tracer | None) -> Speculator:
         """Make the planner of the model's engine. executor: computes with `runtime`."""
-        proposer = self._make_proposer(executor)
-        return Speculator(proposer, self._speculative, max_num_rows=self._config.max_num_rows, tracer=tracer)
+        return Speculator(self._make_proposer(executor), self._speculative, tracer)
 
     def _make_proposer(self, target: LocalExecutor) -> Proposer:
         """Make the proposer of drafts. A rounded copy shares the cache of `target`, the executor of the model. The cache of

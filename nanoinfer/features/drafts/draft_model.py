@@ -3,10 +3,8 @@
 In: sequences. Out: draft token ids. The draft model has its own Executor and KV cache.
 """
 
-from typing import Any
-
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.execution.executor import Executor
+from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.features.drafts.drafter import Draft, DrafterProposer
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
@@ -16,7 +14,7 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 class DraftModelProposer(DrafterProposer):
     """Runs the draft model. config: the engine's SchedulerConfig, which decides how prompts are cut."""
 
-    def __init__(self, executor: Executor[Any], config: SchedulerConfig) -> None:
+    def __init__(self, executor: LocalExecutor, config: SchedulerConfig) -> None:
         super().__init__(executor)
         info = executor.info
         layout = CacheLayout(info.windows, config.chunk_grid)

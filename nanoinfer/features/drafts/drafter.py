@@ -7,9 +7,8 @@ they draw the same token at every temperature.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from nanoinfer.execution.executor import Executor, StepOutput
+from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -28,7 +27,7 @@ class DrafterProposer(ABC):
 
     draft_seq_class = Sequence
 
-    def __init__(self, executor: Executor[Any]) -> None:
+    def __init__(self, executor: LocalExecutor) -> None:
         """executor: computes with the drafter."""
         self._executor = executor
         self._draft_seqs: dict[Sequence, Sequence] = {}
@@ -39,7 +38,7 @@ class DrafterProposer(ABC):
         while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
             if (plan := self._plan(running)) is None:
                 break
-            step = self._compute(plan)
+            step = self._executor.collect(self._executor.launch(plan, None))
             for item in plan.scheduled:
                 item.sequence.num_computed_tokens += item.num_new_tokens
             sampled = {output.sequence: output for output in step.sequences}
@@ -72,6 +71,3 @@ class DrafterProposer(ABC):
             max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
         )  # fmt: skip
         return draft_seq
-
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        return self._executor.collect(self._executor.launch(plan, None))

@@ -7,10 +7,8 @@ tokens begin with the sequence's second token, so that its token i goes with the
 Once the drafts are verified, the module computes again from the model's rows what it computed from its own.
 """
 
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.execution.executor import StepOutput
-from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.features.drafts.draft_model import DraftModelProposer
+from nanoinfer.features.drafts.drafter import Draft
 from nanoinfer.features.drafts.mtp_runner import DrafterRunner
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -32,11 +30,6 @@ class MTPProposer(DraftModelProposer):
     draft_seq_class = _DraftSequence
     _sequences: dict[Sequence, Sequence]  # draft sequence that drafts -> its sequence
 
-    def __init__(self, executor: LocalExecutor, config: SchedulerConfig) -> None:
-        super().__init__(executor, config)
-        assert isinstance(executor.runner, DrafterRunner)
-        self._runner = executor.runner
-
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return at most limits[i] draft ids for sequences[i], and no ids if the drafter's cache is full."""
         self._sequences = {self._draft_seq(seq): seq for seq in sequences}
@@ -54,9 +47,11 @@ class MTPProposer(DraftModelProposer):
         draft_seq.num_computed_tokens = min(draft_seq.num_computed_tokens, max(len(draft_seq.token_ids) - 1, 0))
         return draft_seq
 
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        self._runner.hidden_slots = [(item.sequence, self._slots(item)) for item in plan.scheduled]
-        return super()._compute(plan)
+    def _plan(self, drafts: list[Draft]) -> StepPlan | None:
+        if (plan := super()._plan(drafts)) is not None:
+            assert isinstance(self._executor.runner, DrafterRunner)
+            self._executor.runner.hidden_slots = [(item.sequence, self._slots(item)) for item in plan.scheduled]
+        return plan
 
     def _slots(self, item: ScheduledSequence) -> list[int]:
         """Return the slots of the model's rows that the draft sequence's new tokens follow. []: the newest token is a draft."""

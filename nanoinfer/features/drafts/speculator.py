@@ -129,15 +129,12 @@ class SpeculationMetrics:
 
 
 class Speculator(Planner):
-    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: the most rows of a step, with drafts."""
+    """Adds drafts to plans while they pay, and measures whether they do."""
 
-    def __init__(
-        self, proposer: Proposer, config: SpeculativeConfig, *, max_num_rows: int, tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, proposer: Proposer, config: SpeculativeConfig, tracer: Tracer | None = None) -> None:
         self.counts = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer
         self._config = config
-        self._max_num_rows = max_num_rows
         self._tracer = tracer
         self._cost = StepCost()
         self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
@@ -145,19 +142,19 @@ class Speculator(Planner):
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
         """Plan a step, with drafts of the tokens that follow, which are computed in the same pass."""
-        return self.add_drafts(scheduler.schedule(), scheduler.block_manager)
+        return self.add_drafts(scheduler.schedule(), scheduler)
 
-    def add_drafts(self, plan: StepPlan, block_manager: BlockManager) -> StepPlan:
+    def add_drafts(self, plan: StepPlan, scheduler: Scheduler) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
         Drafts take only free blocks, the oldest sequence first. Blocks of wrong or missing drafts stay with their sequence.
         """
         if plan.block_copies:  # are made when the step begins, and a proposer may read the blocks before
             return plan
-        num_rows = len(plan.rows)
+        num_rows, max_num_rows = len(plan.rows), self._config.max_num_rows(scheduler.config.max_num_seqs)
         limits: dict[Sequence, int] = {}
         for item in plan.scheduled:
-            if limit := _allocate(block_manager, item.sequence, min(self._limit(item), self._max_num_rows - num_rows)):
+            if limit := _allocate(scheduler.block_manager, item.sequence, min(self._limit(item), max_num_rows - num_rows)):
                 limits[item.sequence] = limit
                 num_rows += limit
         if not limits:
@@ -166,7 +163,7 @@ class Speculator(Planner):
         drafts = dict(zip(limits, proposed, strict=True))
         for seq, draft in drafts.items():
             if len(draft) < limits[seq]:
-                block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
+                scheduler.block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
         scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
         drafting = [item for item in scheduled if item.draft_token_ids]
         if not drafting:

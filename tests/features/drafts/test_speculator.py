@@ -37,7 +37,7 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    planner = Speculator(proposer, config.speculative, max_num_rows=config.max_num_rows)
+    planner = Speculator(proposer, config.speculative)
     return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner)
 
 
@@ -188,9 +188,9 @@ def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
     assert 1.005 < times[1] < 1.02  # some are tried again
 
 
-def test_a_step_has_no_more_rows_than_were_planned_for():
-    engine = engine_with(CountingProposer(), num_drafts=3, max_num_seqs=80, num_blocks=100)
-    engine.planner = Speculator(CountingProposer(), engine.config.speculative, max_num_rows=7)
+def test_a_step_has_no_more_rows_than_were_planned_for(monkeypatch):
+    monkeypatch.setattr("nanoinfer.features.drafts.config.MAX_ROWS", 7)
+    engine = engine_with(CountingProposer(), num_drafts=3, max_num_seqs=3, num_blocks=100)
     requests = [engine.add_request([i], params()) for i in (1, 101, 201)]
     finish(engine, *requests)
     assert max(len(plan.rows) for plan in engine.executor.launched) == 7
