@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.features import tracing
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def make_engine(
         store_of_executor = store_of(model, config, shards)  # reads the weights while the model still has them
     runtime = make_runtime(model, config, shards, weights, adapters)
     runtime, draft = make_draft(runtime, config, draft_model)
-    tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
     cache_of_draft = None if config.bits_of_draft else draft
-    executor = make_executor(runtime, config, draft=cache_of_draft, tokenizer=tokenizer, tracer=tracer)
+    executor = make_executor(runtime, config, draft=cache_of_draft)
     return LLMEngine(
         executor,
         config,
@@ -59,8 +58,8 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         proposer=make_proposer(draft, config, executor),
         adapters=adapters,
-        tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
+        observer=make_observer(executor, config, tokenizer),
     )
 
 
@@ -169,15 +168,12 @@ def make_executor(
     *,
     draft: "Runtime | None" = None,
     num_blocks: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:
         draft: the runtime of a draft model, whose cache must fit into the memory as well. This executor does not run it.
         num_blocks: the number of blocks of the KV cache. None: as many as fit.
-        tokenizer: the tokenizer that writes the texts in the tracer's events. None: the events have no texts.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
@@ -191,4 +187,19 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
-    return LocalExecutor(runtime, info, config, tokenizer=tokenizer, tracer=tracer)
+    return LocalExecutor(runtime, info, config)
+
+
+def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None = None) -> Observer:
+    """Make what watches the engine: metrics, and what makes the events of config.tracer, with texts of the tokenizer."""
+    from nanoinfer.features.metrics.engine_metrics import EngineMetrics
+
+    if config.tracer is None:
+        return EngineMetrics()
+    from nanoinfer.features.tracing.observer import TracingObserver
+    from nanoinfer.features.tracing.stage_trace import TracingSampler
+
+    tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
+    if getattr(config.tracer, "wants_stages", False):
+        executor.sampler = TracingSampler(executor.sampler, tracing)
+    return together(EngineMetrics(), tracing)

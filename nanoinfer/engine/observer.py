@@ -33,6 +33,9 @@ class Observer(SchedulingObserver):
     def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None: ...  # adds its own to LLM.get_metrics
 
 
+NOBODY = Observer()
+
+
 def together(*observers: Observer) -> Observer:
     """Return an observer that passes each event on to those of the observers that override its method, in their order."""
     if len(observers) == 1:

@@ -14,13 +14,12 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from nanoinfer.features.beam_search.search import BeamSearch
-from nanoinfer.features.tracing import EventBuffer
-
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
+from nanoinfer.features.beam_search.search import BeamSearch
+from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -315,8 +314,8 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         config,
         eos_token_ids=frozenset([EOS]),
         proposer=proposer,
-        tracer=EventBuffer(events),
         store=store,
+        observer=TracingObserver(events, load.block_size),
     )
 
 

@@ -23,7 +23,6 @@ from typing import Protocol
 import numpy as np
 
 from nanoinfer.config import SpeculativeConfig
-from nanoinfer.features.tracing import TokensDrafted, Tracer
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
@@ -131,14 +130,12 @@ class Speculator:
         block_manager: BlockManager,
         *,
         max_num_rows: int,
-        tracer: Tracer | None = None,
     ) -> None:
         self.metrics = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer
         self._config = config
         self._block_manager = block_manager
         self._max_num_rows = max_num_rows
-        self._tracer = tracer
         self._cost = StepCost()
         self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
         self._initial_acceptance = INITIAL_ACCEPTANCE  # of a new sequence, as the latest drafts of all sequences were
@@ -164,12 +161,8 @@ class Speculator:
             if len(draft) < limits[seq]:
                 self._block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
         scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
-        drafting = [item for item in scheduled if item.draft_token_ids]
-        if not drafting:
+        if not any(item.draft_token_ids for item in scheduled):
             return plan
-        if self._tracer is not None:
-            ids = tuple(item.sequence.sequence_id for item in drafting)
-            self._tracer.emit(TokensDrafted(plan.step, ids, tuple(item.draft_token_ids for item in drafting)))
         return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
 
     def observe(self, plan: StepPlan, num_tokens: dict[Sequence, int], seconds: float) -> None:
