@@ -7,10 +7,10 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from nanoinfer.features.own_code.logits_processors import LogitsProcessor
-    from nanoinfer.features.tracing import Tracer
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
@@ -45,6 +44,14 @@ DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }  # vLLM's spellings, and short spellings -> torch's
+
+
+@runtime_checkable
+class Tracer(Protocol):
+    """Receives the events of an engine, one at a time (features/tracing/events.py)."""
+
+    @property
+    def emit(self) -> Callable[..., None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

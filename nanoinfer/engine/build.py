@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.features import tracing
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -52,17 +52,16 @@ def make_engine(
 
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
-    tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
-    executor = make_executor(runtime, config, tokenizer=tokenizer, tracer=tracer)
+    executor = make_executor(runtime, config)
     return LLMEngine(
         executor,
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        planner=None if drafts is None else drafts.planner(executor, tracer),
+        planner=None if drafts is None else drafts.planner(executor),
         adapters=adapters,
-        tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
+        observer=make_observer(executor, config, tokenizer),
     )
 
 
@@ -100,14 +99,11 @@ def make_executor(
     config: EngineConfig,
     *,
     num_blocks: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:
         num_blocks: the number of blocks of the KV cache. None: as many as fit.
-        tokenizer: the tokenizer that writes the texts in the tracer's events. None: the events have no texts.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
@@ -121,4 +117,19 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
-    return LocalExecutor(runtime, info, config, tokenizer=tokenizer, tracer=tracer)
+    return LocalExecutor(runtime, info, config)
+
+
+def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None = None) -> Observer:
+    """Make what watches the engine: metrics, and what makes the events of config.tracer, with texts of the tokenizer."""
+    from nanoinfer.features.metrics.engine_metrics import EngineMetrics
+
+    if config.tracer is None:
+        return EngineMetrics()
+    from nanoinfer.features.tracing.observer import TracingObserver
+    from nanoinfer.features.tracing.stage_trace import TracingSampler
+
+    tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
+    if getattr(config.tracer, "wants_stages", False):
+        executor.sampler = TracingSampler(executor.sampler, tracing)
+    return together(EngineMetrics(), tracing)

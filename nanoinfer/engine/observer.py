@@ -30,6 +30,7 @@ class Observer(SchedulingObserver):
     def sequence_finished(self, seq: Sequence) -> None: ...  # sometimes told twice
     def request_finished(self, request: Request) -> None: ...
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None: ...  # after its last token was appended
+    def engine_closed(self) -> None: ...  # drops what is on the device
     def flush(self) -> None: ...  # the engine's call ends, and raises what this raises
     def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None: ...  # adds its own to LLM.get_metrics
 
@@ -39,6 +40,9 @@ class Planner(Observer):
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
         return scheduler.schedule()
+
+
+NOBODY = Observer()
 
 
 def together(*observers: Observer) -> Observer:

@@ -1,4 +1,4 @@
-"""What scheduling tells others: which blocks change hands, and what a step contains. engine/observer.py has the other events."""
+"""What scheduling tells those who watch it: which blocks change hands, and what a step contains."""
 
 from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING
@@ -19,6 +19,9 @@ class SchedulingObserver:
     def block_evicted(self, block: int) -> None: ...  # from the prefix cache
     def blocks_cached(self, seq: Sequence, blocks: ListLike[int]) -> None: ...  # full blocks, in the prefix cache now
     def blocks_forked(self, parent: Sequence, child: Sequence, blocks: ListLike[int]) -> None: ...
-    def blocks_freed(self, seq: Sequence, blocks: ListLike[int]) -> None: ...
+    def blocks_freed(self, seq: Sequence) -> None: ...  # those of its tables, which are about to be emptied
     def blocks_released(self, seq: Sequence, blocks: ListLike[int]) -> None: ...  # which its windows have left
     def step_scheduled(self, plan: StepPlan, scheduler: "Scheduler") -> None: ...  # also a plan without sequences
+
+
+NOBODY = SchedulingObserver()

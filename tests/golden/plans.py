@@ -21,7 +21,7 @@ from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutpu
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
-from nanoinfer.features.tracing import EventBuffer
+from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -310,15 +310,14 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         if load.num_drafts
         else None,
     )  # fmt: skip
-    tracer = EventBuffer(events)
-    planner = None if config.speculative is None else Speculator(Proposer(), config.speculative, tracer)
+    planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
     return LLMEngine(
         RecordingExecutor(load, record),
         config,
         eos_token_ids=frozenset([EOS]),
         planner=planner,
-        tracer=tracer,
         store=store,
+        observer=TracingObserver(events, load.block_size),
     )
 
 

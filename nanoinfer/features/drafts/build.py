@@ -19,7 +19,6 @@ from nanoinfer.features.drafts.mtp_runner import load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.quantized import QuantizedProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
-from nanoinfer.features.tracing import Tracer
 from nanoinfer.loading.loader import Loaded, load
 from nanoinfer.models.registry import Model
 
@@ -75,14 +74,12 @@ class Drafts:
             step_bytes = peak_graph_bytes(draft, config, 0)
             self._draft, self.runtime = draft, replace(runtime, kept_bytes_per_token=kept_bytes, kept_step_bytes=step_bytes)
 
-    def planner(self, executor: LocalExecutor, tracer: Tracer | None) -> Speculator:
-        """Make the planner of the model's engine. executor: computes with `runtime`."""
-        return Speculator(self._make_proposer(executor), self._speculative, tracer)
+    def planner(self, target: LocalExecutor) -> Speculator:
+        """Make the planner of the model's engine. target: computes with `runtime`."""
+        return Speculator(self._make_proposer(target), self._speculative)
 
     def _make_proposer(self, target: LocalExecutor) -> Proposer:
-        """Make the proposer of drafts. A rounded copy shares the cache of `target`, the executor of the model. The cache of
-        another drafter is attached to it, and holds as many tokens.
-        """
+        """A rounded copy shares the cache of `target`. The cache of another drafter is attached to it, for as many tokens."""
         method, draft, config = self._speculative.method, self._draft, _draft_config(self._config)
         if isinstance(method, type):
             return CheckedProposer(method(self._speculative), target.info.vocab_size)

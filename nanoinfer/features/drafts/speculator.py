@@ -25,7 +25,6 @@ import numpy as np
 from nanoinfer.engine.observer import Planner
 from nanoinfer.execution.executor import StepOutput
 from nanoinfer.features.drafts.config import SpeculativeConfig
-from nanoinfer.features.tracing import TokensDrafted, Tracer
 from nanoinfer.outputs import Counter, Metric, Vector
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -131,11 +130,10 @@ class SpeculationMetrics:
 class Speculator(Planner):
     """Adds drafts to plans while they pay, and measures whether they do."""
 
-    def __init__(self, proposer: Proposer, config: SpeculativeConfig, tracer: Tracer | None = None) -> None:
+    def __init__(self, proposer: Proposer, config: SpeculativeConfig) -> None:
         self.counts = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer
         self._config = config
-        self._tracer = tracer
         self._cost = StepCost()
         self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
         self._initial_acceptance = INITIAL_ACCEPTANCE  # of a new sequence, as the latest drafts of all sequences were
@@ -165,12 +163,8 @@ class Speculator(Planner):
             if len(draft) < limits[seq]:
                 scheduler.block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
         scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
-        drafting = [item for item in scheduled if item.draft_token_ids]
-        if not drafting:
+        if not any(item.draft_token_ids for item in scheduled):
             return plan
-        if self._tracer is not None:
-            ids = tuple(item.sequence.sequence_id for item in drafting)
-            self._tracer.emit(TokensDrafted(plan.step, ids, tuple(item.draft_token_ids for item in drafting)))
         return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
 
     def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
@@ -204,6 +198,10 @@ class Speculator(Planner):
         for name, count in asdict(self.counts).items():
             name = f"vllm:spec_decode_{name}"
             metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
+
+    def engine_closed(self) -> None:
+        """Drop the proposer, which may hold a model."""
+        del self.proposer
 
     def _limit(self, item: ScheduledSequence) -> int:
         """Return how many drafts of a sequence are expected to pay."""
