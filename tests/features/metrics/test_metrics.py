@@ -68,6 +68,6 @@ def test_an_engine_without_drafts_and_a_store_has_no_counts_of_them():
 
 def test_a_prompt_that_is_too_long_was_never_queued_and_counts_nothing():
     engine = engine_with_metrics()
-    request = engine.add_request(list(range(10_000)), params(1))
+    request = engine.add_request([1] * 10_000, params(1))
     assert request.output.outputs[0].finish_reason == "error"
     assert {name for name, one in read(engine).items() if getattr(one, "value", 0)} == set()
