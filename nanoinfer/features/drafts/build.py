@@ -14,8 +14,7 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.draft_model import DraftModelProposer
-from nanoinfer.features.drafts.mtp import MTPProposer
-from nanoinfer.features.drafts.mtp_runner import load_module, with_drafter
+from nanoinfer.features.drafts.mtp import MTPProposer, load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.quantized import QuantizedProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
