@@ -121,15 +121,11 @@ def make_executor(
 
 
 def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None = None) -> Observer:
-    """Make what watches the engine: metrics, and what makes the events of config.tracer, with texts of the tokenizer."""
+    """Make what watches the engine: metrics, and the events of config.tracer with the tokenizer's texts."""
     from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 
     if config.tracer is None:
         return EngineMetrics()
-    from nanoinfer.features.tracing.observer import TracingObserver
-    from nanoinfer.features.tracing.stage_trace import TracingSampler
+    from nanoinfer.features.tracing.stage_trace import traced
 
-    tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
-    if getattr(config.tracer, "wants_stages", False):
-        executor.sampler = TracingSampler(executor.sampler, tracing)
-    return together(EngineMetrics(), tracing)
+    return together(EngineMetrics(), traced(executor, config.tracer, tokenizer))

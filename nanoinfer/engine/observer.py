@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.engine.request import Request
@@ -47,21 +48,15 @@ NOBODY = Observer()
 
 def together(*observers: Observer) -> Observer:
     """Return an observer that passes each event on to those of the observers that override its method, in their order."""
-    if len(observers) == 1:
-        return observers[0]
     passing_on = Observer()
-    for event, nothing in {**vars(SchedulingObserver), **vars(Observer)}.items():
-        if not event.startswith("__"):
-            methods = [getattr(one, event) for one in observers]
-            told = [method for method in methods if getattr(method, "__func__", method) is not nothing]
-            if told:
-                setattr(passing_on, event, told[0] if len(told) == 1 else _each_of(told))
+    for event in dir(Observer):
+        methods = [getattr(one, event) for one in observers if not event.startswith("_")]
+        told = [method for method in methods if getattr(method, "__func__", method) is not getattr(Observer, event)]
+        if told:
+            setattr(passing_on, event, partial(_tell, told))
     return passing_on
 
 
-def _each_of(methods: ListLike[Callable[..., None]]) -> Callable[..., None]:
-    def tell(*event: object) -> None:
-        for method in methods:
-            method(*event)
-
-    return tell
+def _tell(methods: ListLike[Callable[..., None]], *event: object) -> None:
+    for method in methods:
+        method(*event)

@@ -229,7 +229,7 @@ class BlockManager:
         seq.prefix_keys = list(prefix.keys)
         for group, (table, ids) in enumerate(zip(self.tables(seq), prefix.tables, strict=False)):
             table += ids
-            self.observer.blocks_shared(seq, table, group)
+            self.observer.blocks_changed("shared", seq, table, group)
         self.blocks.hold(self._blocks_of(prefix))
         if self.state_slots is not None and prefix:
             self.state_slots.share(prefix.tables[-1][-1], seq)
@@ -250,10 +250,9 @@ class BlockManager:
                     copies.append((shared, table[index]))
                     self.observer.block_copied(seq, shared, table[index])
         for group, table in enumerate(tables):
-            new = [self._take() for _ in range(len(table), -(-end // self.block_size))]
-            table += new
-            if new:
-                self.observer.blocks_allocated(seq, new, group)
+            if new := [self._take() for _ in range(len(table), -(-end // self.block_size))]:
+                table += new
+                self.observer.blocks_changed("allocated", seq, new, group)
         if self.state_slots is not None:
             self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
         return copies
@@ -264,15 +263,15 @@ class BlockManager:
         Blocks that no query after these tokens reaches are freed.
         """
         num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
-        num_cached, cached = len(seq.prefix_keys), []
+        num_cached = len(seq.prefix_keys)
         if num_full > num_cached:
+            cached = []
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             for group, table in enumerate(self.tables(seq)):
                 # If another sequence filled a block with the same tokens first, its block stays in the cache.
                 cached += self.index.enter(full, group, table[num_cached:num_full])
-        if cached:
-            self.observer.blocks_cached(seq, cached)
+            self.observer.blocks_changed("cached", seq, cached)
         if self._has_windows:
             self._release(seq, num_tokens)
         if self.state_slots is not None:
@@ -322,7 +321,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, is kept."""
         tables = self.tables(seq)
-        self.observer.blocks_freed(seq)
+        self.observer.blocks_changed("freed", seq, self._held(seq))
         self.blocks.drop(block for blocks in zip(*map(reversed, tables), strict=True) for block in blocks if block != NO_BLOCK)
         for table in tables:
             table.clear()
@@ -359,9 +358,9 @@ class BlockManager:
                 index -= 1
             released += table[index:first]
             table[index:first] = [NO_BLOCK] * (first - index)
-        self.blocks.drop(released)
         if released:
-            self.observer.blocks_released(seq, released)
+            self.blocks.drop(released)
+            self.observer.blocks_changed("released", seq, released)
 
     def _take(self) -> int:
         if not self.blocks.empty:

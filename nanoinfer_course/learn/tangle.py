@@ -207,9 +207,7 @@ def _edited(text: str) -> str:
                     return _with_branch(text, statement, value, is_only=len(block) == 1)
                 if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
                     return _with_lines(text, stop, block[-1].end_lineno or 0, [])
-                if _is_for_observer(statement) or (
-                    isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in FACTS
-                ):
+                if ast.unparse(statement).startswith((*(f"{name} = " for name in FACTS), "self.observer.")):
                     return _with_lines(text, start, stop, [])
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
@@ -229,13 +227,6 @@ def _edited(text: str) -> str:
                 operator = " and " if isinstance(node.op, ast.And) else " or "
                 return _replaced(text, node, operator.join(_segment(text, each) for each in left))
     return text
-
-
-def _is_for_observer(statement: ast.stmt) -> bool:
-    """Return whether a statement only tells something to an observer."""
-    if isinstance(statement, ast.If) and not statement.orelse:
-        return all(map(_is_for_observer, statement.body))
-    return isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("self.observer.")
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

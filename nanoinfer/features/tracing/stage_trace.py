@@ -13,13 +13,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied, TokenDrawn
+from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied, TokenDrawn, Tracer
 from nanoinfer.features.tracing.observer import TracingObserver
 from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage
 from nanoinfer.sampling.stages import Logits
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
 
@@ -37,9 +39,11 @@ class _StageChange:
 
 
 class TracingSampler(Sampler):
-    """Does what a sampler does, stage by stage for every row, and emits the events of each step."""
+    """Does what a sampler does, stage by stage for every row, and emits the events of a step after its draw.
 
-    _trace: "StageTracer"  # of the newest step
+    Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
+    row. `seconds` is the time spent on tracing a step.
+    """
 
     def __init__(self, sampler: Sampler, observer: TracingObserver) -> None:
         vars(self).update(vars(sampler))  # the same stages, routes and modes
@@ -48,31 +52,23 @@ class TracingSampler(Sampler):
     def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
         if not len(rows.hidden):
             return super().__call__(rows, batch)
-        self._trace = StageTracer(self._observer)
+        self.begin()
         sampled = self._sample_by_stages(rows.logits, batch)
         greedy = set(batch.row_groups.greedy_rows)
-        self._trace.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
-        self._observer.stage_seconds[self._observer.launched.step] = self._trace.seconds
+        self.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
+        self._observer.stage_seconds[self._observer.launched.step] = self.seconds
         return sampled
 
     def _apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
-        self._trace.after_stage("model", logits)
+        self.after_stage("model", logits)
         for stage in stages:
             logits = super()._apply((stage,), logits, batch)
-            self._trace.after_stage(getattr(stage, "__name__", repr(stage)), logits)
+            self.after_stage(getattr(stage, "__name__", repr(stage)), logits)
         return logits
 
-
-class StageTracer:
-    """Emits the events of the launched step after its draw, since every event includes the sampled token.
-
-    Until then it keeps all rows' probabilities after every stage that changed a row. `seconds` is the time spent on tracing.
-    """
-
-    def __init__(self, observer: TracingObserver) -> None:
-        self._observer = observer
-        sequences = [seq for seq, _ in observer.launched.rows]
-        # for each row, its sequence and the position of its new token
+    def begin(self) -> None:
+        """Forget the last step, and note each row's sequence and the position of its new token."""
+        sequences = [seq for seq, _ in self._observer.launched.rows]
         self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
         self.seconds = 0.0
         self._logits: Tensor | None = None  # after the last stage
@@ -135,3 +131,11 @@ class StageTracer:
         ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique().tolist()
         ids = sorted({*ids, chosen} - {-1}, key=lambda i: (-float(before[i]), i))
         return tuple(Candidate(i, self._observer.text(i), float(before[i]), float(after[i])) for i in ids)
+
+
+def traced(executor: LocalExecutor, tracer: Tracer, tokenizer: Tokenizer | None) -> TracingObserver:
+    """Make the observer for a tracer. If the tracer wants stages, the executor's sampler emits what they do."""
+    observer = TracingObserver(tracer, executor.info.block_size, tokenizer)
+    if getattr(tracer, "wants_stages", False):
+        executor.sampler = TracingSampler(executor.sampler, observer)
+    return observer

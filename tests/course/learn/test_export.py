@@ -181,7 +181,7 @@ def test_missing_tasks_and_names_are_refused(book):
         ("x = a and self._has_windows and b", "x = False"),
         ("x = a or self.stored is None", "x = True"),
         ("self.stored = stored\na()", "a()"),
-        ("self.observer.told(x)\nif x:\n    self.observer.told(x)\na()", "a()"),
+        ("if x:\n    a()\n    self.observer.told(x)", "if x:\n    a()"),
         ('def f():\n    """One.\n\n    Two.\n    """\n    return 1', 'def f():\n    """One."""\n    return 1'),
         ("def f():\n    n = g()\n    if self.stored is not None:\n        a(n)\n    b()", "def f():\n    b()"),
         ("def f():\n    if self.stored is None:\n        return 1\n    return 2", "def f():\n    return 1"),
