@@ -120,12 +120,15 @@ def make_executor(
     return LocalExecutor(runtime, info, config)
 
 
-def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None = None) -> Observer:
+def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:
     """Make what watches the engine: metrics, and the events of config.tracer with the tokenizer's texts."""
     from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 
     if config.tracer is None:
         return EngineMetrics()
-    from nanoinfer.features.tracing.stage_trace import traced
+    from nanoinfer.features.tracing.observer import TracingObserver
+    from nanoinfer.features.tracing.stage_trace import TracingSampler
 
-    return together(EngineMetrics(), traced(executor, config.tracer, tokenizer))
+    tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
+    executor.sampler = TracingSampler(executor.sampler, tracing)
+    return together(EngineMetrics(), tracing)

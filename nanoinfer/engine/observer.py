@@ -53,7 +53,7 @@ def together(*observers: Observer) -> Observer:
         methods = [getattr(one, event) for one in observers if not event.startswith("_")]
         told = [method for method in methods if getattr(method, "__func__", method) is not getattr(Observer, event)]
         if told:
-            setattr(passing_on, event, partial(_tell, told))
+            setattr(passing_on, event, told[0] if len(told) == 1 else partial(_tell, told))
     return passing_on
 
 

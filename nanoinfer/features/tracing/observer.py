@@ -43,12 +43,13 @@ class TracingObserver(Observer):
 
     Attributes:
         tokenizer: writes the texts in the events. None: the events have no texts.
+        wants_stages: whether the tracer receives StageApplied and TokenDrawn.
         launched: the plan of the newest step.
         stage_seconds: the seconds that describing a step's stages took, by the number of the step (stage_trace.py).
     """
 
     def __init__(self, tracer: events.Tracer, block_size: int, tokenizer: Tokenizer | None = None) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.wants_stages = tokenizer, bool(getattr(tracer, "wants_stages", False))
         self.launched = StepPlan(())
         self.stage_seconds: dict[int, float] = {}
         self._tracer, self._block_size = tracer, block_size

@@ -13,15 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.execution.local_executor import LocalExecutor
-from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied, TokenDrawn, Tracer
+from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied, TokenDrawn
 from nanoinfer.features.tracing.observer import TracingObserver
 from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage
 from nanoinfer.sampling.stages import Logits
-from nanoinfer.tokenization.tokenizer import Tokenizer
 
 NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
 
@@ -39,7 +37,7 @@ class _StageChange:
 
 
 class TracingSampler(Sampler):
-    """Does what a sampler does, stage by stage for every row, and emits the events of a step after its draw.
+    """Does what a sampler does. For a tracer that wants stages, it runs them on every row, and emits a step's events after its draw.
 
     Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
     row. `seconds` is the time spent on tracing a step.
@@ -50,7 +48,7 @@ class TracingSampler(Sampler):
         self._observer = observer
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
-        if not len(rows.hidden):
+        if not len(rows.hidden) or not self._observer.wants_stages:
             return super().__call__(rows, batch)
         self.begin()
         sampled = self._sample_by_stages(rows.logits, batch)
@@ -131,11 +129,3 @@ class TracingSampler(Sampler):
         ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique().tolist()
         ids = sorted({*ids, chosen} - {-1}, key=lambda i: (-float(before[i]), i))
         return tuple(Candidate(i, self._observer.text(i), float(before[i]), float(after[i])) for i in ids)
-
-
-def traced(executor: LocalExecutor, tracer: Tracer, tokenizer: Tokenizer | None) -> TracingObserver:
-    """Make the observer for a tracer. If the tracer wants stages, the executor's sampler emits what they do."""
-    observer = TracingObserver(tracer, executor.info.block_size, tokenizer)
-    if getattr(tracer, "wants_stages", False):
-        executor.sampler = TracingSampler(executor.sampler, observer)
-    return observer

@@ -290,7 +290,7 @@ def test_an_engine_whose_graphs_do_nothing_gives_other_tokens(qwen3_path):
 
 
 def test_a_traced_draw_is_not_replayed():
-    capture, recorder = SimulatedCapture(), Recorder()
+    capture, recorder = SimulatedCapture(), Recorder(stages=True)
     rows = [sequence(seed=1, temperature=0.7)]
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
     sampler, observer = Sampler(routes=[SamplerGraphs(4, capture)]), TracingObserver(recorder, 4)
