@@ -34,9 +34,10 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from nanoinfer.config import SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import check_integer, out_of_range
 from nanoinfer.features import tracing
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
@@ -388,7 +389,7 @@ class State:
         speculator = None
         if num := self.world.num_speculative_tokens:
             config = SpeculativeConfig(method=_Guesses, num_speculative_tokens=num, adaptive=False)
-            speculator = Speculator(_Guesses(config), config, self.scheduler.block_manager, max_num_rows=1000)
+            speculator = Speculator(_Guesses(config), config)
         return run_step(self.scheduler, self.memory, self.alive, speculator)
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:
