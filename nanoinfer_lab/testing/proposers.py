@@ -8,7 +8,6 @@ import random
 import weakref
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import SpeculativeConfig
 from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.sampling_params import SamplingParams
