@@ -22,9 +22,8 @@ from nanoinfer.chat.tools import (
     with_tool_arguments,
 )
 from nanoinfer.engine.inputs import InputProcessor, check_params, one_per_prompt, with_prompt_index
-from nanoinfer.engine.prompts import ChatPrompt
+from nanoinfer.engine.prompts import ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
-from nanoinfer.features.reasoning.thinking import limit_thinking
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -134,6 +133,23 @@ def render_chats(
                 limited = replace(limited, structured_outputs=after_thinking(form, text))
             constrained.append(constrain_calls(limited, text, schemas, tool_choice, inputs.tokenizer, thinks=thinks))
     return prompts, constrained
+
+
+def end_of_reasoning(tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
+    """Return the token that ends reasoning, which thinking_token_budget needs. None: the model has none."""
+    token_id = None if tokenizer is None else tokenizer.backend.token_to_id(END_THINK)
+    return token_id if token_id is not None and token_id < vocab_size else None
+
+
+def limit_thinking(inputs: InputProcessor, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
+    """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
+
+    So reasoning leaves room for the call or the format that an answer must have.
+    """
+    if params.thinking_token_budget is not None or end_of_reasoning(inputs.tokenizer, inputs.vocab_size) is None:
+        return params
+    num_tokens = params.max_tokens or inputs.max_model_len - len(prompt["prompt_token_ids"])
+    return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
 
 
 def with_text_content(messages: Any) -> list[dict[str, object]]:

@@ -6,13 +6,12 @@ the text between two tags, as chat/parsing.py shows it.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from nanoinfer.chat.messages import end_of_reasoning
 from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
-from nanoinfer.engine.prompts import TokensPrompt
+from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Constraint, Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -69,20 +68,3 @@ def with_reasoning(prepared: PreparedRequest, tokenizer: Tokenizer | None, vocab
     begin = 0 if opens_thinking(end) else None
     is_over = closes_thinking(end) or (form is not None and form.kind != "grammar")  # only a grammar may have reasoning
     return prepared.constrained(ReasoningState(tokenizer.token_bytes, end_id, budget, begin, is_over))
-
-
-def end_of_reasoning(tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
-    """Return the token that ends reasoning, which thinking_token_budget needs. None: the model has none."""
-    token_id = None if tokenizer is None else tokenizer.backend.token_to_id(END_THINK)
-    return token_id if token_id is not None and token_id < vocab_size else None
-
-
-def limit_thinking(inputs: InputProcessor, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
-    """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
-
-    So reasoning leaves room for the call or the format that an answer must have.
-    """
-    if params.thinking_token_budget is not None or end_of_reasoning(inputs.tokenizer, inputs.vocab_size) is None:
-        return params
-    num_tokens = params.max_tokens or inputs.max_model_len - len(prompt["prompt_token_ids"])
-    return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
