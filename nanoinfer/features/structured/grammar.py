@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -132,7 +132,7 @@ class GrammarState(Constraint):
         if time.thread_time() - start > MAX_REBUILD_SECONDS:
             self._grow(_LIMITS["max_lexer_states"])
 
-    def copy(self) -> Self:
+    def copy(self) -> "GrammarState":
         """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
         state = super().copy()
         state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
