@@ -21,16 +21,17 @@ from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import nanoinfer
 from nanoinfer.arguments import arguments_of, check_argument_names
-from nanoinfer.config import NEUTRAL, AsyncEngineArgs, EngineArgs
+from nanoinfer.config import AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.features.metrics.engine_metrics import Metric
-from nanoinfer.llm import LLM, missing
+from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
@@ -64,7 +65,7 @@ class AsyncLLM:
     ', there was'
     """
 
-    @arguments_of(AsyncEngineArgs, "AsyncLLM()", NEUTRAL)
+    @arguments_of(AsyncEngineArgs, "AsyncLLM()")
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._streams: dict[str, RequestStream] = {}  # by id, accepted and not yet delivered to the end
         self._unused_ids = map(str, count())
@@ -101,7 +102,7 @@ class AsyncLLM:
 
     # ---- requests
 
-    @check_argument_names("generate()", NEUTRAL_IN["generate()"])
+    @check_argument_names("generate()")
     async def generate(
         self,
         prompt: PromptType,
@@ -295,7 +296,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            raise missing(self, name)
+            raise nanoinfer.missing(self, name)
 
     # ---- deliveries: the first and the last deltas of a request at once, all others together with later deltas
 

@@ -27,7 +27,7 @@ def _shown(value: object, max_items: int = 6) -> str:
     return brackets[0] + ", ".join(items) + brackets[1]
 
 
-class _ShortRepr:
+class ShortRepr:
     """A dataclass whose repr omits fields that are None and shortens lists, such as 1,000 token ids."""
 
     __slots__ = ()
@@ -79,7 +79,7 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True, repr=False)
-class CompletionOutput(_ShortRepr):
+class CompletionOutput(ShortRepr):
     """An answer to a prompt.
 
     Attributes:
@@ -134,7 +134,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True, repr=False)
-class RequestOutput(_ShortRepr):
+class RequestOutput(ShortRepr):
     """A prompt with its n answers. prompt: None if the prompt was given as token ids.
 
     weights_version: how often LLM.update_weights had replaced the weights before they answered.
@@ -156,47 +156,7 @@ class RequestOutput(_ShortRepr):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class BeamSearchSequence(_ShortRepr):
-    """An answer of a beam search.
-
-    Attributes:
-        text: the text of the generated ids. In vLLM it begins with the prompt.
-        token_ids: the generated ids, EOS included.
-        tokens: the prompt's ids and the generated ids, as in vLLM.
-        score: cumulative_logprob / len(token_ids) ** length_penalty.
-        cumulative_logprob: the sum of the log-probabilities of token_ids. vLLM's name for it is cum_logprob.
-        finish_reason: "stop" (EOS) or "length".
-    """
-
-    text: str
-    token_ids: list[int]
-    tokens: list[int]
-    score: float
-    cumulative_logprob: float
-    finish_reason: FinishReason
-
-    @property
-    def cum_logprob(self) -> float:
-        """The cumulative_logprob, under vLLM's name."""
-        return self.cumulative_logprob
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class BeamSearchOutput(_ShortRepr):
-    """A prompt with its beam_width best answers, the best first.
-
-    Attributes:
-        error: why the prompt has no answers. None: the prompt was searched.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequences: list[BeamSearchSequence]
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Delta(_ShortRepr):
+class Delta(ShortRepr):
     """The text and ids that a step adds to an answer of a request.
 
     The text may be empty, because an incomplete character is held back until it is complete (and dropped if the answer ends in
@@ -224,9 +184,9 @@ class Delta(_ShortRepr):
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
+    def __getattr__(name: str) -> object:  # the outputs of features, and vLLM's further names, which the package knows
         import nanoinfer
 
-        if name.endswith("RequestOutput"):
+        if name.endswith(("RequestOutput", "SearchOutput", "SearchSequence")):
             return getattr(nanoinfer, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,8 +22,7 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor
 from typing_extensions import Doc
 
-from nanoinfer.arguments import Allowed, Neutral, declared, read_fields
-from nanoinfer.config import NEUTRAL as OF_LLM
+from nanoinfer.arguments import Allowed, declared, read_fields
 from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.prompts import PromptType
@@ -53,13 +52,7 @@ _BEFORE = (
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-NEUTRAL: Neutral = {
-    "task": ((None, "embed", "score"), OF_LLM["task"][1]),
-    "use_activation": ((None,), "the checkpoint's modules.json says whether embeddings are normalised"),
-}
-
-
-@declared(NEUTRAL)
+@declared
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """What to compute of a text.

@@ -191,4 +191,8 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
+    if config.logits_processors:
+        from nanoinfer.features.own_code.logits_processors import with_processors
+
+        config = with_processors(config, runtime.device, info)
     return LocalExecutor(runtime, info, config, tokenizer=tokenizer, tracer=tracer)

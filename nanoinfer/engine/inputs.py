@@ -13,9 +13,9 @@ from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanoinfer.arguments import check_neutral
+import nanoinfer
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import NEUTRAL_IN, ChatPrompt, TokensPrompt
+from nanoinfer.engine.prompts import ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -253,15 +253,14 @@ class InputProcessor:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids", *NEUTRAL_IN["a prompt"]}
+            others = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids"}
+            unknown = [name for name in others if nanoinfer.own_name("a prompt", name, prompt[name]) is None]
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
             if (salt := prompt.get("cache_salt")) is not None and not (isinstance(salt, str) and salt):
                 raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out")
-            for name in prompt.keys() & NEUTRAL_IN["a prompt"].keys():
-                check_neutral(name, prompt[name], NEUTRAL_IN["a prompt"])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self.tokenizer is None:

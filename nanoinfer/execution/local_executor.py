@@ -72,7 +72,7 @@ class LocalExecutor:
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
-        self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
+        self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         self._tokenizer, self._tracer = tokenizer, tracer

@@ -143,11 +143,6 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
     return runner
 
 
-def make_sampler(runtime: Runtime, info: ExecutorInfo, config: EngineConfig) -> Sampler:
+def make_sampler(runtime: Runtime, config: EngineConfig) -> Sampler:
     stages = STAGES if config.stages is None else config.stages
-    if config.logits_processors:
-        from nanoinfer.features.own_code.logits_processors import with_processors
-
-        sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
-        stages = with_processors(stages, config, runtime.device, **sizes)
     return Sampler(stages, routes=runtime.routes, logprobs_mode=config.logprobs_mode)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.arguments import check_argument_names
 from nanoinfer.async_llm import RequestStream
-from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
@@ -29,7 +29,7 @@ class VLLMEngine(LLM):
         """The requests whose last output was not returned, by id."""
         return {}
 
-    @check_argument_names("add_request()", NEUTRAL_IN["add_request()"])
+    @check_argument_names("add_request()")
     def add_request(
         self,
         request_id: str,

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from nanoinfer.engine.inputs import PreparedRequest, as_list, with_prompt_index
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import NanoinferError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
-from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanoinfer.outputs import FinishReason
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 from nanoinfer.tokenization.detokenizer import without_incomplete_end
@@ -34,6 +35,9 @@ class BeamSearch:
 
     def __init__(self, engine: LLMEngine, prompts: object, params: BeamSearchParams) -> None:
         """Raises: UnsupportedError; InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
+        params = params.clone()
         if engine.config.stages is not None or engine.config.logits_processors:
             of_user = "stages" if engine.config.stages is not None else "logits_processors"
             raise UnsupportedError(

@@ -7,7 +7,7 @@ learns how the rows differ from the last step: which rows are gone, which are ne
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import Stage
+from nanoinfer.sampling.sampler import STAGES, Stage
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling import sequence
 
@@ -199,14 +200,13 @@ def difference(
     return BatchUpdate(len(new), removed, added, moved)
 
 
-def with_processors(
-    plain: tuple[Stage, ...], config: EngineConfig, device: torch.device, *, vocab_size: int, max_model_len: int
-) -> tuple[Stage, ...]:
+def with_processors(config: EngineConfig, device: torch.device, info: ExecutorInfo) -> EngineConfig:
     """Add a stage for each class of config.logits_processors: before the temperature, or after min_p if argmax-invariant."""
-    vllm_config = VllmConfig(ModelConfig(vocab_size, max_model_len), config.scheduler, config.cache)
+    plain = STAGES if config.stages is None else config.stages
+    vllm_config = VllmConfig(ModelConfig(info.vocab_size, info.max_model_len), config.scheduler, config.cache)
     before, after = list[Stage](), list[Stage]()
     for cls in config.logits_processors:
         processor: Any = cls(vllm_config, device, False)
         (after if processor.is_argmax_invariant() else before).append(BatchProcessor(processor))
     at, then = plain.index(stages.apply_temperature), plain.index(stages.keep_min_p) + 1
-    return (*plain[:at], *before, *plain[at:then], *after, *plain[then:])
+    return replace(config, stages=(*plain[:at], *before, *plain[at:then], *after, *plain[then:]))
