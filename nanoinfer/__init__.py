@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.chat.parsing import ChatParser as ChatParser
     from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
-    from nanoinfer.compat.vllm.neutral import missing as missing
-    from nanoinfer.compat.vllm.neutral import own_name as own_name
+    from nanoinfer.compat.vllm.neutral import argument_of_vllm as argument_of_vllm
+    from nanoinfer.compat.vllm.neutral import missing_attribute as missing_attribute
     from nanoinfer.compat.vllm.parser import add_cli_arguments as add_cli_arguments
     from nanoinfer.compat.vllm.parser import given_arguments as given_arguments
     from nanoinfer.config import AsyncEngineArgs as AsyncEngineArgs
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.features.beam_search import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.features.beam_search import BeamSearchParams as BeamSearchParams
+    from nanoinfer.features.beam_search import BeamSearchSequence as BeamSearchSequence
     from nanoinfer.features.own_code.checks import checked_stages as checked_stages
     from nanoinfer.features.own_code.checks import processor_classes as processor_classes
     from nanoinfer.features.own_code.checks import processor_functions as processor_functions
@@ -67,7 +68,7 @@ _ASKED = {
     "features.beam_search": "BeamSearchSequence",
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
     "features.own_code.checks": "checked_stages processor_classes processor_functions",
-    "compat.vllm.neutral": "own_name missing",
+    "compat.vllm.neutral": "argument_of_vllm missing_attribute",
     "compat.vllm.parser": "add_cli_arguments given_arguments",
 }
 __all__ = ["__version__", *(name for names in _NAMES.values() for name in names.split())]

@@ -216,7 +216,7 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
                 raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {hint}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
-                if (ours := nanoinfer.own_name(owner, name, value)) is None:
+                if (ours := nanoinfer.argument_of_vllm(owner, name, value)) is None:
                     raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
                 if ours and value is not None:
                     if ours in kwargs or ours in positional[: len(args) - 1]:

@@ -296,7 +296,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            raise nanoinfer.missing(self, name)
+            raise nanoinfer.missing_attribute(self, name)
 
     # ---- deliveries: the first and the last deltas of a request at once, all others together with later deltas
 

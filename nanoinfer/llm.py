@@ -477,7 +477,7 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            raise nanoinfer.missing(self, name)
+            raise nanoinfer.missing_attribute(self, name)
 
     # ---- running
 

@@ -7,6 +7,12 @@ from dataclasses import Field, dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import nanoinfer
+
+if TYPE_CHECKING:
+    BeamSearchOutput = nanoinfer.BeamSearchOutput
+    BeamSearchSequence = nanoinfer.BeamSearchSequence
+
 FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 
 
@@ -185,8 +191,6 @@ class Delta(ShortRepr):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:  # the outputs of features, and vLLM's further names, which the package knows
-        import nanoinfer
-
         if name.endswith(("RequestOutput", "SearchOutput", "SearchSequence")):
             return getattr(nanoinfer, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

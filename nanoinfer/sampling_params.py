@@ -30,6 +30,11 @@ from nanoinfer.errors import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    BeamSearchParams = nanoinfer.BeamSearchParams
+    RepetitionDetectionParams = nanoinfer.RepetitionDetectionParams
+    StructuredOutputsParams = nanoinfer.StructuredOutputsParams
+    GuidedDecodingParams = nanoinfer.StructuredOutputsParams
 else:
     Tensor = object  # typing.get_type_hints needs a value, and this file imports no torch
 

@@ -254,7 +254,7 @@ class InputProcessor:
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             others = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids"}
-            unknown = [name for name in others if nanoinfer.own_name("a prompt", name, prompt[name]) is None]
+            unknown = [name for name in others if nanoinfer.argument_of_vllm("a prompt", name, prompt[name]) is None]
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"

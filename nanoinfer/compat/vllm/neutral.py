@@ -140,7 +140,7 @@ METHODS = {
 }
 
 
-def own_name(owner: str, name: str, value: object) -> str | None:
+def argument_of_vllm(owner: str, name: str, value: object) -> str | None:
     """Return nanoinfer's name for an argument of vLLM, or "" if its value changes nothing. None: vLLM has no such argument.
 
     Args:
@@ -157,7 +157,7 @@ def own_name(owner: str, name: str, value: object) -> str | None:
     return ""
 
 
-def missing(owner: object, name: str) -> AttributeError:
+def missing_attribute(owner: object, name: str) -> AttributeError:
     """Return the error for an attribute that an LLM or AsyncLLM lacks, with a hint if vLLM's or our LLM has it."""
     from nanoinfer.llm import LLM
 
