@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
-    from nanoinfer.features.beam_search import BeamSearchOutput as BeamSearchOutput
-    from nanoinfer.features.beam_search import BeamSearchParams as BeamSearchParams
-    from nanoinfer.features.beam_search import BeamSearchSequence as BeamSearchSequence
-    from nanoinfer.features.own_code.checks import checked_stages as checked_stages
-    from nanoinfer.features.own_code.checks import processor_classes as processor_classes
-    from nanoinfer.features.own_code.checks import processor_functions as processor_functions
+    from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
+    from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
+    from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
+    from nanoinfer.features.own_code.logits_processors import processor_classes as processor_classes
+    from nanoinfer.features.own_code.logits_processors import processor_functions as processor_functions
     from nanoinfer.features.structured.params import RepetitionDetectionParams as RepetitionDetectionParams
     from nanoinfer.features.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.features.tracing import Recorder as Recorder
@@ -53,7 +52,7 @@ _NAMES = {
     "async_llm": "AsyncLLM",
     "config": "EngineArgs AsyncEngineArgs",
     "sampling_params": "SamplingParams",
-    "features.beam_search": "BeamSearchParams BeamSearchOutput",
+    "features.beam_search.params": "BeamSearchParams BeamSearchOutput",
     "features.structured.params": "StructuredOutputsParams",
     "engine.prompts": "PromptType TextPrompt TokensPrompt",
     "outputs": "RequestOutput CompletionOutput Delta",
@@ -65,16 +64,14 @@ _NAMES = {
 }
 # What files of the core ask of features and of compat/, which they do not import. The same, but not for users.
 _ASKED = {
-    "features.beam_search": "BeamSearchSequence",
+    "features.beam_search.params": "BeamSearchSequence",
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
-    "features.own_code.checks": "checked_stages processor_classes processor_functions",
+    "features.own_code.logits_processors": "processor_classes processor_functions",
     "compat.vllm.neutral": "argument_of_vllm missing_attribute",
     "compat.vllm.parser": "add_cli_arguments given_arguments",
 }
-__all__ = ["__version__", *(name for names in _NAMES.values() for name in names.split())]
-_MODULES = {
-    name: f"nanoinfer.{module}" for table in (_NAMES, _ASKED) for module, names in table.items() for name in names.split()
-}
+__all__ = ["__version__", *" ".join(_NAMES.values()).split()]
+_MODULES = {name: f"nanoinfer.{module}" for module, names in (*_NAMES.items(), *_ASKED.items()) for name in names.split()}
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept every unknown name

@@ -253,6 +253,10 @@ class EngineConfig:
             raise InvalidValueError(
                 f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
             )
+        if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
+            raise InvalidTypeError(
+                f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {shown(self.stages)}"
+            )
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
         if self.speculative is not None and self.async_scheduling:
@@ -432,8 +436,8 @@ class EngineArgs:
         torch = sys.modules.get("torch")  # a torch.dtype exists only where torch is imported, which takes a second
         if torch is not None and isinstance(self.dtype, torch.dtype):
             given["dtype"] = str(self.dtype).removeprefix("torch.")
-        if self.stages is not None:
-            given["stages"] = nanoinfer.checked_stages(self.stages)
+        stages = named("stages", self.stages, "a list of functions or its name, such as 'my_module.STAGES'")
+        given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):
             given[name] = class_named(name, given[name])
         given["logits_processors"] = ()
@@ -477,8 +481,4 @@ class AsyncEngineArgs(EngineArgs):
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
-        if name.endswith("Config"):
-            return getattr(nanoinfer, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = nanoinfer.__getattr__  # vLLM's further names

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.features.adapters.request import LoRARequest
-    from nanoinfer.features.beam_search import BeamSearchOutput, BeamSearchParams
     from nanoinfer.training.rollouts import Tag
 
 logger = logging.getLogger(__name__)
@@ -236,7 +235,9 @@ class LLM:
         )
 
     @check_argument_names("beam_search()")
-    def beam_search(self, prompts: PromptType | Sequence[PromptType], params: "BeamSearchParams") -> "list[BeamSearchOutput]":
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: "nanoinfer.BeamSearchParams"
+    ) -> "list[nanoinfer.BeamSearchOutput]":
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
         The prompts run together as far as the KV cache allows. The beams of a prompt share their blocks.
@@ -246,9 +247,9 @@ class LLM:
             NanoinferError: the beams of a prompt do not fit into the KV cache.
             UnsupportedError: the LLM was made with stages or logits_processors, which a search does not call.
         """
-        from nanoinfer.features.beam_search import search
+        from nanoinfer.features.beam_search.search import BeamSearch
 
-        return search.BeamSearch(self.engine, prompts, params).run()
+        return BeamSearch(self.engine, prompts, params).run()
 
     @property
     def batch_independent(self) -> bool:

@@ -189,8 +189,4 @@ class Delta(ShortRepr):
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # the outputs of features, and vLLM's further names, which the package knows
-        if name.endswith(("RequestOutput", "SearchOutput", "SearchSequence")):
-            return getattr(nanoinfer, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = nanoinfer.__getattr__  # the outputs of features, and vLLM's further names

@@ -324,8 +324,4 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # the parameters of features, which the package knows
-        if name.endswith("Params"):
-            return getattr(nanoinfer, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = nanoinfer.__getattr__  # the parameters of features
