@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
     from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
+    from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
     from nanoinfer.features.own_code.logits_processors import processor_classes as processor_classes
     from nanoinfer.features.own_code.logits_processors import processor_functions as processor_functions
     from nanoinfer.features.structured.params import RepetitionDetectionParams as RepetitionDetectionParams
@@ -57,6 +58,7 @@ _NAMES = {
     "engine.prompts": "PromptType TextPrompt TokensPrompt",
     "outputs": "RequestOutput CompletionOutput Delta",
     "errors": "NanoinferError",
+    "features.drafts.config": "SpeculativeConfig",
     "features.tracing": "Recorder",
     "chat.parsing": "ChatParser parse_chat_answer",
     "models.registry": "register_model",
@@ -91,4 +93,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__path__.append(f"{__path__[0]}/compat/vllm/modules")  # so that vLLM's modules are found after those of the package
+# So that vLLM's modules, and those that have moved, are found after those of the package.
+__path__ += [f"{__path__[0]}/compat/vllm/modules", f"{__path__[0]}/compat/moved"]

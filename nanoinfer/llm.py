@@ -24,8 +24,7 @@ from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.prompts import PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
-from nanoinfer.features.metrics.engine_metrics import Metric
-from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.outputs import Delta, Metric, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
