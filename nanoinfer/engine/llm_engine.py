@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature
-from nanoinfer.engine.observer import NOBODY, Observer
+from nanoinfer.engine.observer import NOBODY, Observer, Planner, together
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
@@ -30,7 +30,6 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.features.adapters.adapters import Adapters
-    from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ class LLMEngine:
             engine.step()
     """
 
-    speculator: "Speculator | None" = None
-
     def __init__(
         self,
         executor: Executor[Any],
@@ -55,7 +52,7 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        proposer: "Proposer | None" = None,
+        planner: Planner | None = None,
         adapters: "Adapters | None" = None,
         store: "BlockStore | None" = None,
         observer: Observer = NOBODY,
@@ -63,7 +60,7 @@ class LLMEngine:
     ) -> None:
         """
         Args:
-            proposer: proposes the drafts of config.speculative. None: there are no drafts.
+            planner: completes the scheduler's plans, and observes. None: the plans are complete.
             adapters: the adapters that requests may name. None: requests cannot name any.
             store: receives cached blocks that leave the memory. None: they are dropped.
             observer: is told what happens in the engine.
@@ -72,7 +69,7 @@ class LLMEngine:
         self.executor = executor
         self.config = config
         self.tokenizer = tokenizer
-        self.observer = observer
+        self.observer = observer if planner is None else together(observer, planner)
         info = executor.info
         budget = config.scheduler.max_num_batched_tokens
         if not config.scheduler.enable_chunked_prefill and budget < info.max_model_len:
@@ -92,13 +89,9 @@ class LLMEngine:
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer, layout, store)
         max_adapters = config.max_loras if config.enable_lora else None
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer, max_adapters)
-        self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        if proposer is not None and config.speculative is not None:
-            from nanoinfer.features.drafts.speculator import Speculator
-
-            num_rows = config.max_num_rows
-            self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows)
-            self.async_scheduling = False  # a draft follows the newest token, which must be known
+        self.planner = planner
+        is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = is_async and planner is None
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -212,7 +205,8 @@ class LLMEngine:
             finally:  # also if the user's tracer raises
                 self.guard.is_closed = True
                 self.block_manager.close()
-                self._in_flight = self.speculator = None
+                self._in_flight = None
+                self.observer.engine_closed()
                 del self.executor
 
     @property
@@ -245,9 +239,8 @@ class LLMEngine:
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
-            plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-            if self.speculator is not None:
-                plan = self.speculator.add_drafts(plan)  # drafts of the tokens that follow, computed in the same pass
+            # which sequences run, and how many tokens of each
+            plan = self.scheduler.schedule() if self.planner is None else self.planner.plan(self.scheduler)
             previous, launched = self._in_flight, None
             if plan.scheduled:
                 self.observer.step_launched(plan, previous)
@@ -269,9 +262,6 @@ class LLMEngine:
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""
         output = self.executor.collect(step)
-        if self.speculator is not None:
-            num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
-            self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         self.observer.step_collected(step.plan, output)
         finished = []
         for chunk in output.prompt_logprobs:
@@ -334,5 +324,3 @@ class LLMEngine:
     def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
         self.observer.sequence_finished(seq)
-        if self.speculator is not None:
-            self.speculator.forget(seq)

@@ -31,7 +31,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
 
 def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
-    from nanoinfer.loading.loader import load, load_draft
+    from nanoinfer.loading.loader import load
     from nanoinfer.system.process import prepare_threads
 
     prepare_threads(is_forked=os.getpid() != _IMPORTED_BY)
@@ -43,7 +43,9 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
-        if config.speculative is not None and config.speculative.method in ("draft_model", "mtp"):
+        if config.speculative is not None:
+            from nanoinfer.features.drafts.build import load_draft
+
             draft_model = load_draft(config.speculative, config, loaded)
         engine = make_engine(
             loaded.model,

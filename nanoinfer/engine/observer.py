@@ -9,6 +9,7 @@ from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import InFlight, StepOutput
 from nanoinfer.outputs import Metric
 from nanoinfer.scheduling.observer import SchedulingObserver
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -30,8 +31,16 @@ class Observer(SchedulingObserver):
     def sequence_finished(self, seq: Sequence) -> None: ...  # sometimes told twice
     def request_finished(self, request: Request) -> None: ...
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None: ...  # after its last token was appended
+    def engine_closed(self) -> None: ...  # drops what is on the device
     def flush(self) -> None: ...  # the engine's call ends, and raises what this raises
     def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None: ...  # adds its own to LLM.get_metrics
+
+
+class Planner(Observer):
+    """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one."""
+
+    def plan(self, scheduler: Scheduler) -> StepPlan:
+        return scheduler.schedule()
 
 
 NOBODY = Observer()

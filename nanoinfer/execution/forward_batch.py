@@ -37,7 +37,6 @@ class ForwardBatch:
             slice of all tokens.
         attention: the metadata of all layers, or of the first KV group. further_groups has that of the others.
         adapters: the adapters of requests, as runs of packed tokens.
-        hidden_slots: as in StepPlan, for a drafter's step.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -47,7 +46,6 @@ class ForwardBatch:
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
     adapters: AdapterRuns = ()
-    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @classmethod
     def build(
@@ -103,7 +101,7 @@ class ForwardBatch:
         if has_single_queries:
             groups = list(map(single_queries, groups))
         indices = slice(0, len(logits_indices)) if has_all_rows else rows
-        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)
+        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:

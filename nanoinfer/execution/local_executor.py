@@ -22,7 +22,7 @@ from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, SamplerOutput
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
@@ -71,7 +71,8 @@ class LocalExecutor:
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
-        self.drafter: LocalExecutor | None = None  # of a model that drafts. capture_next captures its graphs as well
+        owners = self.runner.graphs, *self.sampler.routes
+        self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs)
@@ -121,8 +122,7 @@ class LocalExecutor:
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
-            owners = self.runner.graphs, *self.sampler.routes, self.drafter
-            return any(owner.capture_next() for owner in owners if owner is not None)
+            return any(owner.capture_next() for owner in self.graph_owners)
 
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0

@@ -23,7 +23,6 @@ import itertools
 import marshal
 import pickle
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
@@ -33,11 +32,12 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from nanoinfer.config import SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import check_integer, out_of_range
 from nanoinfer.features import tracing
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
@@ -389,7 +389,7 @@ class State:
         speculator = None
         if num := self.world.num_speculative_tokens:
             config = SpeculativeConfig(method=_Guesses, num_speculative_tokens=num, adaptive=False)
-            speculator = Speculator(_Guesses(config), config, self.scheduler.block_manager, max_num_rows=1000)
+            speculator = Speculator(_Guesses(config), config)
         return run_step(self.scheduler, self.memory, self.alive, speculator)
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:
@@ -611,12 +611,3 @@ def _dumps(what: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file, 5).dump(what)
     return file.getvalue()
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # the old name of InvariantError, for one version
-        if name != "BrokenPromiseError":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn("BrokenPromiseError is now called InvariantError", DeprecationWarning, stacklevel=2)
-        return InvariantError

@@ -6,14 +6,13 @@ In: what the engine tells its observer. Out: Metrics.
 import time
 from bisect import bisect_left
 from collections import Counter as Totals
-from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.engine.observer import Observer
 from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import StepOutput
-from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric, Vector
+from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -109,10 +108,6 @@ class EngineMetrics(Observer):
         ]
         if manager.stored is not None:
             metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
-        if engine.speculator is not None:
-            for name, count in asdict(engine.speculator.metrics).items():
-                name = f"vllm:spec_decode_{name}"
-                metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
 
 
 def _between(start: float | None, end: float | None) -> float | None:
