@@ -7,10 +7,10 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
@@ -49,8 +49,7 @@ DTYPES = {
 class Tracer(Protocol):
     """Receives the events of an engine, one at a time (features/tracing/events.py)."""
 
-    @property
-    def emit(self) -> Callable[..., None]: ...
+    def emit(self, event: Any) -> None: ...  # type: ignore[explicit-any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,5 +134,6 @@ def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: To
     from nanoinfer.features.tracing.stage_trace import TracingSampler
 
     tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
-    executor.sampler = TracingSampler(executor.sampler, tracing)
+    if tracing.wants_stages:
+        executor.sampler = TracingSampler(executor.sampler, tracing)
     return together(EngineMetrics(), tracing)

@@ -263,9 +263,8 @@ class BlockManager:
         Blocks that no query after these tokens reaches are freed.
         """
         num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
-        num_cached = len(seq.prefix_keys)
+        num_cached, cached = len(seq.prefix_keys), []
         if num_full > num_cached:
-            cached = []
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             for group, table in enumerate(self.tables(seq)):
