@@ -6,17 +6,13 @@ In: a class. Out: AssertionErrors that say which invariant it violates.
 import gc
 import random
 import weakref
-from typing import TYPE_CHECKING
 
 from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
-from nanoinfer.features.drafts.speculator import SpeculationMetrics, Speculator
+from nanoinfer.features.drafts.speculator import Proposer, SpeculationMetrics, Speculator
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Proposer
 
 NUM_CALLS = 200  # of propose(), with sequences that come, grow and end
 NUM_TOKENS = 8  # the ids of these sequences are below, so that everything repeats itself
@@ -27,7 +23,7 @@ class _WatchedSequence(Sequence):
     """A sequence that weak references can follow, which shows whether somebody still holds it."""
 
 
-def check_proposer(method: "str | type[Proposer]", **config: object) -> SpeculationMetrics:
+def check_proposer(method: str | type[Proposer], **config: object) -> SpeculationMetrics:
     """Check what the engine expects of a Proposer, on sequences that grow at random and on a bundled model.
 
         def test_my_proposer():
