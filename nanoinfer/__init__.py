@@ -75,4 +75,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__path__.append(f"{__path__[0]}/compat/vllm/modules")  # so that vLLM's modules are found after those of the package
+# So that vLLM's modules, and those that have moved, are found after those of the package.
+__path__ += [f"{__path__[0]}/compat/vllm/modules", f"{__path__[0]}/compat/moved"]

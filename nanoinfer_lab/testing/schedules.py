@@ -23,7 +23,6 @@ import itertools
 import marshal
 import pickle
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
@@ -33,7 +32,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import check_integer, out_of_range
@@ -612,12 +611,3 @@ def _dumps(what: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file, 5).dump(what)
     return file.getvalue()
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # the old name of InvariantError, for one version
-        if name != "BrokenPromiseError":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn("BrokenPromiseError is now called InvariantError", DeprecationWarning, stacklevel=2)
-        return InvariantError

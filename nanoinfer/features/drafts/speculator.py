@@ -45,7 +45,7 @@ class Proposer(Protocol):
     """A source of drafts. LLM(speculative_config={"method": Mine}) makes one of your own, and checks the form of its drafts.
 
     It may keep state for a sequence, because the known tokens of a sequence never change: from call to call, token_ids only
-    grows. nanoinfer_lab.testing.check_proposer checks a class in your own tests.
+    grows. nanoinfer.testing.check_proposer checks a class in your own tests.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
