@@ -56,7 +56,7 @@ def installed(tmp_path_factory):
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=ROOT, check=True, capture_output=True)
     venv.create(folder / "venv", symlinks=True)
     python, [wheel] = folder / "venv/bin/python", folder.glob("*.whl")
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder / "venv")}))
     packages.joinpath("others.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files do not count there
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
