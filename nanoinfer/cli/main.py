@@ -24,7 +24,7 @@ nanoinfer generate --chat -m Qwen/Qwen3-0.6B "What is a KV cache?" --stats""",
         "nanoinfer.cli.chat:chat",
         """\
 nanoinfer chat -m Qwen/Qwen3-0.6B
-git diff | nanoinfer chat "Write a commit message" --url http://127.0.0.1:8000""",
+git diff | nanoinfer chat "Write a commit message" -m Qwen/Qwen3-0.6B""",
     ),
     "serve": ("nanoinfer.cli.serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
     "explain": (

@@ -431,8 +431,8 @@ def resolve_sampling_params(llm: "LLM", sampling: dict[str, Any], **more: Any) -
     return params
 
 
-def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, object]:
-    """Return the variables for the template of an LLM, which must contain them. None is a server, with an unknown template."""
+def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> dict[str, object]:
+    """Return the variables for the template of an LLM, which must contain them."""
     given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):
         raise InvalidValueError(
@@ -442,7 +442,7 @@ def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions
     if options.no_thinking and given.setdefault("enable_thinking", False) is not False:
         raise InvalidValueError("--no-thinking contradicts enable_thinking in --chat-template-kwargs; leave one out")
     for name in given:
-        if llm is not None and name not in str(llm.get_tokenizer().chat_template):
+        if name not in str(llm.get_tokenizer().chat_template):
             raise UnsupportedError(f"this checkpoint's chat template has no variable {name!r}; leave it out")
     return given
 

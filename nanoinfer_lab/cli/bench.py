@@ -373,8 +373,8 @@ def serve(
 ) -> None:
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
-    from nanoinfer.server.client import Client
     from nanoinfer_lab.bench import serve as measurement
+    from nanoinfer_lab.bench.client import Client
     from nanoinfer_lab.bench.timing import parse_goodput
 
     limits = parse_goodput(goodput or [])

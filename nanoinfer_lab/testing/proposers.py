@@ -8,8 +8,8 @@ import random
 import weakref
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import SpeculativeConfig
 from nanoinfer.features.drafts.checked import CheckedProposer
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -95,12 +95,14 @@ def _forget(proposer: CheckedProposer, second: CheckedProposer, seq: Sequence) -
 
 def _generate(plain: "LLM", drafting: "LLM") -> "SpeculationMetrics":
     """Compare an engine's tokens with those of plain decoding."""
+    from nanoinfer.features.drafts.speculator import Speculator
+
     prompts = [STORY, f"{STORY} {STORY}", "Lily was", "Lily was"]
     params = [SamplingParams(temperature=temperature, seed=1, max_tokens=40) for temperature in (0, 0, 0.7, 1.5)]
     expected, answers = (
         [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (plain, drafting)
     )
     assert answers == expected, "the tokens must be those of plain decoding; propose() must not change a sequence"
-    speculator = drafting.engine.speculator
-    assert speculator is not None
-    return speculator.metrics
+    speculator = drafting.engine.planner
+    assert isinstance(speculator, Speculator)
+    return speculator.counts
