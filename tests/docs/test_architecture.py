@@ -14,7 +14,7 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
 
-# The doors and the machine: a folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
+# The public interface and the machine: a folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
 CORE = {
     "common": set(),
     "system": {"common"},

@@ -11,7 +11,7 @@ from tests.helpers import shape_checks
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "structure.md"
 ROOMS = {
-    "The doors": "llm.py config.py sampling_params.py outputs.py errors.py arguments.py",
+    "The public interface": "llm.py config.py sampling_params.py outputs.py errors.py arguments.py",
     "The machine": "engine/ scheduling/ execution/ attention/ models/ sampling/ tokenization/ loading/ system/",
     "The features": "features/ chat/ embedding/ training/ distributed/",
     "What makes it fast": "fast/",
