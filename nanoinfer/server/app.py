@@ -76,7 +76,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(RequestLimits, settings=settings)
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    tracer = None if async_llm.engine.tracer is None else async_llm.engine.tracer.tracer
+    tracer = async_llm.engine.config.tracer
     replays = Replays(tracer) if isinstance(tracer, RecentRecorder) else None
     add_page(app, async_llm, models.names[0], replays)
     GenerationEndpoints(async_llm, settings, models, replays).add_to(app)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "README.zh.md", "AGENTS.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer/*") if path.is_dir()), *ROOT.glob("tests/*")]
+FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer*/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
