@@ -43,10 +43,8 @@ class VLLMEngine(LLM):
 
         Args:
             request_id: The request's name, for abort_request() and in the outputs. No unfinished request may have it.
-            prompt: A single prompt, as for LLM.generate.
+            prompt, lora_request, priority: As for AsyncLLM.generate.
             params: The sampling parameters. Their output_kind says what the outputs of step() hold.
-            lora_request: The adapter of this prompt, with enable_lora=True.
-            priority: The priority, with scheduling_policy="priority". Lower runs first.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.

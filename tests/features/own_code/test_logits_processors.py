@@ -187,31 +187,31 @@ def test_drafts_are_refused():
 
 class Processor:
     def __call__(self, output_ids, logits):
-        return "two", output_ids
+        return torch.tensor([2, *output_ids])
 
     def with_prompt(self, prompt_ids, output_ids, logits):
-        return "three", prompt_ids, output_ids
+        return torch.tensor([3, *prompt_ids, *output_ids])
 
     @staticmethod
     def any_number(*arguments):
-        return "any", len(arguments)
+        return torch.tensor([len(arguments)])
 
 
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        (Processor(), ("two", [6])),
-        (Processor().with_prompt, ("three", [5], [6])),
-        (Processor.any_number, ("any", 3)),
-        (lambda output_ids, logits, scale=2: ("two", scale), ("two", 2)),
-        (lambda prompt_ids, output_ids, logits, scale=2: ("three", scale), ("three", 2)),
-        (functools.partial(lambda words, output_ids, logits: ("two", words), ["a"]), ("two", ["a"])),
+        (Processor(), [2, 6]),
+        (Processor().with_prompt, [3, 5, 6]),
+        (Processor.any_number, [3]),
+        (lambda output_ids, logits, scale=2: torch.tensor([2, scale]), [2, 2]),
+        (lambda prompt_ids, output_ids, logits, scale=2: torch.tensor([3, scale]), [3, 2]),
+        (functools.partial(lambda added, output_ids, logits: torch.tensor([2, added]), 7), [2, 7]),
     ],
 )
 def test_a_processor_gets_the_arguments_that_its_signature_requires(processor, expected):
     params = SamplingParams(logits_processors=[processor])
     for one in (params, params.clone(), copy.copy(params)):
-        assert one.logits_processors[0]([5], [6], "logits") == expected
+        assert one.logits_processors[0]([5], [6], torch.zeros(9)).tolist() == expected
 
 
 @pytest.mark.parametrize(
