@@ -58,9 +58,9 @@ def make_engine(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         proposer=make_proposer(draft, config, executor),
-        adapters=adapters,
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
+        features=[] if adapters is None else [adapters],
     )
 
 

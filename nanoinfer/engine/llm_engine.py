@@ -29,7 +29,6 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.features.adapters.adapters import Adapters
     from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
@@ -56,7 +55,6 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         proposer: "Proposer | None" = None,
-        adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
         store: "BlockStore | None" = None,
         features: ListLike[RequestFeature] = (),
@@ -64,7 +62,6 @@ class LLMEngine:
         """
         Args:
             proposer: proposes the drafts of config.speculative. None: there are no drafts.
-            adapters: the adapters that requests may name. None: requests cannot name any.
             tracer: the tracer to which the executor emits its events.
             store: receives cached blocks that leave the memory. None: they are dropped.
             features: what features make of each request, in their order.
@@ -86,12 +83,11 @@ class LLMEngine:
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
         caching = config.cache.enable_prefix_caching
-        self.inputs = InputProcessor(
-            info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters, features=features
-        )
+        self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, features=features)
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
-        max_adapters = config.max_loras if config.enable_lora else None
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)
+        for feature in features:
+            self.scheduler.limits |= feature.limits
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         if proposer is not None and config.speculative is not None:
             from nanoinfer.features.drafts.speculator import Speculator
@@ -173,8 +169,8 @@ class LLMEngine:
                 priority=prepared.priority,
                 arrival_time=arrival_time,
                 deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
-                adapter=prepared.adapter,
                 cache_salt=prepared.cache_salt,
+                extras=prepared.extras,
             )
             for index in range(params.n)
         ]

@@ -233,10 +233,6 @@ def replay(
         return
 
 
-class _Adapter(NamedTuple):
-    digest: str
-
-
 class _Guesses(Proposer):
     """Drafts of token 0."""
 
@@ -278,7 +274,9 @@ class State:
             chunk_size=world.chunk_size,
         )
         manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, tracer)
-        scheduler = scheduler_cls(config, manager, tracer, world.max_adapters or None)
+        scheduler = scheduler_cls(config, manager, tracer)
+        if world.max_adapters:
+            scheduler.limits = {"adapter": world.max_adapters}
         return cls(world, scheduler, Memory(manager))
 
     # ---- what can happen
@@ -349,8 +347,8 @@ class State:
                 index=index,
                 priority=event.rank if self.scheduler.reads_priority else 0,
                 deadline=float(event.rank),
-                adapter=_Adapter(event.salt) if self.world.max_adapters and event.salt else None,
                 cache_salt=event.salt,
+                extras={"adapter": event.salt},
             )
             for index in range(event.n)
         ]

@@ -119,7 +119,7 @@ def logits_with_adapters(model, requests, shards=None, *, optimized=False):
     adapters = Adapters(model, 2, 4, shards)
     if optimized:
         model = compile_model(model, adapters=adapters.layers).model
-    runs = tuple((adapters.get(one), *half) for one, half in zip(requests, HALVES, strict=True))
+    runs = tuple(({"adapter": adapters.get(one)}, *half) for one, half in zip(requests, HALVES, strict=True))
     adapters.begin_step(runs, len(IDS))
     return logits_of(model)
 

@@ -80,10 +80,10 @@ def test_the_requests_parameters_are_not_the_callers():
 
 
 def test_a_priority_needs_a_scheduler_that_reads_it():
-    assert processor(accepts_priority=True).prepare([3], PARAMS, 5).priority == 5
-    assert processor().prepare([3], PARAMS, 0).priority == 0
+    assert processor(accepts_priority=True).prepare([3], PARAMS, priority=5).priority == 5
+    assert processor().prepare([3], PARAMS, priority=0).priority == 0
     with pytest.raises(InvalidValueError, match="priority=5 has no effect with this scheduler"):
-        processor().prepare([3], PARAMS, 5)
+        processor().prepare([3], PARAMS, priority=5)
 
 
 def test_salts_separate_tenants():

@@ -13,6 +13,7 @@ index. After a failure rank 0 sends adapters again. A rank keeps the part of A o
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature, RequestOptions, unread
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
+from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
@@ -30,7 +32,6 @@ from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.loading.loaded_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
-from nanoinfer.scheduling.sequence import RequestAdapter
 from nanoinfer.system.process import available_cpu_memory
 
 
@@ -46,8 +47,13 @@ class Adapter:
     updates: dict[str, LowRankUpdate]
     digest: str
 
+    def added_to(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Return the request with this adapter, whose digest separates its cached prefixes from others."""
+        salt = f"{self.digest}{prepared.cache_salt or ''}"
+        return replace(prepared, extras={**prepared.extras, "adapter": self}, cache_salt=salt)
 
-class Adapters:
+
+class Adapters(RequestFeature):
     """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
 
     An LM head and the experts of a mixture cannot be adapted.
@@ -65,6 +71,7 @@ class Adapters:
     def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
         self._mapping = AdapterMapping(max_loras, max_rank)
+        self.limits = {"adapter": max_loras}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._layers: dict[str, AdaptedLinear] = {}
@@ -95,7 +102,11 @@ class Adapters:
         self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
         self._indices: OrderedDict[str, int] = OrderedDict()  # digest -> adapter index, the least recently used first
 
-    def get(self, request: LoRARequest) -> Adapter:
+    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+        request = options.pop("lora_request", None)
+        return prepared if request is None else self.get(request).added_to(prepared)
+
+    def get(self, request: object) -> Adapter:
         """Return the adapter of a request. It is read and checked if its id is new.
 
         Raises:
@@ -147,18 +158,23 @@ class Adapters:
     def join(self, runtime: Runtime) -> Runtime:
         """Return the model's runtime with a runner that makes adapters active."""
         wrap = partial(AdapterRunner, adapters=self)
-        return replace(runtime, reserved_bytes=self.num_bytes, wrappers=(*runtime.wrappers, wrap))
+        hint = f", lower max_loras or max_lora_rank (the adapters take {self.num_bytes} bytes)"
+        wrappers = (*runtime.wrappers, wrap)
+        return replace(runtime, reserved_bytes=self.num_bytes, reserved_hint=hint, wrappers=wrappers)
 
-    def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
+    def begin_step(self, runs: ExtraRuns, num_rows: int) -> ExtraRuns:
         """Make the adapters of a step active, and note its rows.
 
-        Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
+        Args:
+            runs: ForwardBatch.extras. On another rank than 0, an adapter that is already active is given by its digest.
+
+        Returns: the runs for the other ranks.
         """
         indices, for_others = [-1] * num_rows, []
-        used = {digest_of(adapter) for adapter, _, _ in runs}
-        for adapter, start, stop in runs:
-            digest = digest_of(adapter)
-            for_others.append((digest if digest in self._indices else adapter, start, stop))
+        used = {digest_of(extras) for extras, _, _ in runs}
+        for extras, start, stop in runs:
+            adapter, digest = extras["adapter"], digest_of(extras)
+            for_others.append(({"adapter": digest if digest in self._indices else adapter}, start, stop))
             if isinstance(adapter, Adapter) and digest not in self._indices:
                 try:
                     self._activate(adapter, used)
@@ -184,8 +200,22 @@ class Adapters:
         self._indices[adapter.digest] = index
 
 
-def digest_of(adapter: RequestAdapter | str) -> str:
-    return adapter if isinstance(adapter, str) else adapter.digest
+def digest_of(extras: Mapping[str, object]) -> str:
+    adapter = extras["adapter"]
+    return adapter.digest if isinstance(adapter, Adapter) else str(adapter)
+
+
+def adapter_of(inputs: InputProcessor, lora_request: LoRARequest) -> Adapter:
+    """Return the adapter of a request. Raises: InvalidValueError without enable_lora, the errors of Adapters.get."""
+    for feature in inputs.features:
+        if isinstance(feature, Adapters):
+            return feature.get(lora_request)
+    raise unread("lora_request", lora_request)
+
+
+def remove_adapter(inputs: InputProcessor, lora_int_id: int) -> bool:
+    """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
+    return any(feature.remove(lora_int_id) for feature in inputs.features if isinstance(feature, Adapters))
 
 
 class AdapterRunner(RunnerWrapper):
@@ -196,5 +226,5 @@ class AdapterRunner(RunnerWrapper):
         self.adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        for_others = self.adapters.begin_step(batch.adapters, len(batch.input_ids))
-        return self.inner.forward(replace(batch, adapters=for_others))
+        for_others = self.adapters.begin_step(batch.extras, len(batch.input_ids))
+        return self.inner.forward(replace(batch, extras=for_others))
