@@ -87,7 +87,7 @@ def make_runtime(
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
-        runtime = accelerate(runtime, config, {} if adapters is None else adapters.layers)
+        runtime = accelerate(runtime, config)
     if shards is not None:
         runtime = shards.connect(runtime)
     return runtime if adapters is None else adapters.join(runtime)  # after the ranks, because rank 0 knows the adapters

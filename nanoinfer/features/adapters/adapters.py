@@ -62,7 +62,7 @@ class Adapters(RequestFeature):
         shards: the ranks that share the model. None: this process has the whole model.
 
     Attributes:
-        layers: linear layer -> its AdaptedLinear, for the layers that can be adapted.
+        layers: path of a linear layer -> its AdaptedLinear, for the layers that can be adapted.
 
     Raises:
         InvalidValueError: max_loras active adapters take more memory than is free.
@@ -74,8 +74,7 @@ class Adapters(RequestFeature):
         self.limits = {"adapter": max_loras}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._layers: dict[str, AdaptedLinear] = {}
-        self.layers: dict[nn.Module, AdaptedLinear] = {}
+        self.layers: dict[str, AdaptedLinear] = {}
         self._shapes = {  # the shapes of whole layers, also with several ranks
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()
@@ -90,7 +89,7 @@ class Adapters(RequestFeature):
         for path in self._shapes:
             module = modules[path]
             assert isinstance(module, nn.Linear | QuantizedLinear)
-            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._mapping)
+            self.layers[path] = AdaptedLinear(module, self._mapping)
             shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         free = available_cpu_memory() if is_cpu else torch.get_device_module(weight.device).mem_get_info(weight.device)[0]
@@ -190,7 +189,7 @@ class Adapters(RequestFeature):
         if len(self._indices) == self._mapping.max_loras:
             del self._indices[next(other for other in self._indices if other not in used)]
         index = min(set(range(self._mapping.max_loras)) - set(self._indices.values()))
-        for path, layer in self._layers.items():
+        for path, layer in self.layers.items():
             update = adapter.updates.get(path)
             if update is not None and self._shards is not None:
                 update = self._shards.shard_of_update(path, update)
