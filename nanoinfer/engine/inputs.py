@@ -80,12 +80,9 @@ class RequestOptions(TypedDict, total=False):
 
 
 class RequestFeature(Protocol):
-    """What a feature (features/) makes of each request. engine/build.py lists those of an engine, in their order.
+    """What a feature (features/) makes of each request. engine/build.py lists those of an engine, in their order."""
 
-    limits: how many values of an extra the running sequences may have together (Scheduler.limits).
-    """
-
-    limits: Mapping[str, int] = {}
+    limits: Mapping[str, int] = {}  # for the scheduler, which explains them
 
     def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
         """Check the parameters and the options that the feature reads, and return the request with what it adds to it.
@@ -133,10 +130,7 @@ class InputProcessor:
         priority = options.pop("priority", None)
         check_integer("priority", priority, -(2**63), None, ">= -2**63", or_none=True)
         if priority and not self._accepts_priority:
-            raise InvalidValueError(
-                f"priority={priority} has no effect with this scheduler; leave it out, or load the model with "
-                "scheduling_policy='priority'"
-            )
+            raise unread("priority", priority)
         params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
@@ -152,9 +146,9 @@ class InputProcessor:
         )  # fmt: skip
         for feature in self.features:
             prepared = feature.prepare(prepared, options)
-        for name, given in options.items():
-            if given is not None:
-                raise unread(name, given)
+        for name, option in options.items():
+            if option is not None:
+                raise unread(name, option)
         return prepared
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
@@ -409,7 +403,10 @@ def one_per_prompt(
 
 def unread(name: str, given: object) -> InvalidValueError:
     """Return the error of an option that no feature of the engine reads."""
-    way_out = {"lora_request": "needs a model loaded with enable_lora=True"}
+    way_out = {
+        "lora_request": "needs a model loaded with enable_lora=True",
+        "priority": "has no effect with this scheduler; leave it out, or load the model with scheduling_policy='priority'",
+    }
     return InvalidValueError(f"{name}={shown(given)} {way_out.get(name, 'is read by nothing; leave it out')}")
 
 

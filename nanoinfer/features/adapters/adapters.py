@@ -156,10 +156,9 @@ class Adapters(RequestFeature):
 
     def join(self, runtime: Runtime) -> Runtime:
         """Return the model's runtime with a runner that makes adapters active."""
-        wrap = partial(AdapterRunner, adapters=self)
         hint = f", lower max_loras or max_lora_rank (the adapters take {self.num_bytes} bytes)"
-        wrappers = (*runtime.wrappers, wrap)
-        return replace(runtime, reserved_bytes=self.num_bytes, reserved_hint=hint, wrappers=wrappers)
+        wrap = partial(AdapterRunner, adapters=self)
+        return replace(runtime, reserved_bytes=self.num_bytes, reserved_hint=hint, wrappers=(*runtime.wrappers, wrap))
 
     def begin_step(self, runs: ExtraRuns, num_rows: int) -> ExtraRuns:
         """Make the adapters of a step active, and note its rows.
