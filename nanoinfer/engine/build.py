@@ -3,6 +3,7 @@
 Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,17 +61,17 @@ def make_engine(
         proposer=make_proposer(draft, config, executor),
         tracer=tracer,
         store=None if store_of_executor is None else store_of_executor(executor),
-        features=[] if adapters is None else [adapters],
+        features=adapters,
     )
 
 
-def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
+def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "list[Adapters]":
     """Hook the adapters of requests into the layers, before kernels replace the layers. Raises: the errors of Adapters."""
     if not config.enable_lora:
-        return None
+        return []
     from nanoinfer.features.adapters.adapters import Adapters
 
-    return Adapters(model, config.max_loras, config.max_lora_rank, shards)
+    return [Adapters(model, config.max_loras, config.max_lora_rank, shards)]
 
 
 def make_runtime(
@@ -78,7 +79,7 @@ def make_runtime(
     config: EngineConfig,
     shards: "Shards | None" = None,
     weights: "LoadedWeights | None" = None,
-    adapters: "Adapters | None" = None,
+    adapters: "Sequence[Adapters]" = (),
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
@@ -90,7 +91,9 @@ def make_runtime(
         runtime = accelerate(runtime, config)
     if shards is not None:
         runtime = shards.connect(runtime)
-    return runtime if adapters is None else adapters.join(runtime)  # after the ranks, because rank 0 knows the adapters
+    for one in adapters:  # after the ranks, because rank 0 knows the adapters
+        runtime = one.join(runtime)
+    return runtime
 
 
 def make_draft(runtime: "Runtime", config: EngineConfig, draft_model: "Model | None") -> "tuple[Runtime, Runtime | None]":
