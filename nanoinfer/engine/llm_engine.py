@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature
+from nanoinfer.engine.observer import NOBODY, Observer, Planner, together
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight
-from nanoinfer.features import tracing
-from nanoinfer.features.metrics.engine_metrics import EngineMetrics, Metric
+from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import CacheLayout
 from nanoinfer.scheduling.scheduler import scheduling_classes
@@ -29,7 +29,6 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,6 @@ class LLMEngine:
             engine.step()
     """
 
-    speculator: "Speculator | None" = None
-
     def __init__(
         self,
         executor: Executor[Any],
@@ -54,22 +51,22 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        proposer: "Proposer | None" = None,
-        tracer: "tracing.EventBuffer | None" = None,
+        planner: Planner | None = None,
         store: "BlockStore | None" = None,
+        observer: Observer = NOBODY,
         features: ListLike[RequestFeature] = (),
     ) -> None:
         """
         Args:
-            proposer: proposes the drafts of config.speculative. None: there are no drafts.
-            tracer: the tracer to which the executor emits its events.
+            planner: completes the scheduler's plans, and observes. None: the plans are complete.
             store: receives cached blocks that leave the memory. None: they are dropped.
+            observer: is told what happens in the engine.
             features: what features make of each request, in their order.
         """
         self.executor = executor
         self.config = config
         self.tokenizer = tokenizer
-        self.tracer = tracer
+        self.observer = observer if planner is None else together(observer, planner)
         info = executor.info
         budget = config.scheduler.max_num_batched_tokens
         if not config.scheduler.enable_chunked_prefill and budget < info.max_model_len:
@@ -84,17 +81,13 @@ class LLMEngine:
         layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
         caching = config.cache.enable_prefix_caching
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, features=features)
-        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)
+        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer, layout, store)
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
         for feature in features:
             self.scheduler.limits |= feature.limits
-        self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        if proposer is not None and config.speculative is not None:
-            from nanoinfer.features.drafts.speculator import Speculator
-
-            num_rows = config.max_num_rows
-            self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)
-            self.async_scheduling = False  # a draft follows the newest token, which must be known
+        self.planner = planner
+        is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = is_async and planner is None
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -103,10 +96,9 @@ class LLMEngine:
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # by id, unfinished
         self._with_deadline: dict[str, Request] = {}  # by id, unfinished and with a timeout
-        self.metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that was launched and not yet collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # the requests in the step that raised last
-        self.guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
+        self.guard = EngineGuard(restart=self._restart, flush=self.observer.flush, abort=self.abort)
 
     # ---- requests
 
@@ -133,8 +125,7 @@ class LLMEngine:
             request = Request(
                 sequences, prepared.prompt, self.tokenizer, streaming=streaming, weights_version=self.weights_version
             )
-            if self.tracer is not None:
-                self._trace_added(request, prepared)
+            self.observer.request_added(request)
             if stop is not None:
                 self._finish([request], stop)
             else:
@@ -210,7 +201,8 @@ class LLMEngine:
             finally:  # also if the user's tracer raises
                 self.guard.is_closed = True
                 self.block_manager.close()
-                self._in_flight = self.speculator = None
+                self._in_flight = None
+                self.observer.engine_closed()
                 del self.executor
 
     @property
@@ -228,8 +220,10 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
+        metrics: list[Metric] = []
         with self.guard.between_steps():
-            return self.metrics.read(self._requests.values(), self.scheduler, self.speculator)
+            self.observer.metrics_read(self, metrics)
+        return metrics
 
     # ---- steps
 
@@ -241,11 +235,11 @@ class LLMEngine:
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
-            plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-            if self.speculator is not None:
-                plan = self.speculator.add_drafts(plan)  # drafts of the tokens that follow, computed in the same pass
+            # which sequences run, and how many tokens of each
+            plan = self.scheduler.schedule() if self.planner is None else self.planner.plan(self.scheduler)
             previous, launched = self._in_flight, None
             if plan.scheduled:
+                self.observer.step_launched(plan, previous)
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
                 self.scheduler.commit(plan)  # count the plan's tokens as cached
             finished += self._collect(previous) if previous else []
@@ -264,12 +258,8 @@ class LLMEngine:
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""
         output = self.executor.collect(step)
-        if self.speculator is not None:
-            num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
-            self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
-        start = time.perf_counter()
+        self.observer.step_collected(step.plan, output)
         finished = []
-        self.metrics.add_step(output, start)
         for chunk in output.prompt_logprobs:
             if request := self._requests.get(chunk.sequence.request_id):
                 request.add_prompt_logprobs(chunk.position, chunk.logprobs)
@@ -285,8 +275,7 @@ class LLMEngine:
                 self.scheduler.append(seq, token_id)
                 logprobs = sampled.logprobs[i] if sampled.logprobs else None
                 stop = request.advance(seq, token_id, logprobs, sampled.masks[i] if sampled.masks else None)
-                if self.tracer is not None:
-                    self.tracer.emit(request.token_appended(seq))
+                self.observer.token_appended(request, seq)
                 if stop:
                     break  # tokens after a stop are dropped
             if stop:
@@ -294,9 +283,7 @@ class LLMEngine:
             if request.output:
                 self._remove(request)
                 finished.append(request)
-        if self.tracer is not None:
-            seconds = {"schedule": step.plan.schedule_seconds, **output.seconds, "advance": time.perf_counter() - start}
-            self.tracer.emit(tracing.StepTimed(step.plan.step, **seconds))
+        self.observer.step_ended(step.plan, output)
         return finished
 
     def _restart(self) -> None:
@@ -311,7 +298,7 @@ class LLMEngine:
             request.finish(stop)
             self._remove(request)
         if not self.guard.is_stepping:
-            self.flush_trace()
+            self.observer.flush()
 
     def _finish_late(self) -> list[Request]:
         """Finish the requests whose deadline has passed, and return them."""
@@ -326,30 +313,10 @@ class LLMEngine:
         """Free the blocks of a request that has its output, and remove it."""
         self._with_deadline.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None):
-            self.metrics.add_finished(request)
             for seq in request.sequences:
                 self._finish_sequence(seq)
-        if self.tracer is not None and request.output is not None:
-            reasons = tuple(str(answer.finish_reason) for answer in request.output.outputs)
-            self.tracer.emit(tracing.RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
+        self.observer.request_finished(request)
 
     def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
-        if self.speculator is not None:
-            self.speculator.forget(seq)
-
-    # ---- tracing
-
-    def flush_trace(self) -> None:
-        """Pass collected events to the user's tracer, which may raise."""
-        if self.tracer is not None:
-            self.tracer.flush()
-
-    def _trace_added(self, request: Request, prepared: PreparedRequest) -> None:
-        assert self.tracer is not None
-        ids, text = prepared.prompt_token_ids, ""
-        tokens: tuple[str, ...] = ()
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(ids, skip_special_tokens=False)
-            tokens = tuple(map(self.tokenizer.token_text, ids))
-        self.tracer.emit(tracing.RequestAdded(request.request_id, text, tuple(ids), tokens, prepared.params.differing()))
+        self.observer.sequence_finished(seq)

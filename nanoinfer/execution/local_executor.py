@@ -18,17 +18,15 @@ from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceO
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
-from nanoinfer.features import tracing
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, SamplerOutput
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan
-from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +66,13 @@ class LocalExecutor:
         config: EngineConfig,
         *,
         cache: KVCache | None = None,
-        tokenizer: Tokenizer | None = None,
-        tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
-        self._tokenizer, self._tracer = tokenizer, tracer
-        self.drafter: LocalExecutor | None = None  # of a model that drafts. capture_next captures its graphs as well
+        owners = self.runner.graphs, *self.sampler.routes
+        self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs)
@@ -91,19 +87,19 @@ class LocalExecutor:
                 its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
                 before = PreviousTokens(previous.tokens.token_ids, its_rows)
             batch = ForwardBatch.build(
-                plan, self.info.block_size, self.device, before, self._tracer, has_single_queries=self._batch_invariant
+                plan, self.info.block_size, self.device, before, has_single_queries=self._batch_invariant
             )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
             prompt_logprobs = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
-            tokens, top_logprobs, traced = self._sample(rows, plan)
-            sampled = time.perf_counter() - forwarded - traced
+            tokens, top_logprobs = self._sample(rows, plan)
+            sampled = time.perf_counter() - forwarded
         sampling = None if tokens is None else self._previous_sampling_batch
         reads_tokens = sampling is not None and sampling.reads_tokens
         must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens
-        seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
+        seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled}
         return LaunchedStep(plan, tokens, prompt_logprobs, top_logprobs, must_sync, seconds)
 
     @torch.inference_mode()
@@ -126,8 +122,7 @@ class LocalExecutor:
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
-            owners = self.runner.graphs, *self.sampler.routes, self.drafter
-            return any(owner.capture_next() for owner in owners if owner is not None)
+            return any(owner.capture_next() for owner in self.graph_owners)
 
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0
@@ -164,19 +159,14 @@ class LocalExecutor:
             self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
         )  # fmt: skip
 
-    def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
-        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. Returns the seconds as well."""
+    def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput]]:
+        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs."""
         sequences = [seq for seq, _ in plan.rows]
         if plan.num_top_logprobs:
-            return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs), 0.0
-        tracer = None
-        if self._tracer is not None and self._tracer.wants_stages:
-            from nanoinfer.features.tracing.stage_trace import StageTracer
-
-            tracer = StageTracer(self._tracer, sequences, self._tokenizer)
+            return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs)
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
         self._previous_sampling_batch = batch
-        return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
+        return self.sampler(rows, batch), []
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> list[PromptLogprobs]:
         """Compute the requested log-probabilities of prompts, and give other rows to their readers."""

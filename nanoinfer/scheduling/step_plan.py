@@ -11,7 +11,7 @@ class ScheduledSequence:
     """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 
     Attributes:
-        draft_token_ids: a guess at the tokens that follow (engine/speculative/). Each is computed as another single-token row
+        draft_token_ids: a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row
             after the sequence's newest token. Only a decode step has drafts.
     """
 
@@ -65,8 +65,6 @@ class StepPlan:
         schedule_seconds: the seconds that the scheduler took to decide.
         num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
-        hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
-            that its tokens follow. An empty list: its token follows the drafter's own row of the previous step.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -77,7 +75,6 @@ class StepPlan:
     step: int = -1
     schedule_seconds: float = 0.0
     num_top_logprobs: int = 0
-    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @property
     def num_decode_tokens(self) -> int:

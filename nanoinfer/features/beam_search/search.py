@@ -110,6 +110,7 @@ class BeamSearch:
         num_top = max(search.num_candidates for search in self._running)
         plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
         executor = self._engine.executor
+        self._engine.observer.step_launched(plan, None)
         step = executor.collect(executor.launch(plan, None))
         self._engine.scheduler.commit(plan)
         return {output.sequence: output for output in step.sequences}
