@@ -163,10 +163,7 @@ class Adapters(RequestFeature):
     def begin_step(self, runs: ExtraRuns, num_rows: int) -> ExtraRuns:
         """Make the adapters of a step active, and note its rows.
 
-        Args:
-            runs: ForwardBatch.extras. On another rank than 0, an adapter that is already active is given by its digest.
-
-        Returns: the runs for the other ranks.
+        Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
         """
         indices, for_others = [-1] * num_rows, []
         used = {digest_of(extras) for extras, _, _ in runs}
