@@ -129,7 +129,7 @@ class AsyncLLM:
         """
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
-        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority, lora_request)
+        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority=priority, lora_request=lora_request)
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large_prompt(prompt))
         with closing(stream):
             async for deltas in stream:
@@ -193,12 +193,16 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: the errors of generate."""
-        await self.threads.run(partial(self.engine.inputs.adapter_of, lora_request), is_large=True)
+        from nanoinfer.features.adapters.adapters import adapter_of
+
+        await self.threads.run(partial(adapter_of, self.engine.inputs, lora_request), is_large=True)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
-        return self.engine.inputs.adapters is not None and self.engine.inputs.adapters.remove(lora_id)
+        from nanoinfer.features.adapters.adapters import remove_adapter
+
+        return remove_adapter(self.engine.inputs, lora_id)
 
     async def abort(self, request_id: str) -> None:
         """Finish a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""

@@ -3,6 +3,7 @@
 Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
@@ -59,19 +60,19 @@ def make_engine(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
-        adapters=adapters,
         store=None if store_of_executor is None else store_of_executor(executor),
         observer=make_observer(executor, config, tokenizer),
+        features=adapters,
     )
 
 
-def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
+def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "list[Adapters]":
     """Hook the adapters of requests into the layers, before kernels replace the layers. Raises: the errors of Adapters."""
     if not config.enable_lora:
-        return None
+        return []
     from nanoinfer.features.adapters.adapters import Adapters
 
-    return Adapters(model, config.max_loras, config.max_lora_rank, shards)
+    return [Adapters(model, config.max_loras, config.max_lora_rank, shards)]
 
 
 def make_runtime(
@@ -79,7 +80,7 @@ def make_runtime(
     config: EngineConfig,
     shards: "Shards | None" = None,
     weights: "LoadedWeights | None" = None,
-    adapters: "Adapters | None" = None,
+    adapters: "Sequence[Adapters]" = (),
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
@@ -88,10 +89,12 @@ def make_runtime(
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
-        runtime = accelerate(runtime, config, {} if adapters is None else adapters.layers)
+        runtime = accelerate(runtime, config)
     if shards is not None:
         runtime = shards.connect(runtime)
-    return runtime if adapters is None else adapters.join(runtime)  # after the ranks, because rank 0 knows the adapters
+    for one in adapters:  # after the ranks, because rank 0 knows the adapters
+        runtime = one.join(runtime)
+    return runtime
 
 
 def make_executor(

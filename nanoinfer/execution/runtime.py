@@ -53,6 +53,7 @@ class Runtime:
             runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
         reserved_bytes: the bytes on the device that the runner allocates later.
+        reserved_hint: how to reserve fewer bytes, for the error of a cache without room. "": no bytes are reserved.
         weights: the model's weights, as parameters and as kernels read them.
         wrappers: functions that wrap the runner, innermost first, such as for the other ranks or adapters.
         kept_bytes_per_token: the bytes that others keep for each token of the cache, besides its keys and values.
@@ -74,6 +75,7 @@ class Runtime:
     is_batch_independent: bool = False
     report: CompileReport | None = None
     reserved_bytes: int = 0
+    reserved_hint: str = ""
     weights: LoadedWeights = field(default_factory=LoadedWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0

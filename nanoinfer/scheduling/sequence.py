@@ -5,10 +5,10 @@ Each field's comment names its only writer.
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.sampling_params import SamplingParams
 
@@ -35,14 +35,6 @@ class Grammar(Protocol):
     def error(self) -> str | None: ...
     def advance(self, token_id: int) -> None: ...
     def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
-
-
-@runtime_checkable
-class RequestAdapter(Protocol):
-    """An adapter that changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
-
-    @property
-    def digest(self) -> str: ...
 
 
 @dataclass(eq=False, slots=True)  # eq=False: sequences are compared by identity
@@ -72,8 +64,8 @@ class Sequence:
     priority: int = 0  # for schedulers that read priorities. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
-    adapter: RequestAdapter | None = None
     cache_salt: str | None = None  # cached blocks are shared only between sequences with the same salt
+    extras: Mapping[str, object] = field(default_factory=dict)  # name -> what a feature reads in the sequence's steps
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
     num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler

@@ -117,7 +117,7 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
             is_harmony=is_harmony,
         )
-        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
+        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, priority=request.priority)
 
 
 def prepare_completion(
@@ -130,7 +130,7 @@ def prepare_completion(
         adds_special, most = request.add_special_tokens is not False, max_tokenized(inputs)
         ids = inputs.tokenizer.encode(prompt, add_special_tokens=adds_special, max_tokens=most)
     given = {"prompt": prompt} if ids is None else {"prompt_token_ids": _truncated(ids, request, inputs, params)}
-    return inputs.prepare_prompt({**given, "cache_salt": request.cache_salt}, params, request.priority)
+    return inputs.prepare_prompt({**given, "cache_salt": request.cache_salt}, params, priority=request.priority)
 
 
 def _truncated(token_ids: list[int], request: GenerationRequest, inputs: InputProcessor, params: SamplingParams) -> list[int]:

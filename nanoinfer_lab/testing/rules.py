@@ -9,7 +9,6 @@ the methods that are made for it. What a sequence needs is computed for block ma
 windows, states or a store, the rules about room are not checked.
 """
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -233,10 +232,11 @@ class _ObservedStep:
         """Check whether the last candidate started, just after the scheduler has decided it (rules 6 and 7)."""
         *before, seq = self.candidates
         victim, is_started = self.exchanges.get(seq), seq.status is SequenceStatus.RUNNING
-        used = {other.adapter for other in (*self.running, *before) if other.status is SequenceStatus.RUNNING}
-        used |= {other.adapter for other in self.exchanges.values() if other is not None}
-        num_adapters = len(used.union({seq.adapter}) - {None})
-        is_passed = seq in self.refused or num_adapters > (self.scheduler.max_adapters or math.inf)
+        others = [other for other in (*self.running, *before) if other.status is SequenceStatus.RUNNING]
+        others += [other for other in self.exchanges.values() if other is not None]
+        is_passed = seq in self.refused
+        for name, most in self.scheduler.limits.items():
+            is_passed |= len({other.extras.get(name) for other in (*others, seq)} - {None}) > most
         assert is_started or is_passed or is_last, f"rule 6: no sequence may pass {seq.sequence_id}, which lacks room"
         assert not (is_started and is_last), f"the next of {names(self.waiting)} may start after {seq.sequence_id}"
         if self.has_room_rules:

@@ -236,10 +236,6 @@ def replay(
     observer.flush()
 
 
-class _Adapter(NamedTuple):
-    digest: str
-
-
 class _Guesses(Proposer):
     """Drafts of token 0."""
 
@@ -283,7 +279,9 @@ class State:
         )
         watched = observer or NOBODY
         manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, watched)
-        scheduler = scheduler_cls(config, manager, watched, world.max_adapters or None)
+        scheduler = scheduler_cls(config, manager, watched)
+        if world.max_adapters:
+            scheduler.limits = {"adapter": world.max_adapters}
         return cls(world, scheduler, Memory(manager), observer=observer)
 
     # ---- what can happen
@@ -354,8 +352,8 @@ class State:
                 index=index,
                 priority=event.rank if self.scheduler.reads_priority else 0,
                 deadline=float(event.rank),
-                adapter=_Adapter(event.salt) if self.world.max_adapters and event.salt else None,
                 cache_salt=event.salt,
+                extras={"adapter": event.salt},
             )
             for index in range(event.n)
         ]

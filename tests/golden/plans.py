@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
@@ -66,9 +67,16 @@ def states_of(seq) -> tuple[int, dict[int, int]]:
 # ---- what the engine is given
 
 
-@dataclass(eq=False)
-class Adapter:
-    digest: str
+class Adapters(RequestFeature):
+    """Reads the numbers of adapters, of which most run together."""
+
+    def __init__(self, most: int) -> None:
+        self.limits = {"adapter": most}
+
+    def prepare(self, prepared, options):
+        if (number := options.pop("lora_request", None)) is None:
+            return prepared
+        return replace(prepared, extras={"adapter": number}, cache_salt=f"adapter{number}/{prepared.cache_salt or ''}")
 
 
 class Store:
@@ -292,8 +300,6 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
     config = EngineConfig(
         seed=load.seed,
         async_scheduling=load.is_async,
-        enable_lora=load.max_loras > 0,
-        max_loras=max(load.max_loras, 1),
         cache=CacheConfig(
             enable_prefix_caching=load.prefix_caching,
             block_manager_cls=base,
@@ -318,10 +324,11 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         planner=planner,
         store=store,
         observer=TracingObserver(events, load.block_size),
+        features=[Adapters(load.max_loras)] if load.max_loras else [],
     )
 
 
-def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
+def submit(engine: LLMEngine, arrival):
     params = SamplingParams(
         n=arrival.n,
         seed=arrival.seed,
@@ -334,9 +341,7 @@ def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
     prompt = {"prompt_token_ids": arrival.prompt}
     if arrival.cache_salt:
         prompt["cache_salt"] = arrival.cache_salt
-    prepared = engine.inputs.prepare(prompt, params, arrival.priority)
-    if arrival.adapter is not None:
-        prepared = prepared.with_adapter(adapters[arrival.adapter])
+    prepared = engine.inputs.prepare(prompt, params, priority=arrival.priority, lora_request=arrival.adapter)
     if arrival.is_read:
         prepared = replace(prepared, reader=object())  # the executor would call it
     request = engine.submit(prepared)
@@ -358,7 +363,7 @@ def search_beams(engine: LLMEngine, arrival, record: Record) -> None:
 
 def run_engine(load: Load, record: Record, events: EventLines, engine: LLMEngine) -> None:
     """Take a load's requests through one engine, until all have ended."""
-    todo, requests, adapters = list(load.arrivals), [], [Adapter(f"adapter{i}/") for i in range(4)]
+    todo, requests = list(load.arrivals), []
     aborts: dict[int, list[str]] = {}
     for step in range(MAX_STEPS):
         if not todo and not engine.num_unfinished:
@@ -368,7 +373,7 @@ def run_engine(load: Load, record: Record, events: EventLines, engine: LLMEngine
             if arrival.beam_width:
                 search_beams(engine, arrival, record)
                 continue
-            requests.append(submit(engine, arrival, adapters))
+            requests.append(submit(engine, arrival))
             if arrival.abort_step is not None:
                 aborts.setdefault(arrival.abort_step, []).append(requests[-1].request_id)
         if step in aborts:

@@ -60,13 +60,16 @@ class VLLMEngine(LLM):
 
     def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
-        self.engine.inputs.adapter_of(lora_request)
+        from nanoinfer.features.adapters.adapters import adapter_of
+
+        adapter_of(self.engine.inputs, lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
-        adapters = self.engine.inputs.adapters
-        return adapters is not None and adapters.remove(lora_id)
+        from nanoinfer.features.adapters.adapters import remove_adapter
+
+        return remove_adapter(self.engine.inputs, lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute a step. Returns the outputs of all requests that have new output."""
