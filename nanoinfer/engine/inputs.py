@@ -56,7 +56,8 @@ class PreparedRequest:
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
     adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
-    reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
+    reader: reads the prompt's hidden rows. None: nothing reads the rows.
+    is_answered: False if the prompt is read instead of answered (reading.py).
     eos_token_ids: EOS ids of this request besides the engine's.
     """
 
@@ -71,6 +72,7 @@ class PreparedRequest:
     cache_salt: str | None = None
     adapter: "Adapter | None" = None
     reader: Any = None
+    is_answered: bool = True
     eos_token_ids: frozenset[int] = frozenset()
 
     def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
@@ -294,11 +296,10 @@ class InputProcessor:
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
                 error = f"{name} has the token id {shown(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab_size:
-                raise InvalidValueError(
-                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
-                )
+        if (params.logprobs or 0) > vocab_size:
+            raise InvalidValueError(
+                f"logprobs must be at most the vocabulary's {vocab_size}, got {params.logprobs}; use -1 for all"
+            )
         if params.extra_args and not self._config.logits_processors and self._config.stages is None:
             raise InvalidValueError(
                 f"nothing reads extra_args={shown(params.extra_args)}; leave it out, or load the model with logits_processors "

@@ -169,6 +169,7 @@ class LLMEngine:
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
                 reasoning=copy.copy(prepared.reasoning),
                 reader=prepared.reader,
+                is_answered=prepared.is_answered,
                 index=index,
                 priority=prepared.priority,
                 arrival_time=arrival_time,
@@ -274,9 +275,6 @@ class LLMEngine:
         start = time.perf_counter()
         finished = []
         self.metrics.add_step(output, start)
-        for chunk in output.prompt_logprobs:
-            if request := self._requests.get(chunk.sequence.request_id):
-                request.add_prompt_logprobs(chunk.position, chunk.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:

@@ -186,9 +186,8 @@ class Scheduler:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # pending tokens have no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)
-        if not plan.num_top_logprobs:
-            for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
-                seq.num_pending_tokens += 1
+        for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
+            seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token. A step that accepts drafts has several for a sequence."""

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanoinfer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoinfer.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
@@ -58,13 +62,12 @@ class StepPlan:
         rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
             its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
             its newest token and a row for each draft.
-        prompt_rows: the prompt tokens whose log-probabilities were requested, or whose hidden rows are read.
+        prompt_rows: the prompt tokens whose hidden rows are read.
         block_copies: the (from, to) blocks that are copied before the forward pass.
         preempted: the sequences that lost their blocks to this step.
         step: the number of the step, which the scheduler counts from 0.
         schedule_seconds: the seconds that the scheduler took to decide.
-        num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
-            instead (beam search).
+        sampler: chooses the tokens of this step. None: the executor's own sampler does.
         hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
             that its tokens follow. An empty list: its token follows the drafter's own row of the previous step.
     """
@@ -76,7 +79,7 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     step: int = -1
     schedule_seconds: float = 0.0
-    num_top_logprobs: int = 0
+    sampler: "Sampler | None" = None
     hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @property
@@ -106,13 +109,13 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """Return the prompt tokens that a reader reads, or, for prompt_logprobs, all that another prompt token follows."""
+    """Return the prompt tokens whose rows are read. The sampler alone reads the last row of a prompt that is answered."""
     rows = []
     start = 0
     for item in scheduled:
         seq = item.sequence
-        if (seq.reader is not None or seq.params.prompt_logprobs is not None) and seq.wants_prompt_rows:
-            end = len(seq.prompt_token_ids) - (seq.reader is None)
+        if seq.reader and seq.wants_prompt_rows:
+            end = len(seq.prompt_token_ids) - seq.is_answered
             num = min(item.num_new_tokens, end - seq.num_computed_tokens)
             if num > 0:
                 rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))

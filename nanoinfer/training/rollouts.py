@@ -9,7 +9,6 @@ which holds results of the old weights, is reset.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +27,8 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.execution.executor import PromptReader
+from nanoinfer.features.logprobs.prompt_logprobs import read_logprobs
 from nanoinfer.loading.loaded_weights import Origin
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
@@ -174,7 +175,7 @@ def compute_logprobs(llm: "LLM", prompts: PromptType | Sequence[PromptType], tem
     return [item.reader.values for item in prepared]
 
 
-class _LogprobsReader:
+class _LogprobsReader(PromptReader):
     """Reads the log-probabilities of a text. values: those read so far, for every token after the first."""
 
     def __init__(self, temperature: float) -> None:
@@ -182,7 +183,5 @@ class _LogprobsReader:
         self._temperature = temperature
 
     def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
-        num_tokens = len(chunk.sequence.prompt_token_ids)
-        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without the last
-        found = executor.prompt_logprobs(hidden, chunk, num_top=0, temperature=self._temperature)
-        self.values[chunk.position :] = [entry.values[0] for entry in found]
+        found = read_logprobs(executor, hidden, chunk, len(self.values), num_top=0, temperature=self._temperature)
+        self.values += [entry.values[0] for entry in found]

@@ -307,7 +307,7 @@ class _ObservedStep:
         cached = self.memory.cached() if self.has_room_rules else {}
         for seq, end in ends.items():
             num_full = min(end, len(seq.token_ids)) // self.size
-            if seq.reader is not None or not self.manager.enable_prefix_caching:
+            if not (seq.is_answered and self.manager.enable_prefix_caching):
                 num_full = num_keys[seq]
             for other in (seq, *self.starting.get(seq, ())):
                 name, found = other.sequence_id, other.num_computed_tokens

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from nanoinfer.features.beam_search.search import BeamSearch
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.tracing import EventBuffer
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
+from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -199,7 +200,7 @@ class RecordingExecutor(FakeExecutor):
         return SimpleNamespace(plan=plan, must_sync=bool(plan.prompt_rows))
 
     def collect(self, step):
-        if step.plan.num_top_logprobs:
+        if step.plan.sampler is not None:
             rows = [SequenceOutput(seq, logprobs=[likely_tokens(seq)]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
@@ -317,6 +318,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         proposer=proposer,
         tracer=EventBuffer(events),
         store=store,
+        features=[PromptLogprobs(VOCAB_SIZE, None)],
     )
 
 
@@ -337,7 +339,7 @@ def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
     if arrival.adapter is not None:
         prepared = prepared.with_adapter(adapters[arrival.adapter])
     if arrival.is_read:
-        prepared = replace(prepared, reader=object())  # the executor would call it
+        prepared = replace(prepared, reader=PromptReader(), is_answered=False)  # the executor would call it
     request = engine.submit(prepared)
     if arrival.fails_at is not None:
         engine.executor.fails_at[request.request_id] = arrival.fails_at

@@ -7,6 +7,7 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.reasoning.thinking import ReasoningState
 from tests.helpers.fake_executor import FakeExecutor
 
@@ -35,7 +36,8 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), proposer=proposer)
+    features = [PromptLogprobs(executor.info.vocab_size, None)]
+    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), proposer=proposer, features=features)
 
 
 def params(**more):
