@@ -332,7 +332,7 @@ class Scheduler:
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
-        return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        return Prefix() if seq.needs_all_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are free blocks."""

@@ -103,7 +103,7 @@ class Sequence:
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
-    def wants_prompt_rows(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """Whether a reader needs the prompt's rows: only for the first of n answers, and only once."""
         return self.reader is not None and self.index == 0 and self.num_output_tokens == 0
 

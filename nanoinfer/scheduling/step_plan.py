@@ -1,13 +1,10 @@
 """What a step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nanoinfer.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanoinfer.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
@@ -67,7 +64,7 @@ class StepPlan:
         preempted: the sequences that lost their blocks to this step.
         step: the number of the step, which the scheduler counts from 0.
         schedule_seconds: the seconds that the scheduler took to decide.
-        sampler: chooses the tokens of this step. None: the executor's own sampler does.
+        sampler: the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own.
         hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
             that its tokens follow. An empty list: its token follows the drafter's own row of the previous step.
     """
@@ -79,7 +76,7 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     step: int = -1
     schedule_seconds: float = 0.0
-    sampler: "Sampler | None" = None
+    sampler: Callable[..., Any] | None = None
     hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @property
@@ -114,7 +111,7 @@ def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, 
     start = 0
     for item in scheduled:
         seq = item.sequence
-        if seq.reader and seq.wants_prompt_rows:
+        if seq.reader and seq.needs_all_rows:
             end = len(seq.prompt_token_ids) - seq.is_answered
             num = min(item.num_new_tokens, end - seq.num_computed_tokens)
             if num > 0:

@@ -23,7 +23,6 @@ from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import schemas
@@ -302,14 +301,13 @@ class CompletionReply(ChoicesReply):
         """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty."""
         skips_special = self._request.skip_special_tokens is not False
         texts = self._logprobs[index] = LegacyLogprobs(self._tokenizer, skips_special=skips_special, as_ids=self._as_ids)
-        assert stream.request is not None, "it has an answer"
         prompt, ids = stream.prepared.prompt, stream.prepared.prompt_token_ids
         if not self._request.echo or not ids:
             choice = self._choice(index, answer)
         else:
             if prompt is None:
                 prompt = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
-            entries = None if self._request.logprobs is None else texts.push(ids, _prompt_logprobs(stream) or (), prompt)
+            entries = None if self._request.logprobs is None else texts.push(ids, stream.prepared.reader.positions, prompt)
             choice = self._choice(index, answer)
             choice["text"] = prompt + choice["text"]
             if entries is not None:
@@ -338,19 +336,12 @@ def _is_shown(delta: Delta, request: GenerationRequest) -> bool:
 def _prompt_fields(request: GenerationRequest, stream: RequestStream) -> JsonObject:
     """Return the fields by which vLLM describes a prompt, if requested."""
     fields: dict[str, Any] = {"prompt_token_ids": stream.prepared.prompt_token_ids} if request.return_token_ids else {}
-    logprobs = _prompt_logprobs(stream)
-    if request.prompt_logprobs is not None and logprobs is not None:
+    if request.prompt_logprobs is not None and stream.request is not None:
         fields["prompt_logprobs"] = [
             position and {str(i): asdict(entry) | {"logprob": max(entry.logprob, LOWEST)} for i, entry in position.items()}
-            for position in logprobs
+            for position in stream.prepared.reader.positions  # complete when there is a first token
         ]
     return fields
-
-
-def _prompt_logprobs(stream: RequestStream) -> list[LogprobsOnePosition | None] | None:
-    """Return the log-probabilities of the prompt, which are complete when there is a first token. None: nothing reads them."""
-    reader = stream.prepared.reader
-    return reader.positions if isinstance(reader, PromptLogprobsReader) else None
 
 
 def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> JsonObject:

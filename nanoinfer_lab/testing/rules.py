@@ -99,7 +99,7 @@ class Memory:
         """Return the cached blocks that hold the start of a sequence, without its last token."""
         cached, num_blocks = self.cached(), (len(seq.token_ids) - 1) // self.manager.block_size
         blocks = takewhile(lambda block: block is not None, map(cached.get, self.full_blocks(seq)[:num_blocks]))
-        return [] if seq.wants_prompt_rows else [block for block in blocks if block is not None]
+        return [] if seq.needs_all_rows else [block for block in blocks if block is not None]
 
 
 class _ObservedStep:

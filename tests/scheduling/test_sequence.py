@@ -39,13 +39,13 @@ def test_the_first_answer_has_the_requests_name_and_two_sequences_are_never_equa
     assert sequence() != sequence()
 
 
-def test_prompt_rows_are_wanted_by_the_first_answer_and_once():
-    assert not sequence().wants_prompt_rows
+def test_the_first_answer_alone_needs_all_rows_of_its_prompt_and_once():
+    assert not sequence().needs_all_rows
     seq = sequence(reader=PromptReader())
-    assert seq.wants_prompt_rows
-    assert not sequence(reader=PromptReader(), index=1).wants_prompt_rows
+    assert seq.needs_all_rows
+    assert not sequence(reader=PromptReader(), index=1).needs_all_rows
     seq.token_ids.append(8)
-    assert not seq.wants_prompt_rows  # it was preempted after its first token
+    assert not seq.needs_all_rows  # it was preempted after its first token
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The log-probabilities of a prompt's tokens are the model's, each read once, with the texts that the tokens add."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -54,8 +56,10 @@ def test_they_are_the_models_however_many_rows_are_computed_at_a_time_and_each_i
 
 def test_the_text_of_a_piece_of_a_character_is_what_it_adds(monkeypatch):
     entries = [TokenLogprobs([i, ord("y")], [-1.0, -2.0], [1, 2]) for i in FOX[1:]]
-    monkeypatch.setattr(prompt_logprobs, "read_logprobs", lambda *_: entries)
-    reader = reader_of(FOX, byte_tokenizer())
-    reader.read(None, None, None, None, None)
+    monkeypatch.setattr("nanoinfer.sampling.logprobs.token_logprobs", lambda *_: entries)
+    reader, seq = reader_of(FOX, byte_tokenizer()), Sequence("r", FOX, SamplingParams(), 0, 99)
+    rows = SimpleNamespace(logits=entries)  # as many as there are entries
+    executor = SimpleNamespace(info=SimpleNamespace(vocab_size=300), runner=SimpleNamespace(head_rows=lambda *_: rows))
+    reader.read(executor, None, PromptRows(seq, 0, len(FOX) - 1, 0), None, None)
     texts = [[entry.decoded_token for entry in position.values()] for position in reader.positions[1:]]
     assert texts == [["", "y"], ["", "y"], ["😀", "y"], ["the", "y"]]
