@@ -100,8 +100,7 @@ class Executor(Protocol[Step]):
     def batch_independent(self) -> bool: ...  # see LLM.batch_independent
 
     def launch(self, plan: StepPlan, previous: Step | None) -> Step:
-        """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
-        a reader of a prompt does.
+        """Start a step: batch, block copies, forward pass, LM head, sampling. Only a prompt's reader waits for the device.
 
         previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """

@@ -31,31 +31,24 @@ class PromptLogprobs(RequestFeature):
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
 
     def prepare(self, prepared: PreparedRequest, options: Any) -> PreparedRequest:
-        num_top, vocab_size = prepared.params.prompt_logprobs, self._vocab_size
-        if num_top is None:
+        num, vocab_size = prepared.params.prompt_logprobs, self._vocab_size
+        if num is None:
             return prepared
-        if num_top > vocab_size:
-            raise InvalidValueError(
-                f"prompt_logprobs must be at most the vocabulary's {vocab_size}, got {num_top}; use -1 for all"
-            )
-        reader = PromptLogprobsReader(vocab_size if num_top == -1 else num_top)
-        if prepared.params.detokenize and self._tokenizer is not None:
-            reader.detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
-            reader.detokenizer.push(prepared.prompt_token_ids[0])
+        if num > vocab_size:
+            raise InvalidValueError(f"prompt_logprobs must be at most the vocabulary's {vocab_size}, got {num}; use -1 for all")
+        tokenizer = self._tokenizer if prepared.params.detokenize else None
+        reader = PromptLogprobsReader(vocab_size if num == -1 else num, tokenizer=tokenizer)
         return replace(prepared, reader=reader)
 
 
 class PromptLogprobsReader(PromptReader):
-    """Reads the log-probabilities of one prompt's tokens.
+    """Reads one prompt. positions: an entry for each token whose log-probability was read, None for the prompt's first."""
 
-    positions: an entry for each token that was read, None for the first. detokenizer: makes their texts. None: they have none.
-    """
-
-    detokenizer: Detokenizer | None = None
-
-    def __init__(self, num_top: int, temperature: float = 1.0) -> None:
+    def __init__(self, num_top: int, temperature: float = 1.0, tokenizer: Tokenizer | None = None) -> None:
+        """tokenizer: makes the texts of the entries. None: they have no texts."""
         self.positions: list[LogprobsOnePosition | None] = [None]
         self._num_top, self._temperature = num_top, temperature
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
 
     def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         """Read the rows before the prompt's last that were not read before a preemption, a limited number at a time."""
@@ -70,9 +63,9 @@ class PromptLogprobsReader(PromptReader):
                 logits = divided(logits, logits.new_full((len(logits),), self._temperature))
             following = token_ids[len(self.positions) :][: len(logits)]
             for entry in token_logprobs(logits, following, [self._num_top] * len(logits)):
-                self.positions.append(with_token_texts(entry, self.detokenizer))
-                if self.detokenizer is not None:
-                    self.detokenizer.push(entry.ids[0])
+                if self._detokenizer is not None:
+                    self._detokenizer.push(token_ids[len(self.positions) - 1])
+                self.positions.append(with_token_texts(entry, self._detokenizer))
 
     def complete(self, output: RequestOutput) -> None:
         output.prompt_logprobs = self.positions
