@@ -12,6 +12,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY nanoinfer nanoinfer
+COPY nanoinfer_lab nanoinfer_lab
+COPY nanoinfer_course nanoinfer_course
 RUN pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu ".[server,structured]"
 
 RUN useradd --create-home nanoinfer && mkdir /home/nanoinfer/.cache && chown nanoinfer /home/nanoinfer/.cache

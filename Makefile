@@ -33,9 +33,9 @@ demo: .venv/installed
 		"  nanoinfer generate -m Qwen/Qwen3-0.6B \"What is a KV cache?\" --chat   # downloads 1.5 GB once" \
 		"README.md lists the notebooks, and the extras: pip install -e \".[server]\""
 
-# The lint runs beside the tests, and says at the end what it found.
+# The lint runs beside the tests, and says at the end what it found. The log that CI keeps has the durations of the 50 slowest.
 test: .venv/installed-test
-	@($(LINT)) > .lint.log 2>&1 & lint=$$!; $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
+	@($(LINT)) > .lint.log 2>&1 & lint=$$!; $(BIN)/python -m pytest -n auto --dist worksteal --durations=50; tests=$$?; \
 		wait $$lint; linted=$$?; cat .lint.log; exit $$((tests || linted))
 
 # The tests with the oldest dependencies that the extra test allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.

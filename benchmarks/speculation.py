@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -22,6 +22,7 @@ import typer
 from benchmarks import program
 from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.bench.offline import run_workload
@@ -29,9 +30,6 @@ from nanoinfer_lab.bench.random_models import checkpoint_of
 from nanoinfer_lab.bench.timing import figures
 from nanoinfer_lab.bench.workloads import Workload
 from nanoinfer_lab.cli.bench import ModelOptions, Repeats
-
-if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 PERIOD = 40  # tokens of the text that a model is trained to repeat
@@ -73,8 +71,8 @@ def run(llm: LLM, repeats: int) -> list[Result]:
 
 
 def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requests: int) -> Result:
-    engine, speculator = llm.engine, llm.engine.speculator
-    assert speculator is not None
+    engine, speculator = llm.engine, llm.engine.planner
+    assert isinstance(speculator, Speculator)
     workload = Workload(
         name=name,
         input_lens=(PROMPT_LEN,) * num_requests,
@@ -82,19 +80,19 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
         sampling={"temperature": 1.0, "seed": 0, "allowed_token_ids": allowed},
     )
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    before = (speculator.metrics.num_draft_tokens, speculator.metrics.num_accepted_tokens)
+    before = (speculator.counts.num_draft_tokens, speculator.counts.num_accepted_tokens)
     speculator.proposer = timed = _TimedProposer(proposer := speculator.proposer)
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
-                engine.speculator = speculator if is_drafting else None
+                engine.planner = speculator if is_drafting else None
                 speed = figures(run_workload(llm, workload, repeat)).output_tokens_per_s
                 if repeat:  # the first run warms up
                     speeds[is_drafting].append(speed)
     finally:
-        engine.speculator = speculator
+        engine.planner = speculator
         speculator.proposer = proposer
-    drafted, accepted = speculator.metrics.num_draft_tokens - before[0], speculator.metrics.num_accepted_tokens - before[1]
+    drafted, accepted = speculator.counts.num_draft_tokens - before[0], speculator.counts.num_accepted_tokens - before[1]
     plain, drafting = (statistics.median(speeds[is_drafting]) for is_drafting in (False, True))
     return Result(name, plain, drafting, drafted, accepted, 1e6 * timed.seconds / max(timed.num_proposals, 1))
 
@@ -102,7 +100,7 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
 class _TimedProposer:
     """A proposer that adds up how long another one takes."""
 
-    def __init__(self, proposer: "Proposer") -> None:
+    def __init__(self, proposer: Proposer) -> None:
         self.seconds, self.num_proposals = 0.0, 0
         self._proposer = proposer
         self.forget = proposer.forget

@@ -1,7 +1,7 @@
 """Functions that pages of the site call in the reader's browser: the tasks of `nanoinfer learn` that need no tensors, and the
 scheduler game with an order of the reader's own.
 
-In: numbers, and Python code as text. Out: JSON. Pyodide imports this file with the package's Python files (python_worker.js),
+In: numbers, and Python code as text. Out: JSON. Pyodide imports this file with the packages' Python files (python_worker.js),
 and without torch and numpy. An error's last line is shown to the reader.
 """
 

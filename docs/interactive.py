@@ -67,8 +67,8 @@ def with_data(page: str) -> str:
 
 
 def python_archive() -> bytes:
-    """A zip archive of the package's Python files, of what they need without torch, and of browser.py with its game."""
-    patterns = ("docs/browser.py", "docs/scheduler_game.py", "nanoinfer/**/*.py", "nanoinfer/**/*.toml")
+    """A zip archive of the three packages' Python files, of what they need without torch, and of browser.py with its game."""
+    patterns = ("docs/browser.py", "docs/scheduler_game.py", "nanoinfer*/**/*.py", "nanoinfer*/**/*.toml")
     roots = {path: ROOT for pattern in patterns for path in ROOT.glob(pattern)}
     types = Path(annotated_types.__file__).parent
     roots |= dict.fromkeys([*types.glob("*.py"), Path(typing_extensions.__file__)], types.parent)

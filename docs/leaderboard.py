@@ -1,8 +1,8 @@
 """Check leaderboard.jsonl, and write its table, LEADERBOARD.md: `python docs/leaderboard.py`.
 
 Nobody can repeat another machine's times, but a part of each line is deterministic. The ladder's versions are those of
-lab/bench/ladder.py, and the bytes that a version reads for each token are the same everywhere, so the share of the bandwidth
-by the tokens per second is too, up to the machine's bandwidth. A game is played again.
+nanoinfer_lab/bench/ladder.py, and the bytes that a version reads for each token are the same everywhere, so the share of the
+bandwidth by the tokens per second is too, up to the machine's bandwidth. A game is played again.
 """
 
 import json

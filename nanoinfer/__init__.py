@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
     from nanoinfer.features.tracing import Recorder as Recorder
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
@@ -47,6 +48,7 @@ _NAMES = {
     "engine.prompts": "PromptType TextPrompt TokensPrompt",
     "outputs": "RequestOutput CompletionOutput BeamSearchOutput Delta",
     "errors": "NanoinferError",
+    "features.drafts.config": "SpeculativeConfig",
     "features.tracing": "Recorder",
     "chat.parsing": "ChatParser parse_chat_answer",
     "models.registry": "register_model",
@@ -73,4 +75,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__path__.append(f"{__path__[0]}/compat/vllm/modules")  # so that vLLM's modules are found after those of the package
+# So that vLLM's modules, and those that have moved, are found after those of the package.
+__path__ += [f"{__path__[0]}/compat/vllm/modules", f"{__path__[0]}/compat/moved"]

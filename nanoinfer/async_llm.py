@@ -29,9 +29,8 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
-from nanoinfer.features.metrics.engine_metrics import Metric
 from nanoinfer.llm import LLM, missing
-from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
+from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
 

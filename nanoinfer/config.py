@@ -7,37 +7,30 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from inspect import signature
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
+import nanoinfer
 from nanoinfer.arguments import Allowed, Bytes, Neutral, add_cli_arguments, declarations, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    UnsupportedError,
-    check_integer,
     check_number,
-    is_one_of,
     shown,
 )
 
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.features.drafts.speculator import Proposer
     from nanoinfer.features.own_code.logits_processors import LogitsProcessor
-    from nanoinfer.features.tracing import Tracer
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
-
-MAX_ROWS_WITH_DRAFTS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits of a linear layer's weight
 DTYPES = {
@@ -51,6 +44,14 @@ DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }  # vLLM's spellings, and short spellings -> torch's
+
+
+@runtime_checkable
+class Tracer(Protocol):
+    """Receives the events of an engine, one at a time (features/tracing/events.py)."""
+
+    @property
+    def emit(self) -> Callable[..., None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,63 +99,6 @@ class SchedulerConfig:
         return min(self.chunk_size, self.max_num_batched_tokens) if self.enable_chunked_prefill else self.max_num_batched_tokens
 
 
-_METHODS = "'ngram', 'draft_model', 'mtp', 'quantized', or a class or its name, such as 'my_module:MyProposer'"
-
-
-@declared({})
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.
-
-    Args: as declared below.
-    """
-
-    # fmt: off
-    method: Annotated["str | type[Proposer]", Doc(
-        '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
-        'asks the layer for multi-token prediction of checkpoints of Qwen3.5. "quantized" asks the model itself, with its '
-        'weights rounded, by C++ kernels on a CPU. A class, or its name "my_module:MyProposer", is a Proposer '
-        "(nanoinfer.features.drafts.speculator) of your own.")]
-    num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
-        Doc("The most tokens that are guessed per sequence and step.")] = 8
-    adaptive: Annotated[bool,
-        Doc("Guess only as many as pay, by the time that steps take and by the share of guesses that were right.")] = True
-    prompt_lookup_min: Annotated[int, Ge(1), Doc('The fewest newest tokens that must have occurred before ("ngram").')] = 2
-    prompt_lookup_max: Annotated[int, Doc('The most newest tokens that are looked up ("ngram").')] = 4
-    model: Annotated[str | None,
-        Doc('A folder, a hub name or a bundled model with the same vocabulary ("draft_model").')] = None
-    bits: Annotated[int, Doc('The bits of a rounded weight, 4 or 8 ("quantized").')] = 4
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or "." in self.method or ":" in self.method:
-            object.__setattr__(self, "method", proposer_class(self.method))
-        elif self.method not in ("ngram", "draft_model", "mtp", "quantized"):
-            raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
-        if (self.method == "draft_model") != isinstance(self.model, str):
-            hint = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
-            raise InvalidValueError(f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {hint}")
-        if not is_one_of(self.bits, (4, 8)):
-            raise InvalidValueError(f"speculative_config's bits must be 4 or 8, got {shown(self.bits)}")
-        read_fields(self)
-        low = self.prompt_lookup_min
-        check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
-
-    @classmethod
-    def of(cls, given: object) -> "SpeculativeConfig | None":
-        """Check LLM's speculative_config, a dict or None."""
-        if given is None:
-            return None
-        if not isinstance(given, Mapping):
-            raise InvalidTypeError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {shown(given)}")
-        if "method" not in given:
-            raise InvalidValueError(f"speculative_config needs a method, {_METHODS}, got {shown(given)}")
-        known = [field.name for field in fields(cls)]
-        if unknown := [name for name in given if name not in known]:
-            raise InvalidTypeError(f"speculative_config has no {shown(unknown[0])}; known are {', '.join(known)}")
-        return cls(**given)
-
-
 def named(name: str, given: object, kind: str = "a class or its name, such as 'my_module.MyClass'") -> object:
     """Return what a text, "module.Name" or "module:Name", names. Anything else is returned as it is. kind: what is allowed."""
     if not isinstance(given, str):
@@ -175,21 +119,6 @@ def class_named(name: str, given: object) -> type | None:
     if given is not None and not isinstance(given, type):
         raise InvalidTypeError(f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)}")
     return given
-
-
-def proposer_class(given: object) -> "type[Proposer]":
-    """Check a method of speculative_config that is a class or its name. Returns the class."""
-    cls = class_named("speculative_config's method", given) or type(None)
-    try:
-        for name in ("propose", "forget"):
-            getattr(cls, name)
-        signature(cls).bind("config")
-    except (AttributeError, TypeError) as error:
-        raise InvalidTypeError(
-            "speculative_config's method must be a class with __init__(config), propose(sequences, limits) and forget(seq), "
-            f"got {shown(given)} ({error}); derive it from nanoinfer.features.drafts.speculator.Proposer"
-        ) from error
-    return cls
 
 
 def processor_classes(given: object) -> tuple[type, ...]:
@@ -251,7 +180,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    speculative: SpeculativeConfig | None = None
+    speculative: "nanoinfer.SpeculativeConfig | None" = None
 
     def __post_init__(self) -> None:
         read_fields(self, EngineArgs)
@@ -271,40 +200,25 @@ class EngineConfig:
             )
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
-        if self.speculative is not None and self.async_scheduling:
-            raise UnsupportedError("speculative_config needs every token before the next step; leave async_scheduling out")
-        if self.speculative is not None and (self.stages is not None or self.logits_processors):
-            of_user = "stages" if self.stages is not None else "logits_processors"
-            raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
-        if self.calibration is not None and (not self.rounds_to_four_bits or self.enforce_eager or self.skip_tokenizer_init):
+        if self.speculative is not None:
+            self.speculative.check(self)
+        rounds = self.quantization == "int4" or self.bits_of_copy == BITS["int4"]
+        if self.calibration is not None and (not rounds or self.enforce_eager or self.skip_tokenizer_init):
             raise InvalidValueError(
                 f"calibration={shown(self.calibration)} needs weights that are rounded to 4 bits, kernels and a tokenizer; "
                 "leave it out, or pass quantization='int4' without enforce_eager and skip_tokenizer_init"
             )
-        bits, bits_of_draft = (self.quantization or "").removeprefix("int"), self.bits_of_draft
-        if bits and bits_of_draft is not None and int(bits) <= bits_of_draft:
-            raise UnsupportedError(
-                f"speculative_config with method 'quantized' drafts in {bits_of_draft} bits, which saves no time with "
-                f"quantization={self.quantization!r}; leave one of the two out"
-            )
 
     @property
-    def rounds_to_four_bits(self) -> bool:
-        """Whether the weights, or those of the model's own drafter, are rounded to 4 bits."""
-        return self.quantization == "int4" or self.bits_of_draft == BITS["int4"]
-
-    @property
-    def bits_of_draft(self) -> int | None:
-        """The bits of the weights with which the model drafts for itself. None: it does not."""
-        return self.speculative.bits if self.speculative is not None and self.speculative.method == "quantized" else None
+    def bits_of_copy(self) -> int | None:
+        """The bits of the weights of a rounded copy of the model, which Runtime.rounded_copy is. None: there is none."""
+        return None if self.speculative is None else self.speculative.bits_of_copy
 
     @property
     def max_num_rows(self) -> int:
-        """The most rows of a step whose logits are computed: one for each running sequence, and those of draft tokens."""
+        """The most rows of a step whose logits are computed: one for each sequence, and those of speculative_config."""
         num_rows = self.scheduler.max_num_seqs
-        if self.speculative is None:
-            return num_rows
-        return max(num_rows, min(MAX_ROWS_WITH_DRAFTS, num_rows * (1 + self.speculative.num_speculative_tokens)))
+        return num_rows if self.speculative is None else self.speculative.max_num_rows(num_rows)
 
 
 _POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
@@ -515,7 +429,8 @@ class EngineArgs:
             given[name] = class_named(name, given[name])
         given["logits_processors"] = processor_classes(self.logits_processors)
         given["lora"] = lora_adapters(self.lora)
-        given["speculative"] = SpeculativeConfig.of(given.pop("speculative_config"))
+        if (speculative := given.pop("speculative_config")) is not None:
+            given["speculative"] = nanoinfer.SpeculativeConfig.of(speculative)  # checked by the feature, imported now
         for name, owner in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             given[name] = owner(**{field.name: given.pop(field.name) for field in fields(owner) if field.name in given})  # type: ignore[arg-type]
         return EngineConfig(**given)  # type: ignore[arg-type]  # the configs check the types
@@ -556,8 +471,6 @@ class AsyncEngineArgs(EngineArgs):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
-        import nanoinfer
-
         if name.endswith("Config"):
             return getattr(nanoinfer, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

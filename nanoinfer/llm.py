@@ -23,8 +23,7 @@ from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
-from nanoinfer.features.metrics.engine_metrics import Metric
-from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
+from nanoinfer.outputs import BeamSearchOutput, Delta, Metric, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 No result holds a tensor or the engine.
 """
 
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -220,6 +220,44 @@ class Delta(_ShortRepr):
     stop_reason: int | str | None = None
     error: str | None = None
     sampling_mask: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value that LLM.get_metrics() returns, under the name that vLLM gives it. labels: what tells values of a name apart."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """A list of numbers that only grow."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """A distribution of values. buckets[bound] counts the values up to the bound, and "inf" all. sum: the sum of the values."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
 
 
 if not TYPE_CHECKING:

@@ -9,9 +9,8 @@ assignment never changes a request that has been submitted.
 import copy
 import inspect
 import json
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -369,20 +368,6 @@ class SamplingParams(_CheckedParams):
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken, without a draw."""
         return self.temperature == 0
-
-    def differing(self) -> dict[str, object]:
-        """Return the parameters that differ from their defaults, for the tracer. Lists and functions are shortened reprs.
-
-        >>> SamplingParams(temperature=0.5, stop="END").differing()
-        {'temperature': 0.5, 'stop': "('END',)"}
-        """
-        default = SamplingParams()
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: value if isinstance(value, int | float | str | None) else reprlib.repr(value)
-            for name, value in values.items()
-            if value != getattr(default, name)
-        }
 
     @property
     def needs_sampling_state(self) -> bool:

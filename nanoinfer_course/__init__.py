@@ -1,0 +1,1 @@
+"""What teaches: the tasks of `nanoinfer learn`, and the engine in one file."""

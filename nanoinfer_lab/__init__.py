@@ -1,1 +1,1 @@
-"""What teaches and measures: the course of tasks, the benchmarks, and the stories of the bundled models."""
+"""What measures and checks: benchmarks, a simulator of serving, checks of schedules and drafts, and the bundled models' stories."""

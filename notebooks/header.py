@@ -32,7 +32,7 @@ class Header:
     Args:
         answers: the questions that a reader can answer afterwards, as a sentence that follows "You will be able to say".
         minutes: reading time, running included.
-        sources: the files of the package that it explains, from the package's folder on.
+        sources: the files that it explains, from nanoinfer/ on, or from nanoinfer_lab/ on with this name before.
         parts: what it shows of the engine, by the names in notebooks/growing.py. Those are lit in the picture at its head.
         needs: the numbers of the notebooks to read first.
         former: the number that the file had in version 0.2, if another. The site leads from there to the file's page.
@@ -84,7 +84,7 @@ NOTEBOOKS = {
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs far less than 4 steps of 1, where that ends, and what a smaller dtype gains.",
         50,
-        ("lab/bench/roofline.py",),
+        ("nanoinfer_lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
     ),
@@ -124,7 +124,7 @@ NOTEBOOKS = {
     "09_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         45,
-        ("sampling_params.py", "sampling/grammar.py", "sampling/grammar_mask.py"),
+        ("sampling_params.py", "features/structured/grammar.py", "features/structured/grammar_mask.py"),
         ("grammar", "sampler"),
         ("07", "08"),
         former="16",
@@ -132,7 +132,7 @@ NOTEBOOKS = {
     "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         50,
-        ("engine/speculative/speculator.py", "engine/speculative/ngram.py", "engine/speculative/draft_model.py"),
+        ("features/drafts/speculator.py", "features/drafts/ngram.py", "features/drafts/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "07"),
         former="13",
@@ -148,7 +148,7 @@ NOTEBOOKS = {
     "d1_beam_search": Header(
         "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
         40,
-        ("engine/beam_search.py",),
+        ("features/beam_search/search.py",),
         ("beams", "block tables"),
         ("03", "07"),
         former="07",
@@ -205,10 +205,10 @@ NOTEBOOKS = {
         "what a drafter sees and must promise, why it can share what it has learned, and when a guess is worth its row.",
         25,
         (
-            "engine/speculative/speculator.py",
-            "engine/speculative/checked.py",
-            "engine/speculative/ngram.py",
-            "testing/proposers.py",
+            "features/drafts/speculator.py",
+            "features/drafts/checked.py",
+            "features/drafts/ngram.py",
+            "nanoinfer_lab/testing/proposers.py",
         ),
         ("drafts",),
         ("10",),
@@ -250,7 +250,7 @@ NOTEBOOKS = {
         "how a wish becomes a load and limits, what a simulator of an engine knows and does not, and how to find out how wrong "
         "it is.",
         35,
-        ("lab/simulate/costs.py", "lab/simulate/simulator.py", "lab/simulate/calibrate.py"),
+        ("nanoinfer_lab/simulate/costs.py", "nanoinfer_lab/simulate/simulator.py", "nanoinfer_lab/simulate/calibrate.py"),
         ("scheduler", "server"),
         ("04", "05", "06"),
     ),
@@ -298,7 +298,7 @@ def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
     at = order.index(stem)
     before = [link_to(one) for one in order if number_of(one) in header.needs]
-    sources = [f"[`{path}`](../nanoinfer/{path})" for path in header.sources]
+    sources = [f"[`{path}`](../{'' if path.startswith('nanoinfer') else 'nanoinfer/'}{path})" for path in header.sources]
     neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
     neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
     track = [TRACK[stem]] if stem in TRACK else []

@@ -23,26 +23,16 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
-# The shapes and types that the arithmetic's annotations state are checked, in this process. (The public functions check their
-# arguments themselves, and are tested.)
-# Triton reads its kernels' source and must find it as it was written.
-ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "flash")]
-MODELS = [f"models.{name}" for name in ("registry", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
-LOADING = [f"loading.{name}" for name in ("loader", "quantization", "weights")]
-FAST = [f"fast.cpu.{name}" for name in ("attention", "linear", "quantized")]
-FAST += ["fast.fuse", "fast.cuda.compile", "fast.cuda.graphs", "fast.sampling", "structured.mask"]
-EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "local_executor", "runtime")]
-ARITHMETIC = [*ATTENTION, *MODELS, *LOADING, *FAST, *EXECUTION, "sampling", "distributed.split_sampling"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     from tests.helpers import shape_checks
 
-    shape_checks.install([f"nanoinfer.{name}" for name in ARITHMETIC])
+    shape_checks.install()
 
     def pytest_runtest_setup():
         shape_checks.start_test()
 
 
-from tests.helpers import pooling_cases, precompiled, tiny_models, tool_cases  # noqa: E402
+from tests.helpers import pooling_cases, precompiled, tiny_models, tool_cases
 
 precompiled.install()
 

@@ -112,7 +112,7 @@ def compare_bits(num_requests, rng, given):
         promised = "the same bits" if llm.batch_independent else "nothing"
     print(f"{num_requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
     if given.speculative:
-        print(llm.engine.speculator.metrics)
+        print(llm.engine.planner.counts)
     return not different or promised == "nothing"
 
 
@@ -208,9 +208,9 @@ def compare_paths(model, num_requests, rng, dtype, drafts=DRAFTS):
                 counts["different tokens"] += sum(one != other for one, other in zip(ids, other_ids, strict=True))
                 counts["different log-probabilities"] += logprobs != other_logprobs
             tiny_models.assert_nothing_is_left(llm)
-            if llm.engine.speculator is not None:
-                counts[f"drafted ({method})"] += llm.engine.speculator.metrics.num_draft_tokens
-                counts[f"accepted ({method})"] += llm.engine.speculator.metrics.num_accepted_tokens
+            if llm.engine.planner is not None:
+                counts[f"drafted ({method})"] += llm.engine.planner.counts.num_draft_tokens
+                counts[f"accepted ({method})"] += llm.engine.planner.counts.num_accepted_tokens
     return counts
 
 
@@ -371,8 +371,8 @@ def compare_hits(num_requests, rng, given):
                 if not same:
                     counts["different"] += 1
                     print(f"different with {more}: {prompt}, {params}")
-            if llm.engine.speculator is not None:
-                metrics = llm.engine.speculator.metrics
+            if llm.engine.planner is not None:
+                metrics = llm.engine.planner.counts
                 counts["drafts accepted"] += metrics.num_accepted_tokens
                 counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
     num_different = counts.pop("different", 0)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -23,6 +24,8 @@ import pytest
 import tokenizers
 
 import nanoinfer
+import nanoinfer_course
+import nanoinfer_lab
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -139,7 +142,8 @@ def test_a_command_runs(command, words):
 
 
 def test_every_module_is_imported_or_lacks_an_optional_package():
-    for module in pkgutil.walk_packages(nanoinfer.__path__, "nanoinfer."):
+    packages = nanoinfer, nanoinfer_lab, nanoinfer_course
+    for module in chain(*(pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in packages)):
         if module.name != "nanoinfer.__main__":
             try:
                 import_module(module.name)

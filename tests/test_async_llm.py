@@ -23,9 +23,8 @@ from nanoinfer.errors import (
     NanoinferError,
     QueueFullError,
 )
-from nanoinfer.features.metrics.engine_metrics import Counter, Gauge
 from nanoinfer.features.structured import grammar
-from nanoinfer.outputs import Delta
+from nanoinfer.outputs import Counter, Delta, Gauge
 from tests.helpers import tiny_models
 from tests.helpers.limited_steps import limited_steps
 from tests.helpers.starts import recorded_starts

@@ -55,7 +55,7 @@ def test_prompts_are_cut_at_multiples_of(given, grid):
 
 
 def test_speculative_config_is_a_dict_with_known_names():
-    assert SpeculativeConfig.of(None) is None
+    assert config_of(speculative_config=None).speculative is None
     assert SpeculativeConfig.of({"method": "ngram"}) == SpeculativeConfig(method="ngram")
     for given, error in (("ngram", InvalidTypeError), ({}, InvalidValueError), ({"method": "ngram", "k": 1}, InvalidTypeError)):
         with pytest.raises(error, match="speculative_config"):

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import nanoinfer
+from nanoinfer.cli import options
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -99,7 +101,11 @@ def of_http(body: str) -> str | None:
 
 def of_commands(line: str) -> str | None:
     """The error of a command line, whose words are separated by a bar."""
-    result = CliRunner().invoke(app, line.split("|"), prog_name="nanoinfer")
+    words = line.split("|")
+    with pytest.MonkeyPatch.context() as patch:
+        if "-m" not in words:  # a sampling parameter is refused without a model, too
+            patch.setattr(options, "load_llm", lambda *_, **__: SimpleNamespace(get_default_sampling_params=SamplingParams))
+        result = CliRunner().invoke(app, words, prog_name="nanoinfer")
     return None if result.exit_code == 0 else re.sub(r"\s+", " ", result.stderr.rpartition("error: ")[2]).strip()
 
 
@@ -127,7 +133,7 @@ def calls() -> Iterator[tuple[str, str]]:
                 yield from (("HTTP", f"{name} {{{given}, '{field}': {value}}}") for value in JSON_VALUES)
     for name in SAMPLING:
         option = name.replace("_", "-")
-        yield from (("commands", f"chat|a|--url|http://127.0.0.1:9|-m|m|--{option}|{text}") for text in TEXTS)
+        yield from (("commands", f"generate|a|--{option}|{text}") for text in TEXTS)
     yield from (("commands", f"generate|a|-m|tiny-qwen3|--{option}") for option in ENGINE)
     yield from (("commands", f"serve|-m|tiny-qwen3|--port|0|--{option}") for option in SERVER)
 

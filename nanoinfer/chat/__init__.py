@@ -1,0 +1,1 @@
+"""Messages to a prompt, and an answer to a message: templates, tools and reasoning."""

@@ -1,0 +1,1 @@
+"""The command `nanoinfer`: generate, chat, explain, serve, batch, models, inspect and doctor."""

@@ -1,15 +1,14 @@
-"""`nanoinfer chat`: a conversation with a model in this process or on a server, or the answer to one question.
+"""`nanoinfer chat`: a conversation with a model, or the answer to one question.
 
-In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers and keeps the messages, and
-chat_model.py is the model. GNU readline edits the line, keeps the history and takes a pasted text with its newlines as one
-input (bracketed paste). If Python has no readline module, the terminal's own editing remains.
+In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers and keeps the messages. GNU readline
+edits the line, keeps the history and takes a pasted text with its newlines as one input (bracketed paste). If Python has no
+readline module, the terminal's own editing remains.
 """
 
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,19 +16,16 @@ import typer
 
 from nanoinfer import __version__
 from nanoinfer.cli import options
-from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoinfer.cli.chat_session import ChatSession, complete, note
-from nanoinfer.cli.commands import options_in_use, print_error
-from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.client import Client
+from nanoinfer.cli.commands import print_error
+from nanoinfer.errors import InvalidPromptError, NanoinferError
 
 try:
     import readline
 except ImportError:  # Windows, and Pythons that were built without it
     readline = None  # type: ignore[assignment]
 
-DEFAULT_MAX_TOKENS = 1024  # for a model in this process
+DEFAULT_MAX_TOKENS = 1024
 MAX_HISTORY_LINES = 1000
 QUOTES = '"""'
 
@@ -40,43 +36,26 @@ def chat(
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", help="Answer this and exit. Text from a pipe is put before it.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server that has the model, such as http://127.0.0.1:8000.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key. Default: OPENAI_API_KEY of the environment.")] = None,
     engine: options.EngineOptions,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     sampling: options.SamplingOptions,
     template: options.ChatTemplateOptions,
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
-    """Talk to a model that has a chat template, or to a server.
+    """Talk to a model that has a chat template.
 
     On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat.
     A question on the command line, or from a pipe, is answered once.
     """
-    model: ChatModel
-    if url is None:
-        if api_key is not None:
-            raise InvalidValueError("--api-key is for a server; give its --url, too")
-        from nanoinfer.loading.checkpoint import DEFAULT_MODEL
-
-        llm = options.load_llm(engine, needs_chat_template=True)
-        model = LocalModel(llm, engine.model or DEFAULT_MODEL, options.resolve_chat_template_kwargs(llm, template))
-        if sampling["max_tokens"] is None:
-            sampling["max_tokens"] = DEFAULT_MAX_TOKENS
-        params = options.resolve_sampling_params(llm, sampling)
-    else:
-        _refuse_options_of_an_engine(engine)
-        client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
-        given = {name: value for name, value in sampling.items() if value is not None}
-        params = SamplingParams(**{"max_tokens": None} | given)
-        template_kwargs = options.resolve_chat_template_kwargs(None, template)
-        model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)
-    session = ChatSession(model, params, system, shows_stats=stats)
+    llm = options.load_llm(engine, needs_chat_template=True)
+    template_kwargs = options.resolve_chat_template_kwargs(llm, template)
+    if sampling["max_tokens"] is None:
+        sampling["max_tokens"] = DEFAULT_MAX_TOKENS
+    params = options.resolve_sampling_params(llm, sampling)
+    session = ChatSession(llm, params, system, template_kwargs, shows_stats=stats)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if question is None and is_terminal:
-        _converse(session)
+        _converse(session, engine.model)
         return
     piped = "" if is_terminal else options.read_standard_input()
     text = "\n\n".join(filter(None, (piped, question)))
@@ -87,15 +66,13 @@ def chat(
         raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
 
 
-def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
-    given, default = asdict(engine), asdict(options.EngineOptions(model=engine.model))
-    if names := [options_in_use[name] for name in given if given[name] != default[name]]:
-        raise InvalidValueError(f"{', '.join(names)} cannot change a server's model; leave it out, or leave --url out")
+def _converse(session: ChatSession, model: str | None) -> None:
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL
 
-
-def _converse(session: ChatSession) -> None:
     session.render("Hello")  # refuses a chat template that fails before the user types
-    note(f"nanoinfer {__version__}, {session.model.describe()}")
+    info = session.llm.info
+    described = f"{model or DEFAULT_MODEL}, {info.device}, {info.dtype}, context of {info.max_model_len} tokens"
+    note(f"nanoinfer {__version__}, {described}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
     messages = MessageInput(complete)
     while (message := messages.read()) is not None:

@@ -12,14 +12,16 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.arguments import Option, declarations
-from nanoinfer.cli.chat_model import ChatModel
-from nanoinfer.cli.generate import print_stream
+from nanoinfer.cli.generate import describe_speed, print_stream
 from nanoinfer.errors import InvalidValueError, NanoinferError, suggest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
 
 # The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
@@ -32,8 +34,8 @@ class Conversation:
     are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
     """
 
-    def __init__(self, model: ChatModel, system: str | None = None) -> None:
-        self.model = model
+    def __init__(self, llm: "LLM", system: str | None = None, chat_template_kwargs: dict[str, object] | None = None) -> None:
+        self.llm, self._chat_template_kwargs = llm, chat_template_kwargs
         self.system = system  # the system message
         self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
         self.num_dropped = 0  # the number of oldest messages that the model no longer reads
@@ -47,8 +49,8 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt, start = self._render(messages[self.num_dropped :]), self.num_dropped
-        max_model_len = self.model.max_model_len
-        if max_model_len is not None and len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
+        max_model_len = self.llm.info.max_model_len
+        if len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
             questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
             for start in (index for index in questions if index > self.num_dropped):
                 prompt = self._render(messages[start:])
@@ -106,7 +108,7 @@ class Conversation:
         note("(the system message is set)" if text else "(there is no system message)")
 
     def _render(self, messages: list[dict[str, str]]) -> Any:
-        return self.model.render(self._with_system(messages))
+        return self.llm.render_chat(self._with_system(messages), chat_template_kwargs=self._chat_template_kwargs)
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
@@ -130,11 +132,16 @@ class ChatSession(Conversation):
     """
 
     def __init__(
-        self, model: ChatModel, params: SamplingParams, system: str | None = None, *, shows_stats: bool = False
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
+        *,
+        shows_stats: bool = False,
     ) -> None:
-        super().__init__(model, system)
+        super().__init__(llm, system, chat_template_kwargs)
         self.params = self._first_params = _with_seed(params)
-        self._first_given = set(self.model.given or ())
         self.output: RequestOutput | None = None
         self._shows_stats = shows_stats
 
@@ -165,7 +172,7 @@ class ChatSession(Conversation):
         An answer that Ctrl-C stopped is kept, too.
         """
         prompt, num_dropped = self.render(question)
-        text, self.output = print_stream(self.model, prompt, self.params)
+        text, self.output = print_stream(self.llm, prompt, self.params)
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
             if num_dropped and not self.num_dropped:
@@ -176,10 +183,9 @@ class ChatSession(Conversation):
         elif not text:
             note("(the answer is empty; the question is not kept)")
         elif self.output.outputs[0].finish_reason == "length":
-            most, max_model_len = self.params.max_tokens, self.model.max_model_len
-            reason = "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
-            is_at_most = self.output.metrics.num_output_tokens == most
-            note(f"(the answer is cut: {f'max_tokens is {most}' if is_at_most else reason})")
+            is_at_most = self.output.metrics.num_output_tokens == self.params.max_tokens
+            full = f"the context of {self.llm.info.max_model_len} tokens is full"
+            note(f"(the answer is cut: {f'max_tokens is {self.params.max_tokens}' if is_at_most else full})")
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
@@ -200,27 +206,20 @@ class ChatSession(Conversation):
         """
         if not assignment:
             for name in PARAMETERS:
-                note(f"  {name:28}{self._value_of(name)}")
+                note(f"  {name:28}{getattr(self.params, name)}")
             note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
         if name not in PARAMETERS:
             raise InvalidValueError(f"a chat has no parameter {name!r}; {suggest(name, PARAMETERS)}")
         if not text:
-            note(f"({name} is {self._value_of(name)})")
+            note(f"({name} is {getattr(self.params, name)})")
             return
-        is_default = text.strip() == "default"
-        value = getattr(self._first_params, name) if is_default else _read_value(text.strip())
+        value = getattr(self._first_params, name) if text.strip() == "default" else _read_value(text.strip())
         params = _with_seed(replace(self.params, **{name: value}))
-        self.model.check(params)
+        self.llm.engine.inputs.prepare([0], params)  # refuses token ids that this model lacks
         self.params = params
-        if self.model.given is not None:
-            (self.model.given.discard if is_default and name not in self._first_given else self.model.given.add)(name)
-        note(f"({name} is {self._value_of(name)})")
-
-    def _value_of(self, name: str) -> object:
-        is_known = self.model.given is None or name in self.model.given
-        return getattr(self.params, name) if is_known else "as the server has it"
+        note(f"({name} is {getattr(self.params, name)})")
 
     def retry(self, _: str = "") -> None:
         """Answer the last question again.
@@ -243,7 +242,7 @@ class ChatSession(Conversation):
         """Show speed and context of the last answer."""
         if self.output is None:
             raise InvalidValueError("there are no statistics without a complete answer; ask something")
-        note(f"({self.model.describe_speed(self.output)})")
+        note(f"({describe_speed(self.output)}, context of {self.llm.info.max_model_len} tokens)")
 
     def exit(self, _: str = "") -> None:
         """End the chat."""

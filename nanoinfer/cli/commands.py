@@ -66,6 +66,8 @@ class Command(TyperCommand):
 class Commands(TyperGroup):
     """Commands, whose errors are printed as one line."""
 
+    headings: Mapping[str, str] = {}  # a command -> the heading above it and those that follow, in the help
+
     def make_context(self, *args: Any, **more: Any) -> Any:
         with cli_errors():
             return super().make_context(*args, **more)
@@ -82,14 +84,15 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with the first sentence of their help, which click would cut at the end of a line."""
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, command.get_short_help_str(limit=1000))
-                    for name in self.list_commands(ctx)
-                    if (command := self.get_command(ctx, name))
-                ]
-            )
+        sections: dict[str, list[tuple[str, str]]] = {}
+        heading = "Commands"
+        for name in self.list_commands(ctx):
+            heading = self.headings.get(name, heading)
+            if command := self.get_command(ctx, name):
+                sections.setdefault(heading, []).append((name, command.get_short_help_str(limit=1000)))
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:

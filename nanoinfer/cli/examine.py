@@ -1,4 +1,4 @@
-"""The commands that examine: this machine, the models on it, one model, and its answers. Each imports torch when it runs."""
+"""The commands that examine: this machine, the models on it, and one model. Each imports torch when it runs."""
 
 from functools import partial
 from typing import Annotated
@@ -73,34 +73,4 @@ def inspect(
     found = examine(model, revision, dtype=dtype, num_users=users, num_tokens=tokens)
     print_result(found, as_json, print_inspection)
     if found.unsupported_reason is not None:
-        raise typer.Exit(1)
-
-
-@expand_options
-def verify(
-    *,
-    model: Model = None,
-    revision: Annotated[str | None, EngineArgs] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The checkpoint that transformers reads. Default: the model's own. A quantised model or a GGUF file needs it.",
-            autocompletion=complete_models,
-        ),
-    ] = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(help="Some of float32, bfloat16, float16, int8, int4, with commas. Default: all but float16."),
-    ] = None,
-    device: Annotated[str, EngineArgs] = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Compare a model, as it runs on this machine, with transformers: greedy tokens, log-probabilities, perplexity."""
-    with busy("Starting"):
-        from nanoinfer_lab.cli.verify import examine, print_report
-
-    report = examine(model, revision, against=against, variants=variants, device=device)
-    print_result(report, as_json, print_report)
-    if report.has_failed:
         raise typer.Exit(1)

@@ -17,7 +17,6 @@ from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from nanoinfer.cli.chat_model import ChatModel
     from nanoinfer.llm import LLM
 
 
@@ -75,9 +74,7 @@ def generate(
         for answer in output.outputs:
             print_logprobs(answer)
     if stats:
-        from nanoinfer.cli.chat_model import describe_speed
-
-        print(describe_speed(output.metrics, len(output.prompt_token_ids)), file=sys.stderr)
+        print(describe_speed(output), file=sys.stderr)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -94,7 +91,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return options.read_standard_input()
 
 
-def print_stream(llm: "LLM | ChatModel", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:
+def print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended the answer."""
     text, output = "", None
     stream = llm.stream(prompt, params)
@@ -108,6 +105,18 @@ def print_stream(llm: "LLM | ChatModel", prompt: Any, params: SamplingParams) ->
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
     return text, output
+
+
+def describe_speed(output: RequestOutput) -> str:
+    """Describe the numbers of tokens and the speed of a finished request in one line."""
+    metrics = output.metrics
+    phrases = [f"prompt {len(output.prompt_token_ids)} tokens ({metrics.num_cached_tokens} cached)"]
+    if metrics.ttft is not None:
+        phrases.append(f"first token after {metrics.ttft:.2f} s")
+    phrases.append(f"output {metrics.num_output_tokens} tokens")
+    if metrics.tpot:
+        phrases.append(f"{1 / metrics.tpot:.1f} tokens/s")
+    return ", ".join(phrases)
 
 
 def print_logprobs(answer: CompletionOutput) -> None:

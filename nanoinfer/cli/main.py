@@ -24,45 +24,49 @@ nanoinfer generate --chat -m Qwen/Qwen3-0.6B "What is a KV cache?" --stats""",
         "nanoinfer.cli.chat:chat",
         """\
 nanoinfer chat -m Qwen/Qwen3-0.6B
-git diff | nanoinfer chat "Write a commit message" --url http://127.0.0.1:8000""",
+git diff | nanoinfer chat "Write a commit message" -m Qwen/Qwen3-0.6B""",
     ),
+    "serve": ("nanoinfer.cli.serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
     "explain": (
         "nanoinfer.cli.explain:explain",
         """\
 nanoinfer explain "Once upon a time" --top-k 5 --seed 1
 nanoinfer explain --demo preemption""",
     ),
-    "serve": ("nanoinfer.cli.serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
     "batch": ("nanoinfer.cli.batch:batch", "nanoinfer batch requests.jsonl -o results.jsonl"),
     "models": ("nanoinfer.cli.examine:models", "nanoinfer models"),
     "inspect": ("nanoinfer.cli.examine:inspect", "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096"),
-    "check-scheduler": (
-        "nanoinfer_lab.cli.check_scheduler:check_scheduler",
-        "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
+    "doctor": (
+        "nanoinfer.cli.examine:doctor",
+        "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
     ),
+    "verify": (
+        "nanoinfer_lab.cli.verify:verify",
+        """\
+nanoinfer verify -m Qwen/Qwen3-0.6B
+nanoinfer verify -m qwen2.5-0.5b-instruct-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct --variants bfloat16,int4""",
+    ),
+    "bench": ("nanoinfer_lab.cli.bench:app", ""),
     "simulate": (
         "nanoinfer_lab.cli.simulate:simulate",
         """\
 nanoinfer simulate -m config.json --hardware H100 --num-prompts 200 --request-rate 20 --input-len 500 --output-len 100
 nanoinfer bench roofline --json > here.json; nanoinfer simulate --hardware here.json --workload B16""",
     ),
-    "doctor": (
-        "nanoinfer.cli.examine:doctor",
-        "nanoinfer doctor --json > report.json\nnanoinfer doctor --clear --prefix-cache-dir kv",
+    "check-scheduler": (
+        "nanoinfer_lab.cli.check_scheduler:check_scheduler",
+        "nanoinfer check-scheduler my_module:MyScheduler --world num_requests=2",
     ),
-    "verify": (
-        "nanoinfer.cli.examine:verify",
-        """\
-nanoinfer verify -m Qwen/Qwen3-0.6B
-nanoinfer verify -m qwen2.5-0.5b-instruct-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct --variants bfloat16,int4""",
-    ),
-    "bench": ("nanoinfer_lab.cli.bench:app", ""),
     "learn": ("nanoinfer_course.cli:app", ""),
 }
+# The first command of each group -> its heading.
+HEADINGS = {"generate": "Generate", "models": "Examine", "bench": "Measure and teach"}
 
 
 class _Root(Commands):
     """The commands, each of which is imported when it is called."""
+
+    headings = HEADINGS
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -74,10 +74,6 @@ Model = Annotated[
         autocompletion=complete_models,
     ),
 ]
-ConfigModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Imports = Annotated[
     list[str] | None,
@@ -143,29 +139,6 @@ class BatchingOptions:
     enable_lora: Annotated[bool, EngineArgs] = False
     max_loras: Annotated[int, EngineArgs] = 1
     max_lora_rank: Annotated[int, EngineArgs] = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedOptions:
-    """The arguments of LLM that change a simulation."""
-
-    dtype: Annotated[str, EngineArgs] = "auto"
-    quantization: Annotated[str | None, EngineArgs] = None
-    tensor_parallel_size: Annotated[int, EngineArgs] = 1
-    block_size: Annotated[int | None, EngineArgs] = None
-    max_num_seqs: Annotated[int, EngineArgs] = 256
-    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
-    chunk_size: Annotated[int, EngineArgs] = 1024
-    enable_chunked_prefill: Annotated[bool, EngineArgs] = True
-    enable_prefix_caching: Annotated[bool, EngineArgs] = True
-    max_model_len: Annotated[int | None, EngineArgs] = None
-    kv_cache_memory: Annotated[int | None, EngineArgs] = None
-    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
-    gpu_memory_utilization: Annotated[float, EngineArgs] = 0.9
-    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
-    scheduler_cls: Annotated[str | None, EngineArgs] = None
-    block_manager_cls: Annotated[str | None, EngineArgs] = None
-    async_scheduling: Annotated[bool | None, EngineArgs] = None
 
 
 # The parameters of SamplingParams with an Option, by name, where None is the checkpoint's default.
@@ -458,8 +431,8 @@ def resolve_sampling_params(llm: "LLM", sampling: dict[str, Any], **more: Any) -
     return params
 
 
-def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, object]:
-    """Return the variables for the template of an LLM, which must contain them. None is a server, with an unknown template."""
+def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> dict[str, object]:
+    """Return the variables for the template of an LLM, which must contain them."""
     given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):
         raise InvalidValueError(
@@ -469,7 +442,7 @@ def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions
     if options.no_thinking and given.setdefault("enable_thinking", False) is not False:
         raise InvalidValueError("--no-thinking contradicts enable_thinking in --chat-template-kwargs; leave one out")
     for name in given:
-        if llm is not None and name not in str(llm.get_tokenizer().chat_template):
+        if name not in str(llm.get_tokenizer().chat_template):
             raise UnsupportedError(f"this checkpoint's chat template has no variable {name!r}; leave it out")
     return given
 

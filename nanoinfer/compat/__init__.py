@@ -1,0 +1,1 @@
+"""Other engines' names: those of vLLM."""

@@ -7,7 +7,7 @@ Ctrl-C    SIGINT waits until the call is over, because a half-done step would le
           once (interrupt_handler), and between two steps it interrupts at once.
 Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
 Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
-Trace     Events reach the user's tracer when the step is over, because a tracer may raise.
+Flush     Observers that may raise, such as a tracer, do it when the step is over.
 """
 
 import os
@@ -24,11 +24,11 @@ CLOSED = "this LLM was closed, by close() or at the end of its with block; make 
 
 
 class EngineGuard:
-    """The guards of one engine. `abort` is called after a step, with the ids that were to be aborted during the step."""
+    """The guards of one engine. After a step it calls `flush`, then `abort` with the ids that were to be aborted meanwhile."""
 
-    def __init__(self, *, restart: Callable[[], None], flush_trace: Callable[[], None], abort: Callable[..., None]) -> None:
+    def __init__(self, *, restart: Callable[[], None], flush: Callable[[], None], abort: Callable[..., None]) -> None:
         self._restart = restart
-        self._flush_trace = flush_trace
+        self._flush = flush
         self._abort = abort
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -62,7 +62,7 @@ class EngineGuard:
                 raise
             finally:
                 try:
-                    self._flush_trace()
+                    self._flush()
                 finally:
                     self.is_stepping = False
                     pending, self._pending_aborts = self._pending_aborts, []

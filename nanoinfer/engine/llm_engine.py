@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature
+from nanoinfer.engine.observer import NOBODY, Observer, Planner, together
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight
-from nanoinfer.features import tracing
-from nanoinfer.features.metrics.engine_metrics import EngineMetrics, Metric
+from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import CacheLayout
 from nanoinfer.scheduling.scheduler import scheduling_classes
@@ -30,7 +30,6 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.features.adapters.adapters import Adapters
-    from nanoinfer.features.drafts.speculator import Proposer, Speculator
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ class LLMEngine:
             engine.step()
     """
 
-    speculator: "Speculator | None" = None
-
     def __init__(
         self,
         executor: Executor[Any],
@@ -55,24 +52,24 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        proposer: "Proposer | None" = None,
+        planner: Planner | None = None,
         adapters: "Adapters | None" = None,
-        tracer: "tracing.EventBuffer | None" = None,
         store: "BlockStore | None" = None,
+        observer: Observer = NOBODY,
         features: ListLike[RequestFeature] = (),
     ) -> None:
         """
         Args:
-            proposer: proposes the drafts of config.speculative. None: there are no drafts.
+            planner: completes the scheduler's plans, and observes. None: the plans are complete.
             adapters: the adapters that requests may name. None: requests cannot name any.
-            tracer: the tracer to which the executor emits its events.
             store: receives cached blocks that leave the memory. None: they are dropped.
+            observer: is told what happens in the engine.
             features: what features make of each request, in their order.
         """
         self.executor = executor
         self.config = config
         self.tokenizer = tokenizer
-        self.tracer = tracer
+        self.observer = observer if planner is None else together(observer, planner)
         info = executor.info
         budget = config.scheduler.max_num_batched_tokens
         if not config.scheduler.enable_chunked_prefill and budget < info.max_model_len:
@@ -89,16 +86,12 @@ class LLMEngine:
         self.inputs = InputProcessor(
             info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters, features=features
         )
-        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
+        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer, layout, store)
         max_adapters = config.max_loras if config.enable_lora else None
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
-        self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        if proposer is not None and config.speculative is not None:
-            from nanoinfer.features.drafts.speculator import Speculator
-
-            num_rows = config.max_num_rows
-            self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)
-            self.async_scheduling = False  # a draft follows the newest token, which must be known
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer, max_adapters)
+        self.planner = planner
+        is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = is_async and planner is None
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -107,10 +100,9 @@ class LLMEngine:
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # by id, unfinished
         self._with_deadline: dict[str, Request] = {}  # by id, unfinished and with a timeout
-        self.metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that was launched and not yet collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # the requests in the step that raised last
-        self.guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
+        self.guard = EngineGuard(restart=self._restart, flush=self.observer.flush, abort=self.abort)
 
     # ---- requests
 
@@ -137,8 +129,7 @@ class LLMEngine:
             request = Request(
                 sequences, prepared.prompt, self.tokenizer, streaming=streaming, weights_version=self.weights_version
             )
-            if self.tracer is not None:
-                self._trace_added(request, prepared)
+            self.observer.request_added(request)
             if stop is not None:
                 self._finish([request], stop)
             else:
@@ -215,7 +206,8 @@ class LLMEngine:
             finally:  # also if the user's tracer raises
                 self.guard.is_closed = True
                 self.block_manager.close()
-                self._in_flight = self.speculator = None
+                self._in_flight = None
+                self.observer.engine_closed()
                 del self.executor
 
     @property
@@ -233,8 +225,10 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
+        metrics: list[Metric] = []
         with self.guard.between_steps():
-            return self.metrics.read(self._requests.values(), self.scheduler, self.speculator)
+            self.observer.metrics_read(self, metrics)
+        return metrics
 
     # ---- steps
 
@@ -246,11 +240,11 @@ class LLMEngine:
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
-            plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-            if self.speculator is not None:
-                plan = self.speculator.add_drafts(plan)  # drafts of the tokens that follow, computed in the same pass
+            # which sequences run, and how many tokens of each
+            plan = self.scheduler.schedule() if self.planner is None else self.planner.plan(self.scheduler)
             previous, launched = self._in_flight, None
             if plan.scheduled:
+                self.observer.step_launched(plan, previous)
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
                 self.scheduler.commit(plan)  # count the plan's tokens as cached
             finished += self._collect(previous) if previous else []
@@ -269,12 +263,8 @@ class LLMEngine:
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""
         output = self.executor.collect(step)
-        if self.speculator is not None:
-            num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
-            self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
-        start = time.perf_counter()
+        self.observer.step_collected(step.plan, output)
         finished = []
-        self.metrics.add_step(output, start)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:
@@ -287,8 +277,7 @@ class LLMEngine:
                 self.scheduler.append(seq, token_id)
                 logprobs = sampled.logprobs[i] if sampled.logprobs else None
                 stop = request.advance(seq, token_id, logprobs, sampled.masks[i] if sampled.masks else None)
-                if self.tracer is not None:
-                    self.tracer.emit(request.token_appended(seq))
+                self.observer.token_appended(request, seq)
                 if stop:
                     break  # tokens after a stop are dropped
             if stop:
@@ -296,9 +285,7 @@ class LLMEngine:
             if request.output:
                 self._remove(request)
                 finished.append(request)
-        if self.tracer is not None:
-            seconds = {"schedule": step.plan.schedule_seconds, **output.seconds, "advance": time.perf_counter() - start}
-            self.tracer.emit(tracing.StepTimed(step.plan.step, **seconds))
+        self.observer.step_ended(step.plan, output)
         return finished
 
     def _restart(self) -> None:
@@ -313,7 +300,7 @@ class LLMEngine:
             request.finish(stop)
             self._remove(request)
         if not self.guard.is_stepping:
-            self.flush_trace()
+            self.observer.flush()
 
     def _finish_late(self) -> list[Request]:
         """Finish the requests whose deadline has passed, and return them."""
@@ -328,30 +315,10 @@ class LLMEngine:
         """Free the blocks of a request that has its output, and remove it."""
         self._with_deadline.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None):
-            self.metrics.add_finished(request)
             for seq in request.sequences:
                 self._finish_sequence(seq)
-        if self.tracer is not None and request.output is not None:
-            reasons = tuple(str(answer.finish_reason) for answer in request.output.outputs)
-            self.tracer.emit(tracing.RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
+        self.observer.request_finished(request)
 
     def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
-        if self.speculator is not None:
-            self.speculator.forget(seq)
-
-    # ---- tracing
-
-    def flush_trace(self) -> None:
-        """Pass collected events to the user's tracer, which may raise."""
-        if self.tracer is not None:
-            self.tracer.flush()
-
-    def _trace_added(self, request: Request, prepared: PreparedRequest) -> None:
-        assert self.tracer is not None
-        ids, text = prepared.prompt_token_ids, ""
-        tokens: tuple[str, ...] = ()
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(ids, skip_special_tokens=False)
-            tokens = tuple(map(self.tokenizer.token_text, ids))
-        self.tracer.emit(tracing.RequestAdded(request.request_id, text, tuple(ids), tokens, prepared.params.differing()))
+        self.observer.sequence_finished(seq)

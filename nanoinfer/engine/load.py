@@ -8,8 +8,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, first_line, is_out_of_memory
-from nanoinfer.features import tracing
-from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.scheduling.scheduler import scheduling_classes
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
 
 def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
-    from nanoinfer.loading.loader import load, load_draft
+    from nanoinfer.loading.loader import load
     from nanoinfer.system.process import prepare_threads
 
     prepare_threads(is_forked=os.getpid() != _IMPORTED_BY)
@@ -44,7 +43,9 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
-        if config.speculative is not None and config.speculative.method in ("draft_model", "mtp"):
+        if config.speculative is not None:
+            from nanoinfer.features.drafts.build import load_draft
+
             draft_model = load_draft(config.speculative, config, loaded)
         engine = make_engine(
             loaded.model,
@@ -55,22 +56,6 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
             eos_token_ids=loaded.eos_token_ids,
             shards=shards,
         )
-    if engine.tracer is not None:
-        model, info = config.model or DEFAULT_MODEL, engine.executor.info
-        engine.tracer.emit(
-            tracing.EngineStarted(
-                model=os.path.basename(os.path.normpath(model)) if os.path.exists(model) else model,
-                num_parameters=loaded.num_parameters,
-                device=info.device,
-                dtype=info.dtype,
-                attention_backend=info.attention_backend,
-                vocab_size=info.vocab_size,
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-                max_model_len=info.max_model_len,
-            )
-        )
-        engine.flush_trace()
+    engine.observer.engine_loaded(engine, loaded.num_parameters)
+    engine.observer.flush()
     return engine, loaded.checkpoint

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from itertools import repeat
 
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
-from nanoinfer.features import tracing
 from nanoinfer.outputs import (
     CompletionOutput,
     Delta,
@@ -47,11 +46,10 @@ class Request:
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
-        self._tokenizer = tokenizer
         self._streaming = streaming
         self._weights_version = weights_version
         self.metrics = RequestMetrics(sequences[0].arrival_time)
-        self._answers = [_Answer(seq, tokenizer, streaming=streaming) for seq in sequences]
+        self.answers = [_Answer(seq, tokenizer, streaming=streaming) for seq in sequences]
 
     @property
     def num_output_tokens(self) -> int:
@@ -62,7 +60,7 @@ class Request:
         self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None, mask: list[int] | None = None
     ) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
-        answer = self._answers[seq.index]
+        answer = self.answers[seq.index]
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
             self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
@@ -75,24 +73,9 @@ class Request:
         self._show([token_id], answer, None if named is None else [named], None if mask is None else [mask])
         return answer.stop
 
-    def token_appended(self, seq: Sequence) -> "tracing.TokenAppended":
-        """The tracer's event for the sequence's newest token."""
-        answer, token_id = self._answers[seq.index], seq.token_ids[-1]
-        return tracing.TokenAppended(
-            seq.sequence_id,
-            position=len(seq.token_ids) - 1,
-            token_id=token_id,
-            token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
-            text=answer.shown,
-            held=answer.text.held,
-            num_held_ids=answer.detokenizer.num_held_ids if answer.detokenizer else 0,
-            finish_reason=answer.stop.finish_reason if answer.stop else None,
-            stop_reason=answer.stop.stop_reason if answer.stop else None,
-        )
-
     def finish(self, stop: Stop, seq: Sequence | None = None) -> None:
         """Finish one aborted or failed answer, or all. Held text is released, and answers that have finished stay unchanged."""
-        for answer in self._answers if seq is None else [self._answers[seq.index]]:
+        for answer in self.answers if seq is None else [self.answers[seq.index]]:
             if answer.stop is None:
                 answer.finish(stop)
                 self._show([], answer, None)
@@ -105,7 +88,7 @@ class Request:
         masks: list[list[int]] | None = None,
     ) -> None:
         """Make the output if every answer has finished, and the next Delta of the stream."""
-        if answer.stop and all(answer.stop for answer in self._answers):
+        if answer.stop and all(answer.stop for answer in self.answers):
             self.metrics.finished_time = time.perf_counter()
             self.metrics.num_output_tokens = self.num_output_tokens
             self.metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
@@ -114,7 +97,7 @@ class Request:
                 self.request_id,
                 self._prompt,
                 self.sequences[0].prompt_token_ids,
-                [answer.output() for answer in self._answers],
+                [answer.output() for answer in self.answers],
                 finished=True,
                 metrics=self.metrics,
                 weights_version=self._weights_version,

@@ -11,8 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata, StateUpdate
-from nanoinfer.execution.packing import describe, pack
-from nanoinfer.features import tracing
+from nanoinfer.execution.packing import pack
 from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
@@ -38,7 +37,6 @@ class ForwardBatch:
             slice of all tokens.
         attention: the metadata of all layers, or of the first KV group. further_groups has that of the others.
         adapters: the adapters of requests, as runs of packed tokens.
-        hidden_slots: as in StepPlan, for a drafter's step.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -48,7 +46,6 @@ class ForwardBatch:
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
     adapters: AdapterRuns = ()
-    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @classmethod
     def build(
@@ -57,7 +54,6 @@ class ForwardBatch:
         block_size: int,
         device: torch.device,
         previous: PreviousTokens | None = None,
-        tracer: "tracing.Tracer | None" = None,
         *,
         has_single_queries: bool = False,
     ) -> "ForwardBatch":
@@ -74,8 +70,6 @@ class ForwardBatch:
         logits_indices = [index for _, index in plan.rows]
         all_tokens = list(range(len(packed.input_ids)))
         has_all_rows = logits_indices == all_tokens
-        if tracer is not None:
-            tracer.emit(describe(packed, query_start_loc, logits_indices))
         ids, positions, starts, lens, tables, slots, rows, placeholders, previous_rows = integers_on_device(
             [
                 packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
@@ -107,7 +101,7 @@ class ForwardBatch:
         if has_single_queries:
             groups = list(map(single_queries, groups))
         indices = slice(0, len(logits_indices)) if has_all_rows else rows
-        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)
+        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:
@@ -134,11 +128,12 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
     updates, start = [], 0
+    if not plan.scheduled[0].sequence.state_writes:  # all sequences have states, or none
+        return ()
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
-        if seq.state_writes:
-            writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
-            updates.append(StateUpdate(start, stop, seq.state_slot, writes))
+        writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
+        updates.append(StateUpdate(start, stop, seq.state_slot, writes))
         start = stop
     return tuple(updates)
 

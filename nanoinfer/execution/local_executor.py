@@ -17,13 +17,11 @@ from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutpu
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
-from nanoinfer.features import tracing
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.sampler import SampledTokens, SamplerOutput
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +46,13 @@ class LocalExecutor:
         config: EngineConfig,
         *,
         cache: KVCache | None = None,
-        tokenizer: Tokenizer | None = None,
-        tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
-        self._tokenizer, self._tracer = tokenizer, tracer
-        self.drafter: LocalExecutor | None = None  # of a model that drafts. capture_next captures its graphs as well
+        owners = self.runner.graphs, *self.sampler.routes
+        self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs)
@@ -71,17 +67,19 @@ class LocalExecutor:
                 its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
                 before = PreviousTokens(previous.tokens.token_ids, its_rows)
             batch = ForwardBatch.build(
-                plan, self.info.block_size, self.device, before, self._tracer, has_single_queries=self._batch_invariant
+                plan, self.info.block_size, self.device, before, has_single_queries=self._batch_invariant
             )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
             reads_prompts = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
-            tokens, sampling, traced = self._sample(rows, plan)
-            sampled = time.perf_counter() - forwarded - traced
+            sequences, last = [seq for seq, _ in plan.rows], self._previous_sampling_batch
+            sampling = self._previous_sampling_batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, last)
+            tokens = (plan.sampler or self.sampler)(rows, sampling)
+            sampled = time.perf_counter() - forwarded
         must_sync = self.sampler.has_user_stages or reads_prompts or sampling.reads_tokens
-        seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
+        seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled}
         return LaunchedStep(plan, tokens, must_sync, seconds)
 
     @torch.inference_mode()
@@ -102,8 +100,7 @@ class LocalExecutor:
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
-            owners = self.runner.graphs, *self.sampler.routes, self.drafter
-            return any(owner.capture_next() for owner in owners if owner is not None)
+            return any(owner.capture_next() for owner in self.graph_owners)
 
     # ---- internals
 
@@ -124,18 +121,6 @@ class LocalExecutor:
             "CUDA graphs of steps with up to %d prompt tokens take %.1f of %.1f MiB that were kept free; captured in %.1f s",
             self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
         )  # fmt: skip
-
-    def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens, SamplingBatch, float]:
-        """Choose the tokens. Returns them with the batch, and the seconds that the tracer took."""
-        sequences = [seq for seq, _ in plan.rows]
-        sampler, tracer = plan.sampler or self.sampler, None
-        if self._tracer is not None and self._tracer.wants_stages and sampler is self.sampler:
-            from nanoinfer.features.tracing.stage_trace import StageTracer
-
-            tracer = StageTracer(self._tracer, sequences, self._tokenizer)
-        batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
-        self._previous_sampling_batch = batch
-        return sampler(rows, batch, tracer), batch, tracer.seconds if tracer else 0.0
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
         """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""

@@ -26,14 +26,10 @@ GRAPHS_SHARE = 8  # the cache gets at least so many times the memory of the grap
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
 
 
-def size_cache(
-    runtime: Runtime, config: EngineConfig, *, draft: Runtime | None = None, num_blocks: int | None = None
-) -> ExecutorInfo:
+def size_cache(runtime: Runtime, config: EngineConfig, *, num_blocks: int | None = None) -> ExecutorInfo:
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
-    Args:
-        draft: the runtime of a draft model, whose cache is for as many tokens and must fit as well. None: no model drafts.
-        num_blocks: the number of blocks of a cache without states. None: as many as fit, the same number on each rank.
+    num_blocks: the number of blocks of a cache without states. None: as many as fit, the same number on each rank.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
@@ -45,10 +41,9 @@ def size_cache(
     if num_blocks is not None:
         num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
     else:
-        step_bytes = 0 if draft is None else peak_graph_bytes(draft, config, 0)
-        step_bytes += 0 if runtime.device.type == "cpu" else peak_step_bytes(runtime, config)
+        step_bytes = 0 if runtime.device.type == "cpu" else peak_step_bytes(runtime, config) + runtime.kept_step_bytes
         num_graph_tokens, graph_bytes = _graphs_that_fit(runtime, config, step_bytes)
-        num_blocks, num_state_slots = _most_that_fit(runtime, config, draft, step_bytes + graph_bytes, blocks_for)
+        num_blocks, num_state_slots = _most_that_fit(runtime, config, step_bytes + graph_bytes, blocks_for)
     lengths = range(1, min(config.max_model_len or limit, limit) + 1)
     info = ExecutorInfo(
         vocab_size=runtime.model.config.vocab_size,
@@ -101,7 +96,7 @@ def _memory_for(requested: int | None, runtime: Runtime, config: EngineConfig, s
 
 
 def _most_that_fit(
-    runtime: Runtime, config: EngineConfig, draft: Runtime | None, step_bytes: int, blocks_for: Callable[[int], int]
+    runtime: Runtime, config: EngineConfig, step_bytes: int, blocks_for: Callable[[int], int]
 ) -> tuple[int, int]:
     """Return how many blocks and state slots fit, but at most the blocks that max_num_seqs of the longest sequences need.
 
@@ -110,9 +105,7 @@ def _most_that_fit(
     """
     is_gpu, shards = runtime.device.type != "cpu", runtime.weights.shards
     memory = _memory_for(config.cache.kv_cache_memory, runtime, config, step_bytes)
-    block_bytes = runtime.bytes_per_block
-    if draft is not None:
-        block_bytes += draft.bytes_per_block * runtime.block_size // draft.block_size
+    block_bytes = runtime.bytes_per_block + runtime.block_size * runtime.kept_bytes_per_token
     state_bytes, max_num_seqs = runtime.sizes.bytes_per_state, config.scheduler.max_num_seqs
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
     num_blocks, num_state_slots = most_that_fit(memory, block_bytes, state_bytes, max_num_seqs, blocks_for(longest))

@@ -5,7 +5,6 @@ In: a StepPlan. Out: a Packed, of which forward_batch.py makes tensors.
 
 from typing import NamedTuple
 
-from nanoinfer.features import tracing
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -54,18 +53,3 @@ def pack(plan: StepPlan, block_size: int, sampled: dict[Sequence, int] | None) -
         seq_lens += range(end, end + num_drafts + 1)
         sequences += [seq] * (num_drafts + 1)
     return packed
-
-
-def describe(packed: Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":
-    known_ids = list(packed.input_ids)
-    for index in packed.placeholders:
-        known_ids[index] = -1
-    return tracing.BatchBuilt(
-        sequence_ids=tuple(seq.sequence_id for seq in packed.sequences),
-        query_start_loc=tuple(query_start_loc),
-        seq_lens=tuple(packed.seq_lens),
-        input_ids=tuple(known_ids),
-        positions=tuple(packed.positions),
-        slot_mapping=tuple(packed.slots),
-        logits_indices=tuple(logits_indices),
-    )

@@ -54,10 +54,11 @@ class Runtime:
         report: which modules were compiled. None: compilation was not tried.
         reserved_bytes: the bytes on the device that the runner allocates later.
         weights: the model's weights, as parameters and as kernels read them.
-        wrappers: functions that wrap the runner, innermost first, for the other ranks, adapters or a drafter.
-        kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
+        wrappers: functions that wrap the runner, innermost first, such as for the other ranks or adapters.
+        kept_bytes_per_token: the bytes that others keep for each token of the cache, besides its keys and values.
+        kept_step_bytes: the bytes that must stay free on a GPU for the steps of others, besides those of the model.
         in_step: makes a context that surrounds the computations of each step.
-        drafter: the model with rounded weights, which drafts for it. None: it has no such copy.
+        rounded_copy: the model with weights of config.bits_of_copy bits. None: it has no such copy.
     """
 
     model: Model
@@ -76,13 +77,14 @@ class Runtime:
     weights: LoadedWeights = field(default_factory=LoadedWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
+    kept_step_bytes: int = 0
     in_step: Callable[[], AbstractContextManager[object]] = nullcontext
-    drafter: Model | None = None
+    rounded_copy: Model | None = None
 
     @property
     def bytes_per_block(self) -> int:
         """The bytes of a block of the cache."""
-        return self.sizes.bytes_per_block(self.block_size, self.cache_dtype) + self.block_size * self.kept_bytes_per_token
+        return self.sizes.bytes_per_block(self.block_size, self.cache_dtype)
 
     def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
         """Make a cache, with state slots if the model's layers keep states."""

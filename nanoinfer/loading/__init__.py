@@ -1,0 +1,1 @@
+"""Checkpoints: files to a model and its tokenizer, and the bundled models."""

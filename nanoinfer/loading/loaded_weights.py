@@ -32,7 +32,7 @@ class KernelWeight(Protocol):
 
 
 class HookInKernels:
-    """A forward hook of a linear layer that the layer's kernel computes too: the adapters of requests (lora/layers.py)."""
+    """A forward hook of a linear layer that the layer's kernel computes too, as it does an adapter's (features/adapters)."""
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from nanoinfer.config import DTYPES, EngineConfig, SpeculativeConfig
+from nanoinfer.config import DTYPES, EngineConfig
 from nanoinfer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -103,50 +103,6 @@ def _read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
     raise InvalidValueError(f"calibration must be a text file in UTF-8, got {shown(path)}: {reason}; leave it out")
 
 
-def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
-    """Load the model, or the module of the model itself, that drafts for `target`.
-
-    Raises:
-        InvalidValueError: the model has other ids. The errors of load and _load_drafter are raised as well.
-    """
-    if (name := speculative.model) is None:
-        return _load_drafter(target)
-    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
-    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
-    hint = "choose a draft model of the same family"
-    if theirs != ours:
-        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {hint}")
-    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
-        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {hint}")
-    return draft.model
-
-
-def _load_drafter(target: Loaded) -> Model:
-    """Load the module of a checkpoint that predicts further tokens. It will share the model's embedding and head.
-
-    Raises:
-        UnsupportedError: a family without such a module, or a checkpoint without its weights.
-        WeightsError: weights that do not fit.
-    """
-    model: Any = target.model
-    hint = "use method 'ngram', or 'draft_model' with a smaller model"
-    if not hasattr(model, "drafter_class"):
-        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {hint}")
-    weights, rules = open_weights(target.checkpoint), model.drafter_class.weight_rules
-    if not any(name.startswith(rules.prefix) for name in weights):
-        raise UnsupportedError(
-            f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
-            f"leaves them out when it saves a model; take the published checkpoint, or {hint}"
-        )
-    with torch.device("meta"):
-        drafter = model.drafter_class(model.config)
-    weight = next(model.parameters())
-    place_weights(drafter, weights, rules, weight.dtype)
-    fill(drafter, weight.device)
-    loaded: Model = drafter.to(weight.device).eval()
-    return loaded
-
-
 def load_configured(
     checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None
 ) -> tuple[Any, LoadedWeights, int]:
@@ -221,7 +177,7 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
     """
     needed, available = sum(weight.nbytes for weight in model.parameters()), available_cpu_memory() // num_ranks
     runs_in = config.quantization or str(next(model.parameters()).dtype).removeprefix("torch.")
-    if config.quantization or config.bits_of_draft or num_stored_bits < 12:
+    if config.quantization or config.bits_of_copy or num_stored_bits < 12:
         from nanoinfer.loading.quantization import num_linear_bytes, num_weight_bytes
     if config.quantization:
         needed = num_weight_bytes(model, config.quantization)
@@ -232,9 +188,9 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
             logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
     hint = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
     text = f"the weights take {needed / 1e9:.1f} GB in {runs_in}"
-    if config.bits_of_draft:
-        needed += (copy := num_linear_bytes(model, config.bits_of_draft))
-        text += f", and their copy in {config.bits_of_draft} bits, which drafts, {copy / 1e9:.1f} GB"
+    if config.bits_of_copy:
+        needed += (copy := num_linear_bytes(model, config.bits_of_copy))
+        text += f", and their copy in {config.bits_of_copy} bits, which drafts, {copy / 1e9:.1f} GB"
         hint = f"leave out speculative_config, or {hint}"
     if needed > available:
         raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {hint}")

@@ -1,0 +1,1 @@
+"""GPT-2, Llama, Qwen, Gemma 3 and gpt-oss as in a textbook: a file for each family, in Python alone."""

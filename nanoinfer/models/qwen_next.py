@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
-from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
+from nanoinfer.models.layers import Angles, Hidden, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
-from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
+from nanoinfer.models.registry import ConfigJson, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -196,46 +195,6 @@ class Qwen3NextDecoderLayer(QwenNextDecoderLayer):
     delta_net = GatedDeltaNetOfNext
 
 
-class QwenNextDrafter(nn.Module):
-    """Multi-token prediction: maps a token and the model's hidden row before it to a row from which the head reads the next.
-
-        fc([norm(embedding of token t + 1), norm(hidden row t)]), then a layer with attention and a norm
-
-    The model's row is the row after the last norm, as the head reads it. For a second draft, the module's own row takes its
-    place. The embedding, the angles and the head are the model's.
-
-    Source: https://arxiv.org/abs/2412.19437, section 2.2, as Qwen's checkpoints have it, where the embedding comes first.
-    """
-
-    Config = QwenNextConfig
-    weight_rules = WeightRules(prefix="mtp.", embedding="", ignored=("model.", "lm_head."))
-    target: tuple[QwenForCausalLM]  # in a tuple, so that its parameters are not this module's
-
-    def __init__(self, config: QwenNextConfig) -> None:
-        super().__init__()
-        sparse = replace(
-            config, num_hidden_layers=1, layer_types=("full_attention",), decoder_sparse_step=1, mlp_only_layers=()
-        )
-        self.config = config = sparse if config.sparse_layers else replace(sparse, mlp_only_layers=(0,))
-        self.pre_fc_norm_embedding = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_fc_norm_hidden = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([QwenNextDecoderLayer(config, 0)])
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids: Ids, positions: Ids, attend: Recur, hidden: Hidden) -> Hidden:
-        [model] = self.target
-        embedded = self.pre_fc_norm_embedding(model.embed_tokens(input_ids))
-        x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
-        cos, sin = model.rotary_emb(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
-
-    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        return self.target[0].compute_logits(hidden)
-
-
 class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
@@ -243,7 +202,6 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
     weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
     layer_class = QwenNextDecoderLayer
     supports_cuda_graph = False  # Python code advances the state of each sequence
-    drafter_class = QwenNextDrafter
 
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__(config)

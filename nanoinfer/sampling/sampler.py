@@ -5,7 +5,6 @@ In: HeadRows and a SamplingBatch. Out: SampledTokens, and from these a SamplerOu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,9 +19,6 @@ from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.sampling.stages import Logits
 from nanoinfer.system.transfer import on_device
-
-if TYPE_CHECKING:
-    from nanoinfer.features.tracing.stage_trace import StageTracer
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
@@ -112,30 +108,21 @@ class Sampler:
         self.returns_logits = logprobs_mode.endswith("_logits")
         self.has_user_stages = stages != STAGES
 
-    def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
-        """Choose a token per row. The stages may write into the logits of the rows.
-
-        tracer: the tracer that needs the logits after every stage, so every row runs stage by stage. None: routes may be used.
-        """
+    def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
+        """Choose a token per row. The stages may write into the logits of the rows."""
         if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
-        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.row_groups.logprobs))
-        reads_every_stage |= bool(batch.row_groups.masks)
+        reads_every_stage = batch.row_groups.masks or (self.processed_logprobs and batch.row_groups.logprobs)
         if self.routes and not reads_every_stage and not self.has_user_stages:
             return self._sample_by_route(rows, batch)
-        return self._sample_by_stages(rows.logits, batch, tracer)
+        return self._sample_by_stages(rows.logits, batch)
 
-    def _sample_by_stages(self, logits: Logits, batch: SamplingBatch, tracer: "StageTracer | None") -> SampledTokens:
+    def _sample_by_stages(self, logits: Logits, batch: SamplingBatch) -> SampledTokens:
         """Run every stage on every row, then choose: the definition that the routes must reproduce."""
         logprob_logits = _rows_with_logprobs(logits, batch)
         is_finite = logits.amax(dim=-1).isfinite()
-        if tracer is not None:
-            tracer.after_stage("model", logits)
-        logits = self._apply(self.stages, logits, batch, tracer)
+        logits = self._apply(self.stages, logits, batch)
         token_ids = torch.where(is_finite, _choose(logits, batch), -1)
-        if tracer is not None:
-            greedy = set(batch.row_groups.greedy_rows)
-            tracer.after_draw(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
         if self.processed_logprobs:
             logprob_logits = _rows_with_logprobs(logits, batch)
         return self._sampled(token_ids, batch, logits, is_finite, logprob_logits)
@@ -157,17 +144,13 @@ class Sampler:
             token_ids = torch.where(is_finite, token_ids, -1)
         return self._sampled(token_ids, batch, logits, is_finite, logprob_logits)
 
-    def _apply(
-        self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch, tracer: "StageTracer | None" = None
-    ) -> Logits:
+    def _apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
         for stage in stages:
             processed = stage(logits, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
                 got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
                 raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
             logits = processed.contiguous()
-            if tracer is not None:
-                tracer.after_stage(_name(stage), logits)
         return logits
 
     def _sampled(

@@ -37,7 +37,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features import tracing
+from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 from nanoinfer.scheduling.prefix_index import CacheGroup, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence
@@ -82,7 +82,7 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
-        tracer: "tracing.Tracer | None" = None,
+        observer: SchedulingObserver = NOBODY,
         layout: CacheLayout = CacheLayout(),
         store: "BlockStore | None" = None,
     ) -> None:
@@ -90,7 +90,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.tracer = tracer
+        self.observer = observer
         self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
         self.acts_each_step = self._has_windows or layout.num_state_slots > 0 or store is not None
         self.blocks = Pool(num_blocks)
@@ -229,8 +229,7 @@ class BlockManager:
         seq.prefix_keys = list(prefix.keys)
         for group, (table, ids) in enumerate(zip(self.tables(seq), prefix.tables, strict=False)):
             table += ids
-            if self.tracer is not None:
-                self.tracer.emit(tracing.BlocksShared(seq.sequence_id, tuple(table), group))
+            self.observer.blocks_changed("shared", seq, table, group)
         self.blocks.hold(self._blocks_of(prefix))
         if self.state_slots is not None and prefix:
             self.state_slots.share(prefix.tables[-1][-1], seq)
@@ -249,14 +248,11 @@ class BlockManager:
                     shared, table[index] = table[index], self._take()
                     self.blocks.drop([shared])
                     copies.append((shared, table[index]))
-                    if self.tracer is not None:
-                        self.tracer.emit(tracing.BlockCopied(seq.sequence_id, *copies[-1]))
+                    self.observer.block_copied(seq, shared, table[index])
         for group, table in enumerate(tables):
-            num_before = len(table)
-            while len(table) * self.block_size < end:
-                table.append(self._take())
-            if self.tracer is not None and len(table) > num_before:
-                self.tracer.emit(tracing.BlocksAllocated(seq.sequence_id, tuple(table[num_before:]), group))
+            if new := [self._take() for _ in range(len(table), -(-end // self.block_size))]:
+                table += new
+                self.observer.blocks_changed("allocated", seq, new, group)
         if self.state_slots is not None:
             self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.is_answered)
         return copies
@@ -267,15 +263,15 @@ class BlockManager:
         Blocks that no query after these tokens reaches are freed.
         """
         num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.is_answered else 0
-        num_cached, cached = len(seq.prefix_keys), []
+        num_cached = len(seq.prefix_keys)
         if num_full > num_cached:
+            cached = []
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             for group, table in enumerate(self.tables(seq)):
                 # If another sequence filled a block with the same tokens first, its block stays in the cache.
                 cached += self.index.enter(full, group, table[num_cached:num_full])
-        if self.tracer is not None and cached:
-            self.tracer.emit(tracing.BlocksCached(seq.sequence_id, tuple(cached)))
+            self.observer.blocks_changed("cached", seq, cached)
         if self._has_windows:
             self._release(seq, num_tokens)
         if self.state_slots is not None:
@@ -309,8 +305,7 @@ class BlockManager:
         self.index.remove(key, self.blocks.groups[block])
         if self.state_slots is not None:
             self.state_slots.forget(key)
-        if self.tracer is not None:
-            self.tracer.emit(tracing.BlockEvicted(block))
+        self.observer.block_evicted(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
@@ -319,16 +314,14 @@ class BlockManager:
         child.prefix_keys = list(parent.prefix_keys)
         held = self._held(child)
         self.blocks.hold(held)
-        if self.tracer is not None:
-            self.tracer.emit(tracing.BlocksForked(parent.sequence_id, child.sequence_id, tuple(held)))
+        self.observer.blocks_forked(parent, child, held)
         if self.state_slots is not None:
             self.state_slots.fork(parent, child)
 
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, is kept."""
         tables = self.tables(seq)
-        if self.tracer is not None and (held := self._held(seq)):
-            self.tracer.emit(tracing.BlocksFreed(seq.sequence_id, tuple(held)))
+        self.observer.blocks_changed("freed", seq, self._held(seq))
         self.blocks.drop(block for blocks in zip(*map(reversed, tables), strict=True) for block in blocks if block != NO_BLOCK)
         for table in tables:
             table.clear()
@@ -365,9 +358,9 @@ class BlockManager:
                 index -= 1
             released += table[index:first]
             table[index:first] = [NO_BLOCK] * (first - index)
-        self.blocks.drop(released)
-        if self.tracer is not None and released:
-            self.tracer.emit(tracing.BlocksReleased(seq.sequence_id, tuple(released)))
+        if released:
+            self.blocks.drop(released)
+            self.observer.blocks_changed("released", seq, released)
 
     def _take(self) -> int:
         if not self.blocks.empty:

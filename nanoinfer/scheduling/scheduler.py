@@ -40,8 +40,8 @@ from itertools import chain
 
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.errors import InvalidTypeError, NanoinferError
-from nanoinfer.features import tracing
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
@@ -80,18 +80,17 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         block_manager: BlockManager,
-        tracer: "tracing.Tracer | None" = None,
+        observer: SchedulingObserver = NOBODY,
         max_adapters: int | None = None,
     ) -> None:
         """max_adapters: the most LoRA adapters that the running sequences may use together. None: no limit."""
         self.config = config
         self.block_manager = block_manager
-        self.tracer = tracer
+        self.observer = observer
         self.max_adapters = max_adapters
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._num_steps = 0
-        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing. The next StepScheduled names them
 
     # ---- for subclasses to override
 
@@ -168,8 +167,7 @@ class Scheduler:
             schedule_seconds=time.perf_counter() - start,
         )
         self._num_steps += bool(scheduled)
-        if self.tracer is not None:
-            self._trace(self.tracer, plan)
+        self.observer.step_scheduled(plan, self)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
@@ -339,23 +337,6 @@ class Scheduler:
         selection.copies[seq] = self.block_manager.allocate(seq, num_new_tokens)
         selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
         selection.budget -= num_new_tokens if num_new_tokens > 1 else 0
-
-    def _trace(self, tracer: "tracing.Tracer", plan: StepPlan) -> None:
-        self._unreported += plan.preempted
-        if not plan.scheduled:
-            return
-        unreported, self._unreported = self._unreported, []
-        tracer.emit(
-            tracing.StepScheduled(
-                step=plan.step,
-                sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
-                num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
-                running=tuple(seq.sequence_id for seq in self.running),
-                num_waiting=len(self.waiting),
-                num_free_blocks=self.block_manager.num_free_blocks,
-                preempted=tuple(seq.sequence_id for seq in unreported),
-            )
-        )
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, selection: _Selection) -> bool:
         """Preempt sequences until the next tokens of `seq` have blocks. Return False if `seq` itself was preempted."""

@@ -42,7 +42,7 @@ class StateSlots:
         self.pool, self._ids = index.groups[-1].pool, index.groups[-1].ids
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        num_missing = len(_drafts(seq, num_new_tokens))
+        num_missing = len(_unknown(seq, num_new_tokens))
         slot = seq.state_writes.get(seq.num_computed_tokens, seq.state_slot)
         if slot == seq.state_slot and seq.state_writes.keys() - {seq.num_computed_tokens}:
             pass  # allocate has already been called for this step
@@ -58,12 +58,12 @@ class StateSlots:
         seq.state_slot = slot
 
     def allocate(self, seq: Sequence, num_new_tokens: int, *, keeps: bool) -> None:
-        """Take the slots that a step writes: after its known tokens, after each draft, and for a checkpoint if `keeps`."""
+        """Take the slots that a step writes: after its known tokens, after each further one, for a checkpoint if `keeps`."""
         self._settle(seq)
-        start, drafts = seq.num_computed_tokens, _drafts(seq, num_new_tokens)
-        end = start + num_new_tokens - len(drafts)
-        of_drafts = {position: self.take() for position in drafts}
-        writes = {end: self._slot_to_write(seq)} | of_drafts
+        start, unknown = seq.num_computed_tokens, _unknown(seq, num_new_tokens)
+        end = start + num_new_tokens - len(unknown)
+        of_unknown = {position: self.take() for position in unknown}
+        writes = {end: self._slot_to_write(seq)} | of_unknown
         boundary = end - end % self._index.block_size
         if start < boundary < end and keeps and self.pool.num_free:
             writes = {boundary: self.take()} | writes
@@ -124,7 +124,7 @@ class StateSlots:
         return slot
 
 
-def _drafts(seq: Sequence, num_new_tokens: int) -> range:
-    """Return the number of tokens after each draft. A sequence has drafts if it gets more tokens than it knows."""
+def _unknown(seq: Sequence, num_new_tokens: int) -> range:
+    """Return the number of tokens after each token beyond those that the sequence knows: a draft."""
     end = seq.num_computed_tokens + num_new_tokens
     return range(min(end, seq.num_tokens) + 1, end + 1)

@@ -12,7 +12,7 @@ class ScheduledSequence:
     """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 
     Attributes:
-        draft_token_ids: a guess at the tokens that follow (engine/speculative/). Each is computed as another single-token row
+        draft_token_ids: a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row
             after the sequence's newest token. Only a decode step has drafts.
     """
 
@@ -65,8 +65,6 @@ class StepPlan:
         step: the number of the step, which the scheduler counts from 0.
         schedule_seconds: the seconds that the scheduler took to decide.
         sampler: the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own.
-        hidden_slots: in a drafter's step (engine/speculative/mtp.py), each sequence with the slots of the model's hidden rows
-            that its tokens follow. An empty list: its token follows the drafter's own row of the previous step.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -77,7 +75,6 @@ class StepPlan:
     step: int = -1
     schedule_seconds: float = 0.0
     sampler: Callable[..., Any] | None = None
-    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @property
     def num_decode_tokens(self) -> int:

@@ -20,7 +20,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server import protocol, schemas
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
 from nanoinfer.server.choices import (
     ChatFormat,
@@ -76,7 +76,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(RequestLimits, settings=settings)
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    tracer = None if async_llm.engine.tracer is None else async_llm.engine.tracer.tracer
+    tracer = async_llm.engine.config.tracer
     replays = Replays(tracer) if isinstance(tracer, RecentRecorder) else None
     add_page(app, async_llm, models.names[0], replays)
     GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
@@ -142,13 +142,13 @@ class GenerationEndpoints:
 
     def add_to(self, app: FastAPI) -> None:
         streaming = partial(app.post, responses=STREAMS)
-        streaming("/v1/completions", response_model=schemas.Completion)(self.completions)
-        streaming("/v1/chat/completions", response_model=schemas.ChatCompletion)(self.chat_completions)
-        streaming("/v1/responses", response_model=schemas.OpenAIResponse)(self.responses)
-        app.get("/v1/responses/{response_id}", response_model=schemas.OpenAIResponse)(self.stored_response)
+        streaming("/v1/completions")(self.completions)
+        streaming("/v1/chat/completions")(self.chat_completions)
+        streaming("/v1/responses")(self.responses)
+        app.get("/v1/responses/{response_id}")(self.stored_response)
         app.delete("/v1/responses/{response_id}")(self.delete_response)
         app.post("/v1/responses/input_tokens")(self.count_input_tokens)
-        app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS, response_model=schemas.AnthropicMessage)(self.messages)
+        app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)(self.messages)
         app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)(self.count_tokens)
 
     async def completions(self, http: StrictRequest, body: protocol.CompletionRequest) -> Response:
@@ -166,11 +166,11 @@ class GenerationEndpoints:
         chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 
-    async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> schemas.InputTokens:
+    async def count_tokens(self, http: StrictRequest, body: CountTokensRequest) -> protocol.JsonObject:
         self.models.check_body(body)
         return {"input_tokens": await self._num_tokens(http, partial(messages_to_chat, body))}
 
-    async def count_input_tokens(self, http: StrictRequest, body: ResponsesRequest) -> schemas.ResponseInputTokens:
+    async def count_input_tokens(self, http: StrictRequest, body: ResponsesRequest) -> protocol.JsonObject:
         self.models.check_body(body)
         num_tokens = await self._num_tokens(http, lambda: responses_to_chat(body, self._previous(http, body).messages)[0])
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
@@ -206,7 +206,7 @@ class GenerationEndpoints:
             raise RequestError(400, message, param="stream", code="unsupported")
         return json_response(self.store.get(http.key, response_id).json)
 
-    async def delete_response(self, http: StrictRequest, response_id: str) -> schemas.DeletedResponse:
+    async def delete_response(self, http: StrictRequest, response_id: str) -> protocol.JsonObject:
         self.store.delete(http.key, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -262,7 +262,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
             raise RequestError(400, "this model has no tokenizer")
         return engine.tokenizer
 
-    @app.post("/tokenize", response_model=schemas.Tokenized)
+    @app.post("/tokenize")
     async def tokenize(http: StrictRequest, body: protocol.TokenizeRequest) -> Response:
         models.check_body(body)
         return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
@@ -282,7 +282,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
         max_model_len = engine.max_model_len
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
-    @app.post("/detokenize", response_model=schemas.Detokenized)
+    @app.post("/detokenize")
     async def detokenize(http: StrictRequest, body: protocol.DetokenizeRequest) -> Response:
         models.check_body(body)
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
@@ -297,19 +297,17 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
     created = int(time.time())
     metrics = Metrics(async_llm, models.names[0], metrics_prefix)
 
-    def card(name: str) -> schemas.Model:
-        max_model_len = async_llm.engine.max_model_len
-        facts = schemas.Model(
-            id=name, object="model", root=name, created=created, owned_by="nanoinfer", max_model_len=max_model_len
-        )
-        return facts | {"parent": models.names[0]} if name in models.adapters else facts
+    def card(name: str) -> protocol.JsonObject:
+        facts = {"id": name, "object": "model", "root": name, "created": created, "owned_by": "nanoinfer"}
+        parent = {"parent": models.names[0]} if name in models.adapters else {}
+        return facts | {"max_model_len": async_llm.engine.max_model_len} | parent
 
     @app.get("/v1/models")
-    async def list_models() -> schemas.ModelList:
+    async def list_models() -> protocol.JsonObject:
         return {"object": "list", "data": list(map(card, (*models.names, *models.adapters)))}
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> schemas.Model:
+    async def model(model: str) -> protocol.JsonObject:
         return card(models.check(model))
 
     @app.get("/ping", response_class=Response)
@@ -323,9 +321,9 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, models: Models, metrics_
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/load")
-    async def load() -> schemas.ServerLoad:
+    async def load() -> protocol.JsonObject:
         return {"server_load": async_llm.num_unfinished_answers}
 
     @app.get("/version")
-    async def version() -> schemas.Version:
+    async def version() -> protocol.JsonObject:
         return {"version": __version__}

@@ -25,7 +25,6 @@ from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server import schemas
 from nanoinfer.server.answers import Reply
 from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import (
@@ -188,9 +187,9 @@ class ChoicesReply(Reply):
         """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
         return {}
 
-    def usage(self) -> schemas.Usage:
+    def usage(self) -> JsonObject:
         """Return the usage of answers that have ended."""
-        return self.answers.usage()
+        return {**self.answers.usage()}
 
     def _head(self, object_name: str) -> JsonObject:
         name = f"{self.id_prefix}-{self.answers.id}"
@@ -247,7 +246,7 @@ class ChatReply(ChoicesReply):
     def response_fields(self, stream: RequestStream) -> JsonObject:
         return _prompt_fields(self._request, stream)
 
-    def usage(self) -> schemas.ChatUsage:
+    def usage(self) -> JsonObject:
         [output] = self.answers.outputs
         nums = [num_reasoning_tokens(self._parsers[one.index], one.token_ids, self._tokenizer) for one in output.outputs]
         return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": sum(nums)}}
@@ -361,18 +360,18 @@ def num_reasoning_tokens(parser: ChatParser, token_ids: Sequence[int], tokenizer
 
 def chat_logprobs(
     tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, given: Collection[int] | None, as_ids: bool
-) -> schemas.ChatLogprobs:
+) -> JsonObject:
     """Make the "logprobs" of a chat's choice.
 
     given: the ids to list instead of the num_top most likely ones. as_ids: write the text of a token as "token_id:5".
     """
 
-    def entry(token_id: int, logprob: float) -> schemas.TopLogprob:
+    def entry(token_id: int, logprob: float) -> JsonObject:
         data = _bytes(tokenizer, token_id)
         text = f"token_id:{token_id}" if as_ids else data.decode(errors="replace")
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
-    content: list[schemas.TokenLogprob] = []
+    content: list[JsonObject] = []
     for token_id, position in zip(answer.token_ids, answer.logprobs or (), strict=True):
         top = sorted(position.items(), key=lambda item: -item[1].logprob)
         top = [item for item in top if item[0] in given] if given else top[:num_top]

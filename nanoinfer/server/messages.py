@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.server import protocol, schemas
+from nanoinfer.server import protocol
 from nanoinfer.server.blocks import Block, BlockReply, render
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
@@ -250,7 +250,7 @@ class MessagesReply(BlockReply):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
-    def _usage(self) -> schemas.MessageUsage:
+    def _usage(self) -> protocol.JsonObject:
         usage = self.answers.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

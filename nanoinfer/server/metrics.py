@@ -10,8 +10,8 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from nanoinfer import outputs
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.features.metrics import engine_metrics
 
 
 class Metrics(Collector):
@@ -20,7 +20,7 @@ class Metrics(Collector):
     def __init__(self, async_llm: AsyncLLM, model_name: str, prefix: str) -> None:
         self._async_llm, self._prefix = async_llm, prefix
         self._registry = CollectorRegistry()
-        self._of_engine: list[engine_metrics.Metric] = []  # read by text()
+        self._of_engine: list[outputs.Metric] = []  # read by text()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._registry.register(self)
 
@@ -35,15 +35,15 @@ class Metrics(Collector):
         for metric in self._of_engine:
             kind, samples = "counter", list[tuple[str, dict[str, str], float]]()
             match metric:
-                case engine_metrics.Histogram():
+                case outputs.Histogram():
                     kind = "histogram"
                     samples += [("_bucket", {"le": floatToGoString(bound)}, num) for bound, num in metric.buckets.items()]
                     samples += [("_count", {}, metric.count), ("_sum", {}, metric.sum)]
-                case engine_metrics.Vector():
+                case outputs.Vector():
                     samples += [("_total", {"position": str(i)}, value) for i, value in enumerate(metric.values)]
-                case engine_metrics.Counter():
+                case outputs.Counter():
                     samples.append(("_total", {}, metric.value))
-                case engine_metrics.Gauge():
+                case outputs.Gauge():
                     kind = "gauge"
                     samples.append(("", {}, metric.value))
             name = self._prefix + metric.name.removeprefix("vllm:")

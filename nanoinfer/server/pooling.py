@@ -17,7 +17,6 @@ from starlette.responses import Response
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.server import schemas
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
@@ -87,10 +86,10 @@ class PoolingEndpoints:
         self._async_llm, self._check_body = async_llm, check_body
 
     def add_to(self, app: FastAPI) -> None:
-        app.post("/v1/embeddings", response_model=schemas.Embeddings)(self.embeddings)
-        app.post("/v1/score", response_model=schemas.Scores)(self.score)
+        app.post("/v1/embeddings")(self.embeddings)
+        app.post("/v1/score")(self.score)
         app.post("/score", include_in_schema=False)(self.score)
-        app.post("/v1/rerank", response_model=schemas.Ranking)(self.rerank)
+        app.post("/v1/rerank")(self.rerank)
         for path in ("/rerank", "/v2/rerank"):
             app.post(path, include_in_schema=False)(self.rerank)
 

@@ -1,6 +1,7 @@
 """`nanoinfer serve --record FILE`: the arrivals and lengths of all requests, for `bench serve` and `simulate --trace`.
 
-In: the finished streams of an AsyncLLM. Out: lines of Mooncake's form (lab/bench/workloads.py), without text or tokens.
+In: the finished streams of an AsyncLLM. Out: lines of Mooncake's form, without text or tokens. nanoinfer_lab/bench/workloads.py
+reads them.
 """
 
 import json

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, T
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.server import protocol, schemas
+from nanoinfer.server import protocol
 from nanoinfer.server.blocks import CUT, Block, BlockReply, Change, render
 from nanoinfer.server.choices import ChatFormat, num_reasoning_tokens
 from nanoinfer.server.errors import RequestError
@@ -349,7 +349,7 @@ class ResponsesReply(BlockReply):
         self._num_events += 1
         return {"type": name, "sequence_number": self._num_events - 1} | fields
 
-    def _usage(self) -> schemas.ResponseUsage:
+    def _usage(self) -> protocol.JsonObject:
         usage = self.answers.usage()
         token_ids = self.answers.outputs[0].outputs[0].token_ids
         num_reasoning = num_reasoning_tokens(self.blocks.parser, token_ids, self._tokenizer)
@@ -378,7 +378,7 @@ class ResponsesReply(BlockReply):
         return f"{prefix}_{self.answers.id}_{block.index}"
 
 
-def _part(block: Block) -> schemas.OutputText | schemas.ReasoningText:
+def _part(block: Block) -> protocol.JsonObject:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -19,11 +19,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.server import schemas
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
 from nanoinfer.server.errors import RequestError, json_response, text_body
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
-from nanoinfer.server.protocol import Body
+from nanoinfer.server.protocol import Body, JsonObject
 from nanoinfer.training import rollouts
 from nanoinfer.training.update import max_file_bytes
 
@@ -47,25 +46,25 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     origin = rollouts.origin_of(llm.engine)
     app.state.max_file_bytes = max_file_bytes(origin)
 
-    def status() -> schemas.WeightsStatus:
+    def status() -> JsonObject:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
     @app.post("/pause")
-    async def pause(body: Body, mode: Literal["wait", "abort"] = "wait") -> schemas.WeightsStatus:
+    async def pause(body: Body, mode: Literal["wait", "abort"] = "wait") -> JsonObject:
         body.check_unknown_fields()
         await async_llm.pause(mode)
         return status()
 
     @app.post("/resume")
-    async def resume(body: Body) -> schemas.WeightsStatus:
+    async def resume(body: Body) -> JsonObject:
         body.check_unknown_fields()
         await async_llm.between_steps(llm.resume)
         return status()
 
     uploads = asyncio.Semaphore(MAX_UPLOADS)
 
-    @app.post("/update_weights", openapi_extra=_TWO_BODIES, response_model=schemas.WeightsStatus)
+    @app.post("/update_weights", openapi_extra=_TWO_BODIES)
     async def update_weights(http: StrictRequest) -> Response:
         if media_type(http.headers) != FILE:
             body = await http.read(UpdateRequest)
@@ -92,7 +91,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
         await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400
 
     @app.get("/get_world_size")
-    async def get_world_size() -> schemas.WorldSize:
+    async def get_world_size() -> JsonObject:
         return {"world_size": origin.config.tensor_parallel_size}
 
 

@@ -4,12 +4,24 @@ import os
 import platform
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import torch
 
 import nanoinfer
-from nanoinfer.fast.cpu.native import processor
+
+
+@cache
+def processor() -> str:
+    """Return everything that the system reports about its first processor, except values that change over time."""
+    facts = [platform.platform(), platform.processor(), str(os.cpu_count())]
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        facts += [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
+    except OSError:  # not Linux
+        pass
+    return "\n".join(facts)
 
 
 def cpu_name() -> str:

@@ -21,8 +21,8 @@ logger `nanoinfer`:
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
                            is restored after each step.
 
-The command `nanoinfer` (cli/), the benchmarks (lab/bench/) and the ranks above 0 (distributed/worker.py) own their process, so
-they change more of it. The command configures logging, and its option --threads sets torch's threads. A benchmark of a random
+Commands (cli/, nanoinfer_lab/, nanoinfer_course/cli.py) and the ranks above 0 (distributed/worker.py) own their process, and
+change more of it. A command configures logging, and its option --threads sets torch's threads. A benchmark of a random
 model seeds torch's generators. The ranks above 0 log errors only, and take over rank 0's number of threads and its precision of
 float32 products. `nanoinfer serve`, `nanoinfer batch` and replicas of Ray (server/run.py) also set the interpreter's switch
 interval, and exempt what was loaded from garbage collection.

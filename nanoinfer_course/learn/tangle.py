@@ -12,6 +12,7 @@ Three rules decide what is taken:
 1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
    mentioned fields and methods.
 2. FACTS say what is always so in the module. A branch that they exclude is left out, with assignments that only it reads.
+   Nobody observes the module, so what the package tells its observer is left out, too.
 3. Of a docstring the first line.
 """
 
@@ -26,9 +27,8 @@ from itertools import chain
 
 from nanoinfer_course.learn.workbook import first_line, names_of, read_module
 
-# Expressions of the package, and what they are in one file without tracing, a store, states, windows and readers.
+# Expressions of the package, and what they are in one file without a store, states, windows and readers.
 FACTS = {
-    "self.tracer": None,
     "self.stored": None,
     "self.state_slots": None,
     "self._has_windows": False,
@@ -207,7 +207,7 @@ def _edited(text: str) -> str:
                     return _with_branch(text, statement, value, is_only=len(block) == 1)
                 if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
                     return _with_lines(text, stop, block[-1].end_lineno or 0, [])
-                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in FACTS:
+                if ast.unparse(statement).startswith((*(f"{name} = " for name in FACTS), "self.observer.")):
                     return _with_lines(text, start, stop, [])
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces

@@ -116,8 +116,8 @@ def filled(text: str, later: str = "", width: int = WIDTH) -> str:
 
 @cache
 def read_module(name: str) -> tuple[list[str], ast.Module]:
-    """Return the lines and the syntax tree of one of the package's modules, without importing it."""
-    path = Path(nanoinfer.__path__[0], *name.split(".")[1:])
+    """Return the lines and the syntax tree of a module of the engine or of the course, without importing it."""
+    path = Path(nanoinfer.__path__[0]).parent.joinpath(*name.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = file.read_text(encoding="utf-8")
     return text.splitlines(), ast.parse(text)

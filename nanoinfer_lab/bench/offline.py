@@ -8,18 +8,30 @@ from collections.abc import Collection
 from itertools import cycle
 from typing import Any
 
+from nanoinfer.engine.observer import Observer, together
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.executor import ExecutorInfo, StepOutput
 from nanoinfer.execution.memory import memory_for_cache
-from nanoinfer.features.metrics.engine_metrics import Counter
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.outputs import Counter
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer_lab.bench.roofline import CACHE_SHARE, cache_bytes
 from nanoinfer_lab.bench.timing import Figures, Measurement, RequestTiming, Run, figures
 from nanoinfer_lab.bench.workloads import Workload
+
+
+class TokenTimes(Observer):
+    """Keeps each step's time, with a sequence per token."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, list[Sequence]]] = []
+
+    def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
+        self.steps.append((time.perf_counter(), [out.sequence for out in output.sequences for _ in out.token_ids]))
 
 
 def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collection[object] = ()) -> list[RequestTiming]:
@@ -34,7 +46,8 @@ def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collecti
     arrivals, adapters = workload.arrivals or [0.0] * len(prompts), cycle(lora_requests or [None])
     waiting = list(zip(arrivals, prompts, workload.params(), adapters, strict=False))[::-1]  # the next request is the last item
     timings = dict[Sequence, tuple[Request, RequestTiming]]()
-    engine.metrics.steps = steps = list[tuple[float, list[Sequence]]]()
+    before, times = engine.observer, TokenTimes()
+    engine.observer = together(before, times)
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
         while waiting and start + waiting[-1][0] <= time.perf_counter():
@@ -45,8 +58,8 @@ def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collecti
             engine.step()
         else:
             time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
-    engine.metrics.steps = None
-    for now, sequences in steps:
+    engine.observer = before
+    for now, sequences in times.steps:
         for seq in sequences:
             timings[seq][1].token_times.append(now)
     for request, timing in timings.values():

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.server.client import CONNECT_SECONDS, Client
 from nanoinfer_lab.bench import timing as of_any_run
+from nanoinfer_lab.bench.client import CONNECT_SECONDS, Client
 from nanoinfer_lab.bench.timing import COUNTERS, Figures, Measurement, RequestTiming, Run
 from nanoinfer_lab.bench.workloads import Workload
 

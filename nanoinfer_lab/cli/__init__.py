@@ -1,0 +1,1 @@
+"""The commands bench, simulate, verify and check-scheduler."""

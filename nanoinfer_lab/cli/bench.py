@@ -1,4 +1,4 @@
-"""`nanoinfer bench`: its options, its commands and its tables. The files of lab/bench/ measure.
+"""`nanoinfer bench`: its options, its commands and its tables. The files of ../bench/ measure.
 
 The functions import the modules that measure when they are called, because torch takes a second to import.
 """
@@ -50,6 +50,10 @@ chunk. Numbers of tokens are the server's usage. Goodput, requests per second th
 
 DEFAULT_WORKLOADS = "A,B16"
 
+ConfigModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3."),
+]
 RandomModel = Annotated[
     str | None,
     typer.Option(
@@ -115,6 +119,29 @@ class RunOptions:
         typer.Option(help="A LoRA adapter for requests, with --enable-lora. They take several round-robin.", metavar="PATH"),
     ] = None
     repeats: Repeats = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions:
+    """The arguments of LLM that change a simulation."""
+
+    dtype: Annotated[str, EngineArgs] = "auto"
+    quantization: Annotated[str | None, EngineArgs] = None
+    tensor_parallel_size: Annotated[int, EngineArgs] = 1
+    block_size: Annotated[int | None, EngineArgs] = None
+    max_num_seqs: Annotated[int, EngineArgs] = 256
+    max_num_batched_tokens: Annotated[int, EngineArgs] = 4096
+    chunk_size: Annotated[int, EngineArgs] = 1024
+    enable_chunked_prefill: Annotated[bool, EngineArgs] = True
+    enable_prefix_caching: Annotated[bool, EngineArgs] = True
+    max_model_len: Annotated[int | None, EngineArgs] = None
+    kv_cache_memory: Annotated[int | None, EngineArgs] = None
+    kv_cache_dtype: Annotated[str, EngineArgs] = "auto"
+    gpu_memory_utilization: Annotated[float, EngineArgs] = 0.9
+    scheduling_policy: Annotated[str, EngineArgs] = "fcfs"
+    scheduler_cls: Annotated[str | None, EngineArgs] = None
+    block_manager_cls: Annotated[str | None, EngineArgs] = None
+    async_scheduling: Annotated[bool | None, EngineArgs] = None
 
 
 def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
@@ -346,8 +373,8 @@ def serve(
 ) -> None:
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
-    from nanoinfer.server.client import Client
     from nanoinfer_lab.bench import serve as measurement
+    from nanoinfer_lab.bench.client import Client
     from nanoinfer_lab.bench.timing import parse_goodput
 
     limits = parse_goodput(goodput or [])
@@ -396,9 +423,9 @@ def calibrate(
         list[Path],
         typer.Argument(metavar="REPORT...", help="What `serve --json` printed, of few requests at a time and of many."),
     ],
-    model: options.ConfigModel = None,
+    model: ConfigModel = None,
     hardware: Annotated[str, typer.Option(help="Where the search begins: what `roofline --json` printed.")],
-    engine: options.SimulatedOptions,
+    engine: SimulatedOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="Path of the result.")] = Path("server.json"),
     as_json: options.AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ from nanoinfer.arguments import declarations
 from nanoinfer.cli import options
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError, suggest
-from nanoinfer_lab.cli.bench import Goodput, WorkloadOptions, pick_workloads
+from nanoinfer_lab.cli.bench import ConfigModel, Goodput, SimulatedOptions, WorkloadOptions, pick_workloads
 
 if TYPE_CHECKING:
     from nanoinfer_lab.simulate.report import Choice, SimulatedRun
@@ -24,7 +24,7 @@ G = TypeVar("G")
 class MachineOptions:
     """What runs where."""
 
-    model: options.ConfigModel = None
+    model: ConfigModel = None
     hardware: Annotated[
         str,
         typer.Option(
@@ -46,7 +46,7 @@ def simulate(
     *,
     machine: MachineOptions,
     picked: WorkloadOptions,
-    engine: options.SimulatedOptions,
+    engine: SimulatedOptions,
     goodput: Goodput = None,
     sweep: Annotated[
         list[str] | None,
@@ -105,7 +105,7 @@ def simulate(
 def _run(
     machine: MachineOptions,
     picked: WorkloadOptions,
-    engine: options.SimulatedOptions,
+    engine: SimulatedOptions,
     limits: dict[str, float],
     choice: "Choice",
 ) -> "SimulatedRun":

@@ -8,14 +8,14 @@ import random
 import weakref
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import SpeculativeConfig
 from nanoinfer.features.drafts.checked import CheckedProposer
-from nanoinfer.llm import LLM
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanoinfer.features.drafts.speculator import Proposer, SpeculationMetrics
+    from nanoinfer.llm import LLM
 
 NUM_CALLS = 200  # of propose(), with sequences that come, grow and end
 NUM_TOKENS = 8  # the ids of these sequences are below, so that everything repeats itself
@@ -43,6 +43,8 @@ def check_proposer(method: "str | type[Proposer]", **config: object) -> "Specula
         InvalidTypeError, InvalidValueError: the class cannot be made, or its drafts have a form that the engine refuses.
         Exception: an error of the class itself.
     """
+    from nanoinfer.llm import LLM  # imports torch, which schedules.py does without
+
     given = {"method": method, "adaptive": False, **config}
     drafting = LLM("tiny-qwen3", device="cpu", kv_cache_memory=2**24, speculative_config=given)
     checked = SpeculativeConfig.of(given)
@@ -53,7 +55,7 @@ def check_proposer(method: "str | type[Proposer]", **config: object) -> "Specula
     left = _play(proposers[0], proposers[1], checked.num_speculative_tokens)
     gc.collect()
     assert not any(seq() for seq in left), f"{checked.method.__name__} must keep no Sequence after forget(seq)"
-    return _generate(drafting)
+    return _generate(LLM("tiny-qwen3", device="cpu", kv_cache_memory=2**24), drafting)
 
 
 def _play(proposer: CheckedProposer, second: CheckedProposer, max_limit: int) -> "list[weakref.ref[Sequence]]":
@@ -91,15 +93,16 @@ def _forget(proposer: CheckedProposer, second: CheckedProposer, seq: Sequence) -
             raise AssertionError(f"{name}.forget must accept sequences that it does not know: it raised {error!r}") from error
 
 
-def _generate(drafting: LLM) -> "SpeculationMetrics":
+def _generate(plain: "LLM", drafting: "LLM") -> "SpeculationMetrics":
     """Compare an engine's tokens with those of plain decoding."""
-    plain = LLM("tiny-qwen3", device="cpu", kv_cache_memory=2**24)
+    from nanoinfer.features.drafts.speculator import Speculator
+
     prompts = [STORY, f"{STORY} {STORY}", "Lily was", "Lily was"]
     params = [SamplingParams(temperature=temperature, seed=1, max_tokens=40) for temperature in (0, 0, 0.7, 1.5)]
     expected, answers = (
         [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (plain, drafting)
     )
     assert answers == expected, "the tokens must be those of plain decoding; propose() must not change a sequence"
-    speculator = drafting.engine.speculator
-    assert speculator is not None
-    return speculator.metrics
+    speculator = drafting.engine.planner
+    assert isinstance(speculator, Speculator)
+    return speculator.counts

@@ -335,7 +335,7 @@ def run_step(
     step.check_plan()
     memory.num_steps += bool(step.plan.scheduled)
     if speculator is not None:
-        step.plan = speculator.add_drafts(step.plan)
+        step.plan = speculator.add_drafts(step.plan, scheduler)
     memory.copy(step.plan.block_copies)
     ends = {item.sequence: item.sequence.num_computed_tokens + item.num_packed_tokens for item in step.plan.scheduled}
     for item in step.plan.scheduled:

@@ -23,7 +23,6 @@ import itertools
 import marshal
 import pickle
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
@@ -33,15 +32,17 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from nanoinfer.config import SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import check_integer, out_of_range
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.features import tracing
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
+from nanoinfer.scheduling.observer import NOBODY
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -220,18 +221,20 @@ def replay(
     recorder: "tracing.Recorder",
 ) -> None:
     """Record a run of check_scheduler(), for a page that replays it. A violation is recorded as far as it goes."""
-    recorder.emit(
+    observer = tracing.TracingObserver(recorder, world.block_size)
+    observer.emit(
         tracing.EngineStarted(
             f"a world of {world.num_requests} requests", 0, "none", "none", "none", world.num_token_ids, world.num_blocks,
             world.block_size, world.max_num_seqs, world.chunk_size, world.num_blocks * world.block_size,
         )
     )  # fmt: skip
-    state = State.new(world, scheduler_cls, block_manager_cls, recorder)
+    state = State.new(world, scheduler_cls, block_manager_cls, observer)
     try:
         for event in events:
             state.apply(event)
     except Exception:  # the violated invariant
-        return
+        pass
+    observer.flush()
 
 
 class _Adapter(NamedTuple):
@@ -264,6 +267,7 @@ class State:
     num_read: int = 0
     num_aborted: int = 0
     num_resets: int = 0
+    observer: "tracing.TracingObserver | None" = None  # None: nothing is recorded
 
     @classmethod
     def new(
@@ -271,16 +275,17 @@ class State:
         world: World,
         scheduler_cls: type[Scheduler],
         block_manager_cls: type[BlockManager],
-        tracer: "tracing.Tracer | None" = None,
+        observer: "tracing.TracingObserver | None" = None,
     ) -> "State":
         config = SchedulerConfig(
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens or world.chunk_size,
             chunk_size=world.chunk_size,
         )
-        manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, tracer)
-        scheduler = scheduler_cls(config, manager, tracer, world.max_adapters or None)
-        return cls(world, scheduler, Memory(manager))
+        watched = observer or NOBODY
+        manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, watched)
+        scheduler = scheduler_cls(config, manager, watched, world.max_adapters or None)
+        return cls(world, scheduler, Memory(manager), observer=observer)
 
     # ---- what can happen
 
@@ -358,9 +363,9 @@ class State:
         ]
         first.forks = forks
         self.alive += [first, *forks]
-        if (tracer := self.scheduler.tracer) is not None:
+        if self.observer is not None:
             tokens = tuple(map(str, event.prompt))
-            tracer.emit(tracing.RequestAdded(name, " ".join(tokens), event.prompt, tokens, {"n": event.n}))
+            self.observer.emit(tracing.RequestAdded(name, " ".join(tokens), event.prompt, tokens, {"n": event.n}))
         self.scheduler.add(first)
 
     def abort(self, event: Abort) -> None:
@@ -386,7 +391,7 @@ class State:
         speculator = None
         if num := self.world.num_speculative_tokens:
             config = SpeculativeConfig(method=_Guesses, num_speculative_tokens=num, adaptive=False)
-            speculator = Speculator(_Guesses(config), config, self.scheduler.block_manager, max_num_rows=1000)
+            speculator = Speculator(_Guesses(config), config)
         return run_step(self.scheduler, self.memory, self.alive, speculator)
 
     def sample(self, plan: StepPlan, event: RunStep) -> None:
@@ -401,9 +406,10 @@ class State:
                 is_computed = self.world.async_scheduling or seq.num_new_tokens == 1
                 assert is_computed, "a sampled token is the only new token of its sequence"
                 is_last = is_last or len(seq.token_ids) == seq.max_num_tokens
-                if (tracer := self.scheduler.tracer) is not None:
+                if self.observer is not None:
                     at, text, reason = len(seq.token_ids) - 1, str(token_id), "stop" if is_last else None
-                    tracer.emit(tracing.TokenAppended(seq.sequence_id, at, token_id, text, f" {text}", "", 0, reason, None))
+                    appended = tracing.TokenAppended(seq.sequence_id, at, token_id, text, f" {text}", "", 0, reason, None)
+                    self.observer.emit(appended)
                 if is_last:
                     self._finish(seq)
 
@@ -607,12 +613,3 @@ def _dumps(what: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file, 5).dump(what)
     return file.getvalue()
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # the old name of InvariantError, for one version
-        if name != "BrokenPromiseError":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn("BrokenPromiseError is now called InvariantError", DeprecationWarning, stacklevel=2)
-        return InvariantError

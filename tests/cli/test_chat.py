@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import nanoinfer.llm
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.chat_model import LocalModel
 from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
 from nanoinfer.cli.options import EngineOptions, check_chat_template
@@ -33,7 +32,7 @@ def llm():
 
 @pytest.fixture
 def session(llm):
-    return ChatSession(LocalModel(llm), GREEDY)
+    return ChatSession(llm, GREEDY)
 
 
 def user(text):
@@ -152,7 +151,7 @@ def test_retry_draws_another_answer_and_a_seed_repeats_the_session(llm):
     params = replace(GREEDY, temperature=1.0, seed=5)
     texts = []
     for _ in range(2):
-        session = ChatSession(LocalModel(llm), params)
+        session = ChatSession(llm, params)
         session.handle(LILY)
         [_, first] = said(session)
         session.handle("/retry")
@@ -171,9 +170,9 @@ def test_retry_without_a_new_answer_keeps_the_old_one(session):
 
 
 def test_a_seed_is_drawn_where_none_is_given(llm):
-    seeds = {ChatSession(LocalModel(llm), GREEDY).params.seed for _ in range(3)}
+    seeds = {ChatSession(llm, GREEDY).params.seed for _ in range(3)}
     assert len(seeds) == 3
-    session = ChatSession(LocalModel(llm), replace(GREEDY, seed=7))
+    session = ChatSession(llm, replace(GREEDY, seed=7))
     session.handle("/set seed None")
     assert session.params.seed not in (None, 7)
 
@@ -285,7 +284,7 @@ def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
     session.handle("/system You tell stories.")
     session.handle(LILY)
     session.handle(f"/save {tmp_path}/my talk.json")
-    other = ChatSession(LocalModel(llm), GREEDY)
+    other = ChatSession(llm, GREEDY)
     other.handle(f"/load {tmp_path}/my talk.json")
     other.handle("/retry")
     assert said(other) == said(session)
@@ -294,7 +293,7 @@ def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
 
 
 def test_stats_follow_each_answer_if_asked_for(llm, capsys):
-    session = ChatSession(LocalModel(llm), GREEDY, shows_stats=True)
+    session = ChatSession(llm, GREEDY, shows_stats=True)
     session.handle(LILY)
     stats = capsys.readouterr().err.splitlines()[-1]
     assert stats.startswith("(prompt ")

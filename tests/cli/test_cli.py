@@ -12,6 +12,7 @@ import nanoinfer
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.features.tracing import observer
 from nanoinfer.loading.checkpoint import BUNDLED
 from tests.helpers.replay_page import events_of
 
@@ -222,7 +223,7 @@ def test_a_folder_without_a_tokenizer_names_it_and_a_hint(tmp_path):
 
 
 def differing(params):
-    return {name: getattr(params, name) for name in params.differing()}
+    return {name: getattr(params, name) for name in observer.differing(params)}
 
 
 def test_explain_keeps_the_order_of_more_than_ten_prompts_and_reads_standard_input(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanoinfer.cli import commands
-from nanoinfer.cli.main import app
+from nanoinfer.cli.main import COMMANDS, app
 
 
 def run(*arguments):
@@ -69,8 +69,18 @@ def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence
 def test_the_list_of_commands_has_whole_sentences(group, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = run(*group, "--help").stdout
-    for entry in re.split(r"\n  (?=\w)", text.partition("Commands:\n")[2]):
+    _, *entries = re.split(r"\n(?:\n[A-Z][\w ]+:\n)?  (?=\w)", text.partition("this message and exit.")[2])
+    assert len(entries) >= 7
+    for entry in entries:
         assert re.search(r"[^.]\.$", entry.strip()), entry
+
+
+def test_the_commands_stand_in_groups_and_what_generates_comes_first():
+    text = run("--help").stdout.partition("this message and exit.\n\n")[2]
+    groups = {part.partition(":\n")[0]: re.findall(r"^  (\w\S*)", part, re.MULTILINE) for part in text.split("\n\n")}
+    assert list(groups) == ["Generate", "Examine", "Measure and teach"]
+    assert groups["Generate"][:4] == ["generate", "chat", "serve", "explain"]
+    assert [name for group in groups.values() for name in group] == list(COMMANDS)
 
 
 @pytest.mark.parametrize(

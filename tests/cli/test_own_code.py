@@ -130,8 +130,3 @@ def test_what_is_no_list_of_stages_is_one_sentence(name, words):
     result = CliRunner().invoke(app, ["generate", "x", "--stages", name])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert words in result.stderr
-
-
-def test_a_chat_with_a_server_has_no_code_of_ones_own():
-    result = CliRunner().invoke(app, ["chat", "x", "--url", "http://127.0.0.1:1", "--import", "module_of_mine"])
-    assert result.stderr.startswith("error: --import cannot change a server's model; leave it out")

@@ -8,9 +8,9 @@ A call is an event "call" (a function of Python begins, or a generator goes on) 
 sys.setprofile. What torch and the C++ kernels do inside such a call is not counted. The same requests are repeated after a
 warm-up, in float32 on a CPU, with one thread of torch, and without garbage collection. The median is recorded.
 
-    LLM A, LLM B16   the workloads of lab/bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64 and 64
-                     new ones. "step" is the median of the steps of engine.step() in which every sequence has one new token.
-                     "requests" is LLM.generate() with all prompts, from its call to its return.
+    LLM A, LLM B16   the workloads of nanoinfer_lab/bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64
+                     and 64 new ones. "step" is the median of the steps of engine.step() in which every sequence has one new
+                     token. "requests" is LLM.generate() with all prompts, from its call to its return.
     server           one streamed completion of 64 tokens over HTTP, from its connection to the end of it. Each step is made
                      when the client has read the event of the one before, so that events never share a delivery. "engine" is
                      the engine's thread, and "event loop" that of HTTP. "event loop, own" are its calls of functions of this

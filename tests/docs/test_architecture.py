@@ -14,65 +14,100 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
 
-# folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
-ALLOWED = {
+# The doors and the machine: a folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
+CORE = {
     "common": set(),
     "system": {"common"},
-    "tracing": {"common"},
     "tokenization": {"common"},
-    "scheduling": {"common", "tracing"},
+    "scheduling": {"common"},
     "attention": {"common", "system"},
     "models": {"common", "attention"},
     "loading": {"common", "system", "tokenization", "models"},
-    "sampling": {"common", "system", "tracing", "tokenization", "scheduling"},
-    "chat": {"common", "system", "tokenization", "sampling"},
-    "execution": {"common", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
-    "fast": {"common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
-    "lora": {"common", "system", "scheduling", "loading", "execution"},
-    "engine": {
-        *("common", "system", "tracing", "tokenization", "scheduling", "loading", "sampling", "chat", "execution"),
-        *("lora", "fast"),
-    },
-    "distributed": {
-        *("common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
-        "engine",
-    },
-    "training": {"common", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
-    "embedding": {"common", "scheduling", "loading", "execution", "engine"},
-    "llm": {"common", "tracing", "sampling", "chat", "engine", "training", "embedding"},
-    "testing": {"common", "tracing", "scheduling", "engine", "llm"},
-    "async_llm": {"common", "system", "lora", "engine", "training", "embedding", "llm"},
-    "server": {"common", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
-    "compat": {"common", "lora", "sampling", "engine", "distributed", "embedding", "llm", "async_llm"},
-    "lab": {
-        *("common", "tracing", "scheduling", "attention", "loading", "sampling", "execution", "fast"),
-        *("engine", "llm", "server"),
-    },
-    "cli": {
-        *("common", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
-        *("llm", "testing", "async_llm", "server", "lab"),
-    },
+    "sampling": {"common", "system", "scheduling"},
+    "execution": {"common", "system", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
+    "engine": {"common", "system", "tokenization", "scheduling", "loading", "sampling", "execution"},
+    "llm": {"common", "engine"},
 }
+# The features, with a folder of features/ or of the package, and fast/. They may import the machine. A folder -> what else.
+GUESTS = {
+    "chat": {"features.structured"},
+    "embedding": set(),
+    "features.drafts": {"features.tracing"},
+    "fast": {"features.adapters"},
+    "distributed": {"fast"},
+    "training": {"fast"},
+}
+# Who uses all of them -> which of these it may import besides.
+USERS = {"async_llm": set(), "compat": {"async_llm"}, "server": {"async_llm"}, "cli": {"async_llm", "server"}}
 
-# The import that the table does not allow: rank 0 starts the other ranks while it loads, and each of them builds its runner.
-EXCEPTIONS = {"engine/load.py": {"nanoinfer.distributed.launch"}}
+# The files that put an engine together, and may name every feature.
+BUILDERS = {"engine/build.py", "engine/load.py"}
+# What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
+NAMED = {
+    "config.py": {
+        "nanoinfer.features.drafts.speculator",
+        "nanoinfer.features.own_code.logits_processors",
+        "nanoinfer.features.tracing",
+    },
+    "engine/inputs.py": {
+        "nanoinfer.chat.harmony",
+        "nanoinfer.chat.messages",
+        "nanoinfer.chat.parsing",
+        "nanoinfer.chat.tools",
+        "nanoinfer.features.adapters.adapters",
+        "nanoinfer.features.adapters.request",
+        "nanoinfer.features.reasoning.thinking",
+        "nanoinfer.features.structured.grammar",
+    },
+    "engine/llm_engine.py": {
+        "nanoinfer.features.adapters.adapters",
+        "nanoinfer.features.drafts.speculator",
+        "nanoinfer.features.metrics.engine_metrics",
+        "nanoinfer.features.tracing",
+    },
+    "engine/request.py": {"nanoinfer.features.tracing"},
+    "execution/forward_batch.py": {"nanoinfer.features.tracing"},
+    "execution/local_executor.py": {"nanoinfer.features.tracing", "nanoinfer.features.tracing.stage_trace"},
+    "execution/packing.py": {"nanoinfer.features.tracing"},
+    "execution/runtime.py": {"nanoinfer.features.own_code.logits_processors"},
+    "llm.py": {
+        "nanoinfer.chat.messages",
+        "nanoinfer.chat.tools",
+        "nanoinfer.embedding",
+        "nanoinfer.embedding.pooling",
+        "nanoinfer.features.adapters.request",
+        "nanoinfer.features.beam_search.search",
+        "nanoinfer.features.metrics.engine_metrics",
+        "nanoinfer.training",
+        "nanoinfer.training.rollouts",
+    },
+    "sampling/batch.py": {"nanoinfer.features.structured.grammar_mask"},
+    "sampling/sampler.py": {"nanoinfer.features.tracing.stage_trace"},
+    "scheduling/block_manager.py": {"nanoinfer.features.tracing"},
+    "scheduling/scheduler.py": {"nanoinfer.features.tracing"},
+    "scheduling/sequence.py": {"nanoinfer.features.reasoning.thinking"},
+}
 
 
 def folder_of(module: str) -> str | None:
-    """nanoinfer.models.qwen -> models; the package itself, which imports nothing by itself -> None."""
-    first = [*module.split("."), ""][1]
-    return "common" if first in VOCABULARY else first or None
+    """nanoinfer.models.qwen -> models, nanoinfer.features.drafts.ngram -> features.drafts; the package itself -> None."""
+    _, *folders = module.split(".")
+    if not folders or folders == ["features"]:
+        return None
+    if folders[0] == "features":
+        return ".".join(folders[:2])
+    return "common" if folders[0] in VOCABULARY else folders[0]
 
 
-def imports_of(path: Path) -> set[str]:
-    """The package's modules that a file imports, in functions too, those for type checkers alone left out."""
+def imports_of(path: Path, *, for_types: bool = False) -> set[str]:
+    """The package's modules that a file imports, in functions too, and, if asked, those for type checkers alone."""
     found = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
             return
-        if isinstance(node, ast.ImportFrom) and node.module == "nanoinfer":
-            found.update(f"nanoinfer.{alias.name}" for alias in node.names if not alias.name.startswith("__"))
+        if isinstance(node, ast.ImportFrom) and node.module in ("nanoinfer", "nanoinfer.features"):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names if not alias.name.startswith("__"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoinfer."):
             found.add(str(node.module))
         elif isinstance(node, ast.Import):
@@ -85,45 +120,69 @@ def imports_of(path: Path) -> set[str]:
 
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-MODULES = {name: "nanoinfer." + name.removesuffix(".py").replace("/", ".") for name in FILES if not name.startswith("__")}
+MODULES = {
+    name: "nanoinfer." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for name in FILES
+    if not name.startswith("__")
+}
+FOLDERS = {folder for module in MODULES.values() if (folder := folder_of(module))}
+MACHINE = CORE.keys() - {"llm"}
 
 
-def test_the_table_has_every_folder_and_no_other():
-    assert {folder_of(module) for module in MODULES.values()} == set(ALLOWED)
+def allowed(folder: str) -> set[str | None]:
+    """The folders that a folder's files may import."""
+    if folder in CORE:
+        return {None, folder} | CORE[folder]
+    if folder in USERS:
+        return {None, folder} | (FOLDERS - USERS.keys()) | USERS[folder]
+    return {None, folder} | MACHINE | GUESTS.get(folder, set())
 
 
-def test_the_table_has_no_circle():
-    assert next(iter(TopologicalSorter(ALLOWED).static_order())) == "common"
+def test_the_tables_have_every_folder_and_no_other():
+    guests = {folder for folder in FOLDERS if folder.startswith("features.")} | GUESTS.keys()
+    assert guests | CORE.keys() | USERS.keys() == FOLDERS
+
+
+def test_the_tables_have_no_circle():
+    order = [*TopologicalSorter({folder: allowed(folder) - {None, folder} for folder in FOLDERS}).static_order()]
+    assert order[0] == "common"
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_file_imports_only_from_the_folders_that_the_table_allows(name):
+def test_a_file_imports_only_from_the_folders_that_the_tables_allow(name):
     folder = folder_of(MODULES[name])
-    for imported in imports_of(FILES[name]) - EXCEPTIONS.get(name, set()):
-        assert folder_of(imported) in {folder, None} | ALLOWED[folder], f"{name} imports {imported}"
+    if name not in BUILDERS and folder is not None:
+        outside = {module for module in imports_of(FILES[name]) if folder_of(module) not in allowed(folder)}
+        assert outside <= NAMED.get(name, set())
+
+
+def test_the_core_names_no_features_but_those_of_the_list():
+    named = {}
+    for name in MODULES.keys() - BUILDERS:
+        if folder_of(MODULES[name]) in CORE:
+            named[name] = {one for one in imports_of(FILES[name], for_types=True) if folder_of(one) not in {None} | CORE.keys()}
+    assert {name: modules for name, modules in named.items() if modules} == NAMED
 
 
 def test_an_import_that_points_upwards_would_be_seen():
     imported = {folder_of(module) for module in imports_of(FILES["engine/llm_engine.py"])}
     assert {"scheduling", "execution"} <= imported
-    assert not imported <= ALLOWED["scheduling"]
+    assert not imported <= allowed("scheduling")
+    assert "chat" not in allowed("engine")
 
 
 def test_only_build_opens_the_entry_point_to_fast():
-    importers = {name for name in MODULES if name.startswith("engine/") and fast_imports(FILES[name])}
-    assert importers == {"engine/build.py"}
-    assert fast_imports(FILES["engine/build.py"]) == {"nanoinfer.fast.accelerate"}
+    assert {module for module in imports_of(FILES["engine/build.py"]) if folder_of(module) == "fast"} == {
+        "nanoinfer.fast.accelerate"
+    }
 
 
-def fast_imports(path: Path) -> set[str]:
-    return {module for module in imports_of(path) if folder_of(module) == "fast"}
-
-
-def test_the_table_of_the_page_names_every_file_and_folder():
+def test_the_page_names_every_file_and_folder():
     listing = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py.typed"))}
+    listing |= {path.name for path in (PACKAGE / "features").iterdir() if path.is_dir() and not path.name.startswith("_")}
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page.partition("\n| folder | what it does")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+(?:\.py|/))`", table)) == listing
+    rooms = page.partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    assert listing - set(re.findall(r"`(\w+(?:\.py|/)?)`", rooms)) == set()
 
 
 def test_models_are_python_alone():
@@ -182,8 +241,8 @@ def run_python(code: str) -> str:
 
 
 def test_bookkeeping_imports_no_torch():
-    light = ("common", "tracing", "tokenization", "scheduling", "chat", "engine")
-    modules = [module for module in MODULES.values() if folder_of(module) in light and not module.endswith("__init__")]
+    light = ("common", "features.tracing", "tokenization", "scheduling", "chat", "engine")
+    modules = [module for module in MODULES.values() if folder_of(module) in light]
     assert len(modules) > 15
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"
 

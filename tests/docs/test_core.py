@@ -24,18 +24,14 @@ SENTENCES = {
 }
 # Parts that are imported when they are used.
 OPTIONAL = """
-    fast/ chat/ server/ cli/ lab/ distributed/ engine/speculative/ loading/formats/ loading/hub.py
-    sampling/grammar.py sampling/grammar_mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
-    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py training/
-    lora/ engine/reading.py embedding/ scheduling/stored_blocks.py execution/block_files.py
-    attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
-    models/gemma3.py models/gpt_oss.py
+    features/ fast/ chat/ embedding/ training/ distributed/ async_llm.py server/ cli/ compat/ loading/formats/ loading/hub.py
+    models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py models/qwen_next.py models/gated_delta.py
+    engine/reading.py scheduling/stored_blocks.py execution/block_files.py attention/states.py scheduling/state_slots.py
 """.split()
 
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
     "llm.py": "end_to_end/test_llm.py",
-    "vllm_compat.py": "test_arguments.py",
     "execution/packing.py": "execution/test_forward_batch.py",
 }
 
@@ -89,7 +85,7 @@ def test_every_module_of_the_core_has_a_file_of_tests():
 def test_a_part_that_is_used_would_be_seen():
     tracer, drafts = "from nanoinfer import Recorder", "speculative_config={'method': 'ngram'}"
     run = f"{tracer}; LLM('tiny-gpt2', kv_cache_memory=2**22, tracer=Recorder(), {drafts})"
-    parts = {"fast/accelerate.py", "models/gpt2.py", "tracing/events.py", "engine/speculative/speculator.py"}
+    parts = {"fast/accelerate.py", "models/gpt2.py", "features/tracing/events.py", "features/drafts/speculator.py"}
     assert parts <= set(imported(run))
 
 

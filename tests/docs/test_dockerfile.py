@@ -149,7 +149,7 @@ def parsed(arguments):
 def test_every_line_finds_what_it_needs_in_what_the_lines_before_it_have_copied(tmp_path):
     image, command = build(tmp_path)
     assert command[:2] == ["nanoinfer", "serve"]
-    files = [path for path in (ROOT / "nanoinfer").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [path for path in ROOT.glob("nanoinfer*/**/*") if path.is_file() and "__pycache__" not in path.parts]
     names = [path.relative_to(ROOT).as_posix() for path in files]
     assert [name for name in names if not (image.inside("/src") / name).is_file()] == []
     assert [*tmp_path.rglob("__pycache__")] == []
@@ -164,8 +164,9 @@ def test_every_line_finds_what_it_needs_in_what_the_lines_before_it_have_copied(
         ("README.md LICENSE", "README.md", "LICENSE is not copied before pip install"),
         ("constraints.txt README.md", "README.md", "constraints.txt is not copied"),
         ("COPY pyproject.toml", "COPY", "pyproject.toml is not copied"),
-        ("COPY nanoinfer nanoinfer\nRUN pip", "RUN pip", "nanoinfer/__init__.py, nanoinfer is not copied before pip install"),
-        ("COPY nanoinfer", "COPY examples examples\nCOPY nanoinfer", "COPY examples: .* or .dockerignore excludes it"),
+        ("COPY nanoinfer nanoinfer\n", "", "nanoinfer/__init__.py, nanoinfer is not copied before pip install"),
+        ("COPY nanoinfer_lab nanoinfer_lab\n", "", "nanoinfer_lab is not copied before pip install"),
+        ("COPY nanoinfer ", "COPY examples examples\nCOPY nanoinfer ", "COPY examples: .* or .dockerignore excludes it"),
         ("COPY nanoinfer nanoinfer", "COPY nanoinfers nanoinfer", "COPY nanoinfers: there is no such file"),
         (".[server,", ".[servers,", "there is no extra servers"),
         ("RUN useradd", "USER nanoinfer\nRUN useradd", "there is no user nanoinfer yet"),
@@ -183,7 +184,7 @@ def test_a_line_that_would_fail_is_found(tmp_path, before, after, words):
         build(tmp_path, head + after + rest)
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "nanoinfer"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "nanoinfer", "nanoinfer_course"])
 def test_a_file_that_dockerignore_leaves_out_is_found(tmp_path, name):
     with pytest.raises(AssertionError, match=f"COPY {name}: there is no such file, or .dockerignore excludes it"):
         build(tmp_path, ignored=IGNORED.replace(f"!{name}\n", ""))

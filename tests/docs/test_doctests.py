@@ -13,10 +13,10 @@ from nanoinfer.scheduling.sequence import Sequence
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = Path(nanoinfer.__file__).parent
+ROOT = Path(nanoinfer.__file__).parents[1]
 WITH_EXAMPLES = sorted(
-    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
-    for path in PACKAGE.rglob("*.py")
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for path in ROOT.glob("nanoinfer*/**/*.py")
     if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
 )
 

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "nanoinfer"
+PACKAGES = [ROOT / name for name in ("nanoinfer", "nanoinfer_lab", "nanoinfer_course")]
 MAX_SEMICOLONS = 3.0  # per 1,000 words
 
 # Words of the project's old voice, which docs/glossary.md and the table of docs/contributing.md replace.
@@ -24,10 +24,11 @@ OLD_WORDS = re.compile(
 
 # Class names whose last word had a second meaning. docs/glossary.md has the meaning that stays.
 SECOND_MEANINGS = {
-    "Shape": "lab/bench/",  # the sizes of a model. An endpoint's JSON has Choices
+    "Shape": "nanoinfer_lab/bench/",  # the sizes of a model. An endpoint's JSON has Choices
     "Guard": "engine/",  # EngineGuard
     "Row": "",  # rows are positions whose logits are computed. A batch file has BatchRequests
-    "Step": "engine/ execution/ tracing/ testing/ fast/ attention/cpu.py",  # a backend's begin_step returns an Attend
+    # A backend's begin_step returns an Attend.
+    "Step": "engine/ execution/ features/tracing/ nanoinfer_lab/testing/ fast/ attention/cpu.py",
     "Verdict": "",
     "Ledger": "",
 }
@@ -67,7 +68,7 @@ PAGES = [
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
 FILES = [
-    *sorted(PACKAGE.rglob("*.py")),
+    *sorted(path for package in PACKAGES for path in package.rglob("*.py")),
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted(path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")),
     *PAGES,
@@ -115,12 +116,13 @@ def test_the_words_that_contributing_replaces_are_refused():
 
 
 def classes_of_the_package() -> list[tuple[str, str]]:
-    """The name and file of each class in nanoinfer/, without protocols, the benchmarks and the stories."""
-    files = [(path, path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")]
+    """The name and file of each class of the packages, without protocols, the benchmarks and the stories."""
+    paths = [path for package in PACKAGES for path in package.rglob("*.py")]
+    files = [(path, path.relative_to(ROOT).as_posix().removeprefix("nanoinfer/")) for path in paths]
     return [
         (node.name, file)
         for path, file in files
-        if not file.startswith(("lab/bench/", "lab/stories/"))
+        if not file.startswith(("nanoinfer_lab/bench/", "nanoinfer_lab/stories/"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef) and "Protocol" not in [ast.unparse(base) for base in node.bases]
     ]

@@ -62,7 +62,7 @@ def test_no_page_turns_an_editable_installation_into_a_copy():
         *root.glob("docs/*.md"),
         *root.glob("examples/*.*"),
         *root.glob("*/*.ipynb"),
-        *root.glob("nanoinfer/**/*.py"),
+        *root.glob("nanoinfer*/**/*.py"),
     ]
     texts = {page: page.read_text(encoding="utf-8") for page in pages if page.name != "installation.py"}
     assert [page.name for page, text in texts.items() if INSTALLS_A_COPY.search(text)] == []

@@ -109,8 +109,8 @@ def test_the_answers_are_the_same(settings, llm, tags, tools_path):
     answers, num_preemptions = answers_of(other, requests)
     assert answers == answers_of(llm, requests)[0]
     assert (num_preemptions > 0) == ("kv_cache_memory" in settings)
-    if other.engine.speculator is not None:
-        assert other.engine.speculator.metrics.num_accepted_tokens > 20
+    if other.engine.planner is not None:
+        assert other.engine.planner.counts.num_accepted_tokens > 20
 
 
 def test_the_answers_are_the_same_with_drafts_that_are_right(llm, tags, tools_path, monkeypatch):
@@ -124,9 +124,9 @@ def test_the_answers_are_the_same_with_drafts_that_are_right(llm, tags, tools_pa
         at = [slice(seq.num_output_tokens, seq.num_output_tokens + limit) for seq, limit in zip(sequences, limits, strict=True)]
         return [token_ids[seq.seed][place] for seq, place in zip(sequences, at, strict=True)]
 
-    monkeypatch.setattr(other.engine.speculator.proposer, "propose", propose)
+    monkeypatch.setattr(other.engine.planner.proposer, "propose", propose)
     assert answers_of(other, requests)[0] == expected
-    metrics = other.engine.speculator.metrics
+    metrics = other.engine.planner.counts
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 200
 
 

@@ -29,9 +29,9 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
 )
-from nanoinfer.features.metrics.engine_metrics import Counter, Gauge, Histogram
 from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.outputs import Counter, Gauge, Histogram
 from tests.helpers import tiny_models
 from tests.helpers.threads import run_in_threads
 from tests.helpers.tiny_models import assert_nothing_is_left

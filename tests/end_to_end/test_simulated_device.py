@@ -288,7 +288,7 @@ def run_drafts(path, config):
         llm = LLM(path, device="sim", kv_cache_memory=2**20, speculative_config=config | {"adaptive": False}, **SETTINGS)
         device.reset_counts()
         assert tokens_of(llm, params=params) == expected
-        assert llm.engine.speculator.metrics.num_accepted_tokens
+        assert llm.engine.planner.counts.num_accepted_tokens
         assert device.waits == []
 
 

@@ -128,7 +128,7 @@ def test_drafts_change_no_token(path, eager):
     expected = tokens_of(generate(LLM(path, enforce_eager=eager, **SETTINGS), REPEATED, params))
     for _ in range(2):
         assert tokens_of(generate(llm, REPEATED, params)) == expected
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens  # some were right, and some states were dropped
     tiny_models.assert_nothing_is_left(llm)
 

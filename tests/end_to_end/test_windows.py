@@ -95,7 +95,7 @@ def test_tokens_equal_transformers_with_ngram_drafts(path, expected):
     drafts = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
     llm = LLM(path, kv_cache_memory=2**24, speculative_config=drafts, **SIZES)
     check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     assert metrics.num_draft_tokens > metrics.num_accepted_tokens  # some were rejected
     tiny_models.assert_nothing_is_left(llm)
 
@@ -188,7 +188,7 @@ def test_a_draft_model_with_windows_goes_back_after_a_rejected_draft(path, expec
         draft = {"method": "draft_model", "model": str(model), "adaptive": False, "num_speculative_tokens": 5}
         llm = LLM(path, kv_cache_memory=2**24, speculative_config=draft, **SIZES)
         check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
-        metrics, manager = llm.engine.speculator.metrics, llm.engine.speculator.proposer.block_manager
+        metrics, manager = llm.engine.planner.counts, llm.engine.planner.proposer.block_manager
         assert metrics.num_draft_tokens > 20
         assert (metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens) == is_right
         assert manager.num_free_blocks == manager.num_blocks

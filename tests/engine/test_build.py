@@ -5,9 +5,10 @@ import copy
 import pytest
 
 from nanoinfer import SamplingParams
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
-from nanoinfer.engine.build import make_adapters, make_engine, make_proposer, make_runtime
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.build import make_adapters, make_engine, make_runtime
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -47,10 +48,9 @@ def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(m
 
 
 def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
-    plain = EngineConfig(cache=CACHE)
-    engine = make_engine(model, EngineConfig(cache=CACHE, enforce_eager=True))
+    plain = EngineConfig(cache=CACHE, enforce_eager=True)
     assert make_adapters(model, plain) is None
-    assert make_proposer(None, plain, engine.executor) is None
-    drafting = EngineConfig(cache=CACHE, speculative=SpeculativeConfig(method="ngram"))
-    assert isinstance(make_proposer(None, drafting, engine.executor), NGramProposer)
+    assert make_engine(model, plain).planner is None
+    drafting = EngineConfig(cache=CACHE, enforce_eager=True, speculative=SpeculativeConfig(method="ngram"))
+    assert isinstance(make_engine(model, drafting).planner.proposer, NGramProposer)
     assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True)).layers

@@ -67,9 +67,9 @@ def test_an_executor_captures_the_graphs_of_steps_and_then_those_of_routes(has_s
         return SimpleNamespace(capture_next=iter(answers).__next__)
 
     executor = object.__new__(LocalExecutor)
-    executor._in_step, executor.drafter = nullcontext, None
-    executor.runner = SimpleNamespace(graphs=left(True, False, False, False) if has_step_graphs else None)
-    executor.sampler = SimpleNamespace(routes=[left(False, True, False), left(False, False)])
+    executor._in_step = nullcontext
+    executor.graph_owners = [left(True, False, False, False)] * has_step_graphs
+    executor.graph_owners += [left(False, True, False), left(False, False)]
     expected = [True, False, True, False] if has_step_graphs else [False, True, False]
     assert [executor.capture_next() for _ in expected] == expected
 
@@ -77,5 +77,5 @@ def test_an_executor_captures_the_graphs_of_steps_and_then_those_of_routes(has_s
 def test_the_graphs_of_a_draft_model_are_captured_with_those_of_the_model(qwen3_path, monkeypatch):
     llm = LLM(str(qwen3_path), speculative_config={"method": "draft_model", "model": str(qwen3_path)})
     assert not llm.engine.executor.capture_next()
-    monkeypatch.setattr(llm.engine.speculator.proposer._executor, "capture_next", lambda: True)
+    monkeypatch.setattr(llm.engine.planner.proposer._executor, "capture_next", lambda: True)
     assert llm.engine.executor.capture_next()

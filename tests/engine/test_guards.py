@@ -19,7 +19,7 @@ def log():
 def guard(log):
     return EngineGuard(
         restart=lambda: log.append("restart"),
-        flush_trace=lambda: log.append("flush"),
+        flush=lambda: log.append("flush"),
         abort=lambda *ids: log.append(("abort", *ids)),
     )
 
@@ -79,7 +79,7 @@ def test_a_tracer_that_raises_leaves_no_step_behind(guard, log):
     def broken():
         raise ValueError("mine")
 
-    guard = EngineGuard(restart=lambda: None, flush_trace=broken, abort=lambda *ids: log.append(ids))
+    guard = EngineGuard(restart=lambda: None, flush=broken, abort=lambda *ids: log.append(ids))
     with pytest.raises(ValueError, match="mine"), guard.step():
         guard.defer_abort(("a",))
     assert log == [("a",)]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from nanoinfer.features.adapters.request import LoRARequest
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
+from nanoinfer.features.adapters.request import LoRARequest
 from tests.helpers import gguf_files, lora_adapters, tiny_models
 
 DTYPES = ("float32", "bfloat16", "float16")

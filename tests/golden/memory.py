@@ -3,8 +3,8 @@
 In: the plans that an executor receives. Out: an AssertionError as soon as a block table or a state's slot leads to other tokens
 than those of its sequence. A token's keys and values depend on all tokens before it, so a slot holds a digest of these.
 
-It is the memory of nanoinfer_lab/testing/machines.py for all that a load may have: tokens in flight, drafts, windows, states and a
-store.
+It is the memory of nanoinfer_lab/testing/machines.py for all that a load may have: tokens in flight, drafts, windows, states
+and a store.
 """
 
 from tests.golden.loads import Load, mixed, token_at

@@ -14,14 +14,15 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from nanoinfer.features.beam_search.search import BeamSearch
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
-from nanoinfer.features.tracing import EventBuffer
-
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
+from nanoinfer.features.beam_search.search import BeamSearch
+from nanoinfer.features.drafts.config import SpeculativeConfig
+from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
+from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -310,15 +311,15 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         if load.num_drafts
         else None,
     )  # fmt: skip
-    proposer = Proposer() if load.num_drafts else None
+    planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
     return LLMEngine(
         RecordingExecutor(load, record),
         config,
         eos_token_ids=frozenset([EOS]),
-        proposer=proposer,
-        tracer=EventBuffer(events),
+        planner=planner,
         store=store,
         features=[PromptLogprobs(VOCAB_SIZE, None)],
+        observer=TracingObserver(events, load.block_size),
     )
 
 

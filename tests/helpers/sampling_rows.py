@@ -22,7 +22,7 @@ PARAMS = {  # that put a row into each group of RowGroups
 def sampling_by(*routes, stages=STAGES, **options):
     """The sampler with these routes, as a function of logits. Without a route it runs stage by stage: the definition."""
     sampler = Sampler(stages, routes=routes, **options)
-    return lambda logits, batch, tracer=None: sampler(HeadRows(logits, the_same), batch, tracer)
+    return lambda logits, batch: sampler(HeadRows(logits, the_same), batch)
 
 
 def the_same(hidden):

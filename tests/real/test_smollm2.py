@@ -108,7 +108,7 @@ def test_drafts_by_its_own_four_bits_change_no_token_and_most_are_right(llm, lla
     drafts = {"method": "quantized", "bits": 4, "num_speculative_tokens": 3, "adaptive": False}
     with LLM(llama_path, speculative_config=drafts, **SETTINGS) as drafting:
         found = [output.outputs[0].token_ids for output in drafting.generate(prompts, params, use_tqdm=False)]
-        metrics = drafting.engine.speculator.metrics
+        metrics = drafting.engine.planner.counts
     assert found == expected
     assert metrics.num_accepted_tokens > 0.3 * metrics.num_draft_tokens > 0
 

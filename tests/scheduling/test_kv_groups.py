@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.features.tracing import BlockEvicted, BlocksReleased, Recorder
+from nanoinfer.features.tracing import BlockEvicted, BlocksReleased, Recorder, TracingObserver
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks
 from nanoinfer.scheduling.pool import NO_BLOCK
@@ -119,10 +119,11 @@ def test_full_attention_would_hold_every_block():
 
 def test_the_example_of_the_docstring():
     recorder = Recorder()
-    manager = BlockManager(8, 4, True, recorder, CacheLayout((None, 6), 14))
+    manager = BlockManager(8, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 6), 14))
     seq, _ = computed(manager, range(14))
     assert seq.block_table == [0, 1, 2, 3]
     assert seq.more_block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
+    observer.flush()
     assert recorder.of(BlocksReleased) == [BlocksReleased("r", (4, 5))]
 
 
@@ -178,9 +179,10 @@ def test_a_users_class_decides_for_every_group():
 
     def first_evicted(manager_cls):
         recorder = Recorder()
-        manager = manager_cls(6, 4, True, recorder, CacheLayout((None, 4), 8))
+        manager = manager_cls(6, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 4), 8))
         manager.free(computed(manager, range(8))[0])
         computed(manager, range(50, 59), chunk=8)
+        observer.flush()
         return recorder.of(BlockEvicted)[0].block, manager.choose_evicted.__qualname__
 
     (oldest, _), (newest, name) = first_evicted(BlockManager), first_evicted(EvictsLast)

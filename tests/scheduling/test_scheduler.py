@@ -165,17 +165,6 @@ def test_random_loads_keep_the_rules():
     check_random_loads()
 
 
-def test_without_a_tracer_no_preemption_is_kept_for_an_event():
-    scheduler = make(num_blocks=6, block_size=2)
-    older, younger = sequence("a", 4, 12), sequence("b", 4, 12, first=20)
-    for seq in (older, younger):
-        scheduler.add(seq)
-    while scheduler.num_unfinished:
-        step(scheduler)
-    assert younger.num_preemptions > 0
-    assert scheduler._unreported == []
-
-
 def test_forks_without_a_place_wait_in_the_order_of_their_prompts():
     scheduler = make(max_num_seqs=2)
     for name, first in (("a", 0), ("b", 50)):

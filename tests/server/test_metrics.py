@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoinfer import AsyncLLM
-from nanoinfer.features.metrics.engine_metrics import Counter, Gauge
+from nanoinfer.outputs import Counter, Gauge
 from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
 

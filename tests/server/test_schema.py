@@ -1,5 +1,6 @@
 """schemathesis makes requests from /openapi.json, valid ones and broken ones: no 5xx, every 4xx in OpenAI's shape, only
-statuses and content types that the schema has, and bodies with the fields that it describes and no others.
+statuses and content types that the schema has, errors with the fields that it describes and no others, and answers with those
+of answer_schemas.py.
 """
 
 from collections import Counter
@@ -8,11 +9,13 @@ from itertools import product
 import jsonschema
 import pytest
 import requests
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save
 
 from nanoinfer import AsyncLLM
 from nanoinfer.server.limits import FILE
 from tests.helpers import http_server, pooling_cases
+from tests.helpers.answer_schemas import ANSWERS
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.tool_cases import QUESTION, TEMPLATE
 
@@ -99,7 +102,8 @@ def check_requests(server, bodies, num_examples, is_checked=lambda path: True):
     schema, statuses = schemathesis.openapi.from_url(server.url + "/openapi.json"), Counter()
     components = closed(server.get("/openapi.json").json()["components"])
 
-    def check_answer(response, documented):
+    def check_answer(response, operation):
+        documented = operation.definition.raw["responses"]
         assert str(response.status_code) in documented
         contents = documented[str(response.status_code)].get("content", {"": {}})
         kind = response.headers.get("content-type", [""])[0].partition(";")[0]
@@ -108,6 +112,8 @@ def check_requests(server, bodies, num_examples, is_checked=lambda path: True):
             assert "schema" in contents[kind]
         if kind == "application/json":
             described = closed(contents[kind]["schema"]) | {"components": components}
+            if response.status_code == 200:
+                described = closed(TypeAdapter(ANSWERS[operation.label]).json_schema())
             jsonschema.Draft202012Validator(described).validate(response.json())
 
     for result in schema.get_all_operations():
@@ -122,7 +128,7 @@ def check_requests(server, bodies, num_examples, is_checked=lambda path: True):
             for sent in variants(case, server, bodies):
                 response = sent.call(timeout=120, session=session)
                 statuses[sent.operation.label, response.status_code] += 1
-                check_answer(response, sent.operation.definition.raw["responses"])
+                check_answer(response, sent.operation)
                 is_late = response.status_code == 504 and "timeout" in sent.body
                 assert response.status_code < 500 or is_late, response.text
 

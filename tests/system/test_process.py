@@ -163,19 +163,20 @@ EFFECTS = {
     r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
     r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
     r"\bset_device\(": {"system/process.py"},
-    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "lab/learn/check.py"},
+    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "nanoinfer_course/learn/check.py"},
     r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
     r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
     r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
 }
-OWN_THEIR_PROCESS = ("cli/", "lab/bench/", "distributed/worker.py")
+OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "distributed/worker.py")
 
 
 @pytest.mark.parametrize("call", EFFECTS)
 def test_no_other_file_changes_the_process(call):
-    files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
-    found = {name for name in files if re.search(call, (PACKAGE / name).read_text(encoding="utf-8"))}
+    paths = PACKAGE.parent.glob("nanoinfer*/**/*.py")
+    files = {path.relative_to(PACKAGE.parent).as_posix().removeprefix("nanoinfer/"): path for path in paths}
+    found = {name for name, path in files.items() if re.search(call, path.read_text(encoding="utf-8"))}
     assert {name for name in found if not name.startswith(OWN_THEIR_PROCESS)} <= EFFECTS[call]
 
 
@@ -184,6 +185,7 @@ def test_no_other_file_changes_the_process(call):
 _IMPORTS = """
 import atexit, builtins, faulthandler, gc, importlib, json, locale, logging, multiprocessing, os, pkgutil, random, signal, sys
 import threading, types, warnings
+from itertools import chain
 import torch
 
 def state():
@@ -219,9 +221,10 @@ def changed(act):
     return [name for name in before if before[name] != after[name]]
 
 def import_all():
-    import nanoinfer
+    import nanoinfer, nanoinfer_course, nanoinfer_lab
 
-    for module in pkgutil.walk_packages(nanoinfer.__path__, "nanoinfer."):
+    packages = nanoinfer, nanoinfer_lab, nanoinfer_course
+    for module in chain(*(pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in packages)):
         try:
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
@@ -232,7 +235,7 @@ reads, writes = os.pipe()
 if os.fork() == 0:
     import_all()
     with open(writes, "w") as pipe:
-        json.dump([name for name in sys.modules if name.partition(".")[0] != "nanoinfer"], pipe)
+        json.dump([name for name in sys.modules if not name.startswith("nanoinfer")], pipe)
     os._exit(0)
 os.close(writes)
 with open(reads) as pipe:

@@ -309,7 +309,7 @@ def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
     draft = {} if method == "mtp" else {"model": str(tiny_models.save("qwen3", tmp_path / "draft", hidden_size=256))}
     with load(path, kv_cache_memory=2**25, speculative_config={"method": method, "adaptive": False} | draft) as llm:
         wanted = answers(llm)
-        drafter = llm.engine.speculator.proposer._executor.runner
+        drafter = llm.engine.planner.proposer._executor.runner
         tensors = [*drafter.cache.tensors(), *([drafter._kept.rows] if method == "mtp" else [])]
         for tensor in tensors:
             tensor.fill_(float("nan"))

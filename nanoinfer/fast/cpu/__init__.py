@@ -1,0 +1,1 @@
+"""The compiler to C++ kernels, the kernels, and the layouts of weights that they read."""

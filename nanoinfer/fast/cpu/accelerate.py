@@ -231,8 +231,8 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
         runtime = replace(runtime, backend=kernels)
     model = cast(nn.Module, runtime.model)
     head = screened_head(model) if config.screened_head and not config.quantization else None
-    drafts = config.bits_of_draft is not None and runtime.weights.shards is None  # else build.py refuses them, on rank 0 alone
-    rounds = config.rounds_to_four_bits if drafts else config.quantization == "int4"
+    drafts = config.bits_of_copy is not None and runtime.weights.shards is None  # else build.py refuses them, on rank 0 alone
+    rounds = config.quantization == "int4" or (drafts and config.bits_of_copy == BITS["int4"])
     moments = find_moments(runtime, compile_model) if rounds else None
     packs = Packs(model, config.quantization, head, moments)
     compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
@@ -245,11 +245,11 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
         runtime = replace(runtime, routes=(FewLogits(packed, runtime.model.compute_logits),))
     if drafts:
-        rounded_to = f"int{config.bits_of_draft}"
+        rounded_to = f"int{config.bits_of_copy}"
         packs, drafter = Packs(model, rounded_to, moments=moments), _drafter_of(model, compiled.model)
         drafter = compile_model(drafter, rounded_to, weights=runtime.weights, adapters=adapters, packs=packs).model
         packs.keep()
-        runtime = replace(runtime, drafter=cast(Model, drafter))
+        runtime = replace(runtime, rounded_copy=cast(Model, drafter))
     if compiled.num_plain_linears:
         return runtime  # torch's products need all threads, and their bits depend on the batch
     return replace(runtime, is_batch_independent=is_independent, in_step=one_torch_thread)

@@ -1,5 +1,5 @@
 // What adapters of requests add to the sums of a linear layer, before its activation: scale * (x @ a.T) @ b.T, with the a and b of
-// each row's adapter. lora.py makes the arguments, and lora/layers.py has the plain definition.
+// each row's adapter. lora.py makes the arguments, and features/adapters/layers.py has the plain definition.
 //
 // A layer first computes the products of each row with its adapter's a. The second product is added where the layer writes its
 // outputs. So an adapter takes no call and no array of its own, and a row without one is not touched.

@@ -1,7 +1,8 @@
 """Keep the adapters of requests in the layout in which the kernels of linear layers read them (lora.h).
 
-In: updates of linear layers (lora/layers.py) by adapter index, and the adapter indices of a step's rows. Out: the addresses of
-both, which stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's dtype.
+In: updates of linear layers (features/adapters/layers.py) by adapter index, and the adapter indices of a step's rows. Out: the
+addresses of both, which stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's
+dtype.
 """
 
 import ctypes

@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -30,6 +29,7 @@ import torch
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
 from nanoinfer.system.disk_cache import opened, private_folder
+from nanoinfer.system.environment import processor
 
 logger = logging.getLogger(__name__)
 
@@ -156,18 +156,6 @@ def cache_folder() -> Path:
     """Return the folder for everything that is kept for this machine."""
     given = os.environ.get("NANOINFER_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"))
-
-
-@cache
-def processor() -> str:
-    """Return everything that the system reports about its first processor, except values that change over time."""
-    facts = [platform.platform(), platform.processor(), str(os.cpu_count())]
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-        facts += [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
-    except OSError:  # not Linux
-        pass
-    return "\n".join(facts)
 
 
 def streamed() -> str:

@@ -1,0 +1,1 @@
+"""Triton kernels, and a step as a CUDA graph."""

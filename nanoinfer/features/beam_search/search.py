@@ -112,6 +112,7 @@ class BeamSearch:
             copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
         plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), sampler=self._sampler)
         executor = self._engine.executor
+        self._engine.observer.step_launched(plan, None)
         step = executor.collect(executor.launch(plan, None))
         self._engine.scheduler.commit(plan)
         return {output.sequence: output for output in step.sequences}

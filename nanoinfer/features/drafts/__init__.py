@@ -1,0 +1,1 @@
+"""Speculative decoding: sources of draft tokens, and the plans that have them."""

@@ -8,7 +8,7 @@ In: sequences. Out: draft token ids. This pays where an answer repeats its promp
 Source: prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
-from nanoinfer.config import SpeculativeConfig
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.scheduling.sequence import Sequence
 
 

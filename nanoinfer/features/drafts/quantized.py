@@ -7,7 +7,7 @@ are overwritten by the step that checks the drafts, and so are its states.
 Source: self-speculative decoding with quantised weights, QSpec, Zhao et al. 2024, https://arxiv.org/abs/2410.11305
 """
 
-from nanoinfer.features.drafts.drafter import Draft, DrafterProposer
+from nanoinfer.features.drafts.draft_model import Draft, DrafterProposer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 

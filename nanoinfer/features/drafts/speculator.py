@@ -1,7 +1,7 @@
 """Speculative decoding: guess some tokens, compute them in one step, keep the guesses that would have been sampled anyway.
 
-In: a StepPlan. Out: the same plan with draft tokens, if they are expected to pay. A decode step reads every weight to compute
-a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
+In: the scheduler's plans. Out: the same plans with draft tokens, where these are expected to pay. A decode step reads every
+weight to compute a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
 
 A draft is a row of its own, after the sequence's newest token. The token sampled at a row depends on the row's logits, on the
 parameters and on (seed, position), as in any step. If the token sampled before a draft equals the draft, the draft's row was
@@ -17,16 +17,22 @@ only the distribution and not the tokens of a seed.
 """
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from nanoinfer.config import SpeculativeConfig
-from nanoinfer.features.tracing import TokensDrafted, Tracer
+from nanoinfer.engine.observer import Planner
+from nanoinfer.execution.executor import StepOutput
+from nanoinfer.features.drafts.config import SpeculativeConfig
+from nanoinfer.outputs import Counter, Metric, Vector
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.llm_engine import LLMEngine
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
@@ -42,7 +48,7 @@ class Proposer(Protocol):
     """A source of drafts. LLM(speculative_config={"method": Mine}) makes one of your own, and checks the form of its drafts.
 
     It may keep state for a sequence, because the known tokens of a sequence never change: from call to call, token_ids only
-    grows. nanoinfer_lab.testing.check_proposer checks a class in your own tests.
+    grows. nanoinfer.testing.check_proposer checks a class in your own tests.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -121,39 +127,32 @@ class SpeculationMetrics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
 
-class Speculator:
-    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: the most rows of a step, with drafts."""
+class Speculator(Planner):
+    """Adds drafts to plans while they pay, and measures whether they do."""
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        config: SpeculativeConfig,
-        block_manager: BlockManager,
-        *,
-        max_num_rows: int,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self.metrics = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
+    def __init__(self, proposer: Proposer, config: SpeculativeConfig) -> None:
+        self.counts = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer
         self._config = config
-        self._block_manager = block_manager
-        self._max_num_rows = max_num_rows
-        self._tracer = tracer
         self._cost = StepCost()
         self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
         self._initial_acceptance = INITIAL_ACCEPTANCE  # of a new sequence, as the latest drafts of all sequences were
 
-    def add_drafts(self, plan: StepPlan) -> StepPlan:
+    def plan(self, scheduler: Scheduler) -> StepPlan:
+        """Plan a step, with drafts of the tokens that follow, which are computed in the same pass."""
+        return self.add_drafts(scheduler.schedule(), scheduler)
+
+    def add_drafts(self, plan: StepPlan, scheduler: Scheduler) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
         Drafts take only free blocks, the oldest sequence first. Blocks of wrong or missing drafts stay with their sequence.
         """
         if plan.block_copies:  # are made when the step begins, and a proposer may read the blocks before
             return plan
-        num_rows = len(plan.rows)
+        num_rows, max_num_rows = len(plan.rows), self._config.max_num_rows(scheduler.config.max_num_seqs)
         limits: dict[Sequence, int] = {}
         for item in plan.scheduled:
-            if limit := self._allocate(item.sequence, min(self._limit(item), self._max_num_rows - num_rows)):
+            if limit := _allocate(scheduler.block_manager, item.sequence, min(self._limit(item), max_num_rows - num_rows)):
                 limits[item.sequence] = limit
                 num_rows += limit
         if not limits:
@@ -162,40 +161,47 @@ class Speculator:
         drafts = dict(zip(limits, proposed, strict=True))
         for seq, draft in drafts.items():
             if len(draft) < limits[seq]:
-                self._block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
+                scheduler.block_manager.allocate(seq, 1 + len(draft))  # releases the state slots of missing drafts
         scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
-        drafting = [item for item in scheduled if item.draft_token_ids]
-        if not drafting:
+        if not any(item.draft_token_ids for item in scheduled):
             return plan
-        if self._tracer is not None:
-            ids = tuple(item.sequence.sequence_id for item in drafting)
-            self._tracer.emit(TokensDrafted(plan.step, ids, tuple(item.draft_token_ids for item in drafting)))
         return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
 
-    def observe(self, plan: StepPlan, num_tokens: dict[Sequence, int], seconds: float) -> None:
-        """Update the estimates by a step, which took `seconds` and gave each sequence the given number of tokens."""
+    def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
+        """Update the estimates by the seconds that a step took, and the tokens that it gave each sequence."""
+        num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
         if not plan.num_prefill_tokens:
-            self._cost.observe(len(plan.rows), sum(num_tokens.values()), seconds)
+            self._cost.observe(len(plan.rows), sum(num_tokens.values()), sum(output.seconds.values()))
         for item in plan.scheduled:
             num_drafted = len(item.draft_token_ids)
             if not num_drafted or item.sequence not in num_tokens:
                 continue
             num_accepted = max(num_tokens[item.sequence] - 1, 0)
-            self.metrics.num_drafts += 1
-            self.metrics.num_draft_tokens += num_drafted
-            self.metrics.num_accepted_tokens += num_accepted
+            self.counts.num_drafts += 1
+            self.counts.num_draft_tokens += num_drafted
+            self.counts.num_accepted_tokens += num_accepted
             for position in range(num_accepted):
-                self.metrics.num_accepted_tokens_per_pos[position] += 1
+                self.counts.num_accepted_tokens_per_pos[position] += 1
             acceptance = self._acceptance.get(item.sequence, self._initial_acceptance)
             for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafted):
                 acceptance = MEMORY * acceptance + (1 - MEMORY) * is_right
                 self._initial_acceptance = MEMORY * self._initial_acceptance + (1 - MEMORY) * is_right
             self._acceptance[item.sequence] = acceptance
 
-    def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended."""
+    def sequence_finished(self, seq: Sequence) -> None:
+        """Drop what is kept for a sequence."""
         self._acceptance.pop(seq, None)
         self.proposer.forget(seq)
+
+    def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None:
+        """Add the counts."""
+        for name, count in asdict(self.counts).items():
+            name = f"vllm:spec_decode_{name}"
+            metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
+
+    def engine_closed(self) -> None:
+        """Drop the proposer, which may hold a model."""
+        del self.proposer
 
     def _limit(self, item: ScheduledSequence) -> int:
         """Return how many drafts of a sequence are expected to pay."""
@@ -213,12 +219,13 @@ class Speculator:
             self._initial_acceptance = min(self._initial_acceptance + RECOVERY, INITIAL_ACCEPTANCE)
         return num
 
-    def _allocate(self, seq: Sequence, limit: int) -> int:
-        """Allocate blocks for at most `limit` drafts, fewer if too few blocks are free, and return for how many."""
-        while limit > 0 and not self._block_manager.can_allocate(seq, 1 + limit):
-            limit -= 1
-        if limit <= 0:
-            return 0
-        copies = self._block_manager.allocate(seq, 1 + limit)
-        assert not copies, "the scheduler has copied the shared block that the newest token is written to"
-        return limit
+
+def _allocate(block_manager: BlockManager, seq: Sequence, limit: int) -> int:
+    """Allocate blocks for at most `limit` drafts, fewer if too few blocks are free, and return for how many."""
+    while limit > 0 and not block_manager.can_allocate(seq, 1 + limit):
+        limit -= 1
+    if limit <= 0:
+        return 0
+    copies = block_manager.allocate(seq, 1 + limit)
+    assert not copies, "the scheduler has copied the shared block that the newest token is written to"
+    return limit

@@ -1,0 +1,1 @@
+"""Counters and histograms of an engine, under vLLM's names."""

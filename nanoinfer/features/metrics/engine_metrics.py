@@ -1,23 +1,23 @@
 """Counts of an engine for monitoring, under vLLM's names.
 
-In: the requests, the scheduler, the block manager, the speculator. Out: Metrics.
+In: what the engine tells its observer. Out: Metrics.
 """
 
+import time
 from bisect import bisect_left
 from collections import Counter as Totals
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
+from nanoinfer.engine.observer import Observer
 from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import StepOutput
-from nanoinfer.outputs import FinishReason
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+from nanoinfer.scheduling.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Speculator
+    from nanoinfer.engine.llm_engine import LLMEngine
 
 _OF_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _OF_REQUESTS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -38,67 +38,34 @@ BOUNDS = {  # upper bounds of the histograms' buckets, in seconds or tokens, as 
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value that LLM.get_metrics() returns, under the name that vLLM gives it. labels: what tells values of a name apart."""
-
-    name: str
-    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Counter(Metric):
-    """A number that only grows."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gauge(Metric):
-    """A number that goes up and down."""
-
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Vector(Metric):
-    """A list of numbers that only grow."""
-
-    values: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram(Metric):
-    """A distribution of values. buckets[bound] counts the values up to the bound, and "inf" all. sum: the sum of the values."""
-
-    count: int
-    sum: float
-    buckets: dict[str, int]
-
-
-class EngineMetrics:
+class EngineMetrics(Observer):
     """The totals of an engine's requests, and how long they took."""
 
     def __init__(self) -> None:
+        self._running: set[Request] = set()
         self._finished: Totals[str] = Totals()  # what finished requests have added
         self._reasons: Totals[str] = Totals()  # why answers have ended
         self._histograms = {name: _Buckets(bounds) for name, bounds in BOUNDS.items()}
         self._last_times: dict[Sequence, float] = {}  # when a sequence got its newest tokens
-        self.steps: list[tuple[float, list[Sequence]]] | None = None  # if set: each step's time, a sequence per token
 
-    def add_step(self, step: StepOutput, now: float) -> None:
+    def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
         """Count the times since the last tokens of sequences that get tokens now. With accepted drafts they are several."""
-        done = SequenceStatus.FINISHED
-        sequences = [out.sequence for out in step.sequences if out.token_ids and out.sequence.status is not done]
-        for before, num in Totals(map(self._last_times.get, sequences)).items():  # most have one time, that of the last step
+        now, done = time.perf_counter(), SequenceStatus.FINISHED
+        sequences = [out.sequence for out in output.sequences if out.token_ids and out.sequence.status is not done]
+        times = [*map(self._last_times.get, sequences)]
+        for before in {*times}:  # most have one time, that of the last step
             if before is not None:
-                self._histograms["inter_token_latency_seconds"].add(now - before, num)
+                self._histograms["inter_token_latency_seconds"].add(now - before, times.count(before))
         self._last_times.update(dict.fromkeys(sequences, now))
-        if self.steps is not None:
-            self.steps.append((now, [out.sequence for out in step.sequences for _ in out.token_ids]))
 
-    def add_finished(self, request: Request) -> None:
-        """Count a request that is about to be removed from the engine. Prompts that are only read count in the totals."""
+    def request_added(self, request: Request) -> None:
+        self._running.add(request)
+
+    def request_finished(self, request: Request) -> None:
+        """Count a request, unless it was never queued. Prompts that are only read count in the totals."""
+        self._running.discard(request)
+        if request.sequences[0].status is not SequenceStatus.FINISHED:
+            return
         self._finished.update(_totals_of(request))
         for seq in request.sequences:
             self._last_times.pop(seq, None)
@@ -123,14 +90,14 @@ class EngineMetrics:
             if value is not None:
                 self._histograms[name].add(value)
 
-    def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
-        """Return the current metrics. running: the requests that have not finished."""
-        totals, manager = self._finished.copy(), scheduler.block_manager
-        for request in running:
+    def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None:
+        """Add the current metrics."""
+        totals, manager = self._finished.copy(), engine.block_manager
+        for request in self._running:
             totals.update(_totals_of(request))
-        metrics: list[Metric] = [
-            Gauge("vllm:num_requests_running", len(scheduler.running)),
-            Gauge("vllm:num_requests_waiting", len(scheduler.waiting)),
+        metrics += [
+            Gauge("vllm:num_requests_running", len(engine.scheduler.running)),
+            Gauge("vllm:num_requests_waiting", len(engine.scheduler.waiting)),
             Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
             *(Counter(f"vllm:{name}", totals[name]) for name in _TOTALS),
             *(
@@ -141,11 +108,6 @@ class EngineMetrics:
         ]
         if manager.stored is not None:
             metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
-        if speculator is not None:
-            for name, count in asdict(speculator.metrics).items():
-                name = f"vllm:spec_decode_{name}"
-                metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
-        return metrics
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -1,0 +1,1 @@
+"""A user's own logits processors, with vLLM's interface."""

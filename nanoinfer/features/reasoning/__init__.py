@@ -1,0 +1,1 @@
+"""A budget for the tokens of reasoning."""

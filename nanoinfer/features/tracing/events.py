@@ -1,17 +1,20 @@
-"""The events that the engine emits, the Tracer protocol that receives them, and a buffer between the two.
+"""The events that a Tracer receives, in the order of a token's journey.
 
-The scheduler, the model runner, the sampler and the engine get the tracer as an argument. They construct an event only if there
-is a tracer, so running without costs nothing. An event holds plain numbers and strings, never a tensor and never a live
-object. The classes are in the order of a token's journey.
+An event holds plain numbers and strings, never a tensor and never a live object. observer.py makes the events, and only an
+engine with a tracer has it, so running without costs nothing. A tracer whose attribute `wants_stages` is true also receives
+StageApplied and TokenDrawn.
+
+The events of a step are emitted when the step has ended, in order. Others follow the load of a model, an abort and a beam
+search. An exception of the tracer ends the engine's call. If a stage of the sampler raises, that step emits no StageApplied.
 
 The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".
 A step's TokenAppended events precede its StepTimed. With async_scheduling the next step's StepScheduled may precede both. Beam
 search runs its own steps, and emits the block events and BatchBuilt for them.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+
+from nanoinfer.config import Tracer as Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,36 +243,3 @@ Event = (
     | BlocksShared | BlocksAllocated | BlockCopied | BlockEvicted | BlocksCached | BlocksForked | BlocksFreed | BlocksReleased
     | StepScheduled | TokensDrafted | BatchBuilt | StageApplied | TokenDrawn | TokenAppended | StepTimed | RequestFinished
 )  # fmt: skip
-
-
-@runtime_checkable
-class Tracer(Protocol):
-    """Receives the engine's events. If it has an attribute `wants_stages` that is true, also StageApplied and TokenDrawn.
-
-    The engine emits the events of a step when the step has ended, in order. Others follow the load of a model, an abort and a
-    beam search. An exception of the tracer ends the engine's call. If a stage of the sampler
-    raises, that step emits no StageApplied.
-    """
-
-    def emit(self, event: Event) -> None: ...
-
-
-class EventBuffer:
-    """Keeps events until the engine is in a state in which an exception of the user's tracer does no harm."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.wants_stages = bool(getattr(tracer, "wants_stages", False))
-        self.tracer = tracer
-        self._events: deque[Event] = deque()
-
-    def emit(self, event: Event) -> None:
-        self._events.append(event)
-
-    def flush(self) -> None:
-        """Emit all events in order, including those that the tracer itself causes. If it raises, the rest is lost."""
-        try:
-            while self._events:
-                self.tracer.emit(self._events.popleft())
-        except BaseException:
-            self._events.clear()
-            raise

@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.features.tracing import Candidate, Interval, StageApplied, TokenDrawn, Tracer
-from nanoinfer.sampling.batch import sampled_positions
+from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied, TokenDrawn
+from nanoinfer.features.tracing.observer import TracingObserver
+from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
-from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage
+from nanoinfer.sampling.stages import Logits
 
 NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
 
@@ -34,17 +36,37 @@ class _StageChange:
     after: Float[Tensor, "batch vocab"]
 
 
-class StageTracer:
-    """Emits the events of a step after its draw, since every event includes the sampled token.
+class TracingSampler(Sampler):
+    """Does what a sampler does. For a tracer that wants stages, it runs them on every row, and emits a step's events after its draw.
 
-    Until then it keeps all rows' probabilities after every stage that changed a row. `seconds` is the time spent on tracing.
+    Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
+    row. `seconds` is the time spent on tracing a step.
     """
 
-    def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:
-        """sequences: the sequence of each row, in order."""
-        self._tracer = tracer
-        self._tokenizer = tokenizer
-        # for each row, its sequence and the position of its new token
+    def __init__(self, sampler: Sampler, observer: TracingObserver) -> None:
+        vars(self).update(vars(sampler))  # the same stages, routes and modes
+        self._observer = observer
+
+    def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
+        if not len(rows.hidden) or not self._observer.wants_stages:
+            return super().__call__(rows, batch)
+        self.begin()
+        sampled = self._sample_by_stages(rows.logits, batch)
+        greedy = set(batch.row_groups.greedy_rows)
+        self.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
+        self._observer.stage_seconds[self._observer.launched.step] = self.seconds
+        return sampled
+
+    def _apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
+        self.after_stage("model", logits)
+        for stage in stages:
+            logits = super()._apply((stage,), logits, batch)
+            self.after_stage(getattr(stage, "__name__", repr(stage)), logits)
+        return logits
+
+    def begin(self) -> None:
+        """Forget the last step, and note each row's sequence and the position of its new token."""
+        sequences = [seq for seq, _ in self._observer.launched.rows]
         self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
         self.seconds = 0.0
         self._logits: Tensor | None = None  # after the last stage
@@ -64,25 +86,26 @@ class StageTracer:
                 self._changes.append(_StageChange(stage, rows, num_left, entropy, before, after))
                 self._logits = logits.clone()
 
-    def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
+    def after_draw(self, u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
         """Emit the events. u: the uniform number of each row. None: a greedy row. token_ids: -1 if a row has no token."""
-        with self._measure(logits):
+        with self._measure(token_ids):
+            assert self._logits is not None, "the model's logits were noted"
             sampled = token_ids.tolist()
             for change in self._changes:
                 for row in change.rows:
                     candidates = self._candidates(change.before[row], change.after[row], sampled[row])
                     num_left, entropy = change.num_left[row], change.entropy[row]
-                    self._tracer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
-            weights = integer_weights(logits)
+                    self._observer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
+            weights = integer_weights(self._logits)
             cumulative = weights.cumsum(dim=-1)
             for row, token_id in enumerate(sampled):
                 if token_id >= 0:
-                    self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
+                    self._observer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
 
     @contextmanager
-    def _measure(self, logits: Tensor) -> Iterator[None]:
+    def _measure(self, tensor: Tensor) -> Iterator[None]:
         """Add the time of the block to `seconds`, without the time that the GPU takes to finish earlier work."""
-        torch.get_device_module(logits.device).synchronize(logits.device)
+        torch.get_device_module(tensor.device).synchronize(tensor.device)
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
@@ -95,7 +118,7 @@ class StageTracer:
         intervals = {}
         for i in sorted({*widest, token_id}):
             end, width = int(cumulative[i]), int(weights[i])
-            intervals[i] = Interval(i, self._text(i), (end - width) / total, end / total)
+            intervals[i] = Interval(i, self._observer.text(i), (end - width) / total, end / total)
         own = intervals[token_id]
         return TokenDrawn(*self._rows[row], token_id, own.token, u, own.low, own.high, tuple(intervals.values()))
 
@@ -105,7 +128,4 @@ class StageTracer:
         leading = [probs.topk(min(NUM_CANDIDATES, len(probs))) for probs in (before, after)]
         ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique().tolist()
         ids = sorted({*ids, chosen} - {-1}, key=lambda i: (-float(before[i]), i))
-        return tuple(Candidate(i, self._text(i), float(before[i]), float(after[i])) for i in ids)
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id) if self._tokenizer else ""
+        return tuple(Candidate(i, self._observer.text(i), float(before[i]), float(after[i])) for i in ids)

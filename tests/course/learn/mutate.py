@@ -14,7 +14,6 @@ from tests.lab.testing.mutants import Change
 SECONDS = 5
 # Changes after which the function returns the same.
 SAME = {
-    ("allocate", "line 16: num_before = len(table) -> pass"): "only the tracer reads it",
     ("cache_blocks", "line 8: num_full > num_cached -> num_full >= num_cached"): "entering no block changes nothing",
     (
         "eight_bits",

@@ -1,4 +1,4 @@
-"""The kernels of linear layers add what lora/layers.py adds, for layers and ranks of any size, and change no other row."""
+"""The kernels of linear layers add what adapters/layers.py adds, for layers and ranks of any size, and change no other row."""
 
 import pytest
 import torch

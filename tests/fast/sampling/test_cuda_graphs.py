@@ -8,12 +8,13 @@ import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
-from nanoinfer.features.tracing import TokenDrawn
-from nanoinfer.features.tracing.stage_trace import StageTracer
+from nanoinfer.features.tracing import TokenDrawn, TracingObserver
+from nanoinfer.features.tracing.stage_trace import TracingSampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
 from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import batch_of, sampling_by, the_same
 
@@ -289,12 +290,14 @@ def test_an_engine_whose_graphs_do_nothing_gives_other_tokens(qwen3_path):
 
 
 def test_a_traced_draw_is_not_replayed():
-    capture, recorder = SimulatedCapture(), Recorder()
+    capture, recorder = SimulatedCapture(), Recorder(stages=True)
     rows = [sequence(seed=1, temperature=0.7)]
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
-    sampler = sampling_by(SamplerGraphs(4, capture))
-    traced = sampler(logits.clone(), batch_of(rows, 30), StageTracer(recorder, rows, None)).read()
+    sampler, observer = Sampler(routes=[SamplerGraphs(4, capture)]), TracingObserver(recorder, 4)
+    observer.launched = StepPlan((), rows=((rows[0], 0),))
+    traced = TracingSampler(sampler, observer)(HeadRows(logits.clone(), the_same), batch_of(rows, 30)).read()
+    observer.flush()
     assert capture.num_replays == 0
     assert recorder.of(TokenDrawn)[0].token_id == traced.token_ids[0]
-    assert sampler(logits.clone(), batch_of(rows, 30)).read() == traced
+    assert sampler(HeadRows(logits.clone(), the_same), batch_of(rows, 30)).read() == traced
     assert capture.num_replays == 1

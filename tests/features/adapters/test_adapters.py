@@ -266,7 +266,7 @@ def test_several_answers_drafts_and_forms_work_with_adapters(qwen3):
     for drafts in ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": str(base)}):
         llm = LLM(base, **ADAPTED, speculative_config=drafts | {"adaptive": False})
         assert tokens(llm, PROMPTS[:4], requests) == merged_tokens(base, requests, PROMPTS[:4])
-        assert llm.engine.speculator.metrics.num_accepted_tokens > 0
+        assert llm.engine.planner.counts.num_accepted_tokens > 0
 
 
 @pytest.mark.slow

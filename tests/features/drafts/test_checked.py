@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import EngineArgs, SpeculativeConfig
+from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.features.drafts.checked import CheckedProposer
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.speculator import Proposer
 from nanoinfer.scheduling.sequence import Sequence
@@ -132,7 +133,7 @@ def llm():
 @pytest.fixture
 def planned(llm):
     """The engine's proposer, which drafts nothing after a test."""
-    proposer = llm.engine.speculator.proposer.proposer
+    proposer = llm.engine.planner.proposer.proposer
     assert type(proposer) is Planned
     proposer.drafts = nothing = lambda sequences, limits: [[] for _ in sequences]
     yield proposer
@@ -149,13 +150,13 @@ def tokens(llm, *prompts):
 def test_its_drafts_are_verified_like_all_others(llm, planned):
     [expected] = tokens(llm, "Once upon a time")
     num_prompt_tokens = len(llm.get_tokenizer().encode("Once upon a time"))
-    before = llm.engine.speculator.metrics.num_accepted_tokens
+    before = llm.engine.planner.counts.num_accepted_tokens
     planned.drafts = lambda sequences, limits: [
         expected[seq.num_output_tokens :][:limit] for seq, limit in zip(sequences, limits, strict=True)
     ]
     assert num_prompt_tokens > 1
     assert tokens(llm, "Once upon a time") == [expected]
-    assert llm.engine.speculator.metrics.num_accepted_tokens - before > 8
+    assert llm.engine.planner.counts.num_accepted_tokens - before > 8
     planned.drafts = lambda sequences, limits: [[0] * limit for limit in limits]
     assert tokens(llm, "Once upon a time") == [expected]
 

@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, qwen3_pat
     (tokens, num_preemptions), (expected, _) = answer(llm, requests), answer(plain, requests)
     assert tokens == expected
     assert num_preemptions > 0
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     if not adaptive:
         assert metrics.num_drafts > 50
         assert 0 < metrics.num_accepted_tokens <= metrics.num_draft_tokens
@@ -92,11 +92,11 @@ def test_the_cache_of_a_draft_model_holds_as_many_tokens_in_blocks_of_another_si
     requests = requests_of(random.Random(2), 5)
     memory = {"kv_cache_memory": 2**20, "seed": 0}
     llm = LLM(qwen3_path, speculative_config=draft, **memory)
-    info, blocks = llm.info, llm.engine.speculator.proposer.block_manager
+    info, blocks = llm.info, llm.engine.planner.proposer.block_manager
     assert (info.block_size, blocks.block_size) == (64, 5)
     assert 0 <= blocks.num_blocks * 5 - info.num_blocks * 64 < 5
     tokens, _ = answer(llm, requests)
-    assert llm.engine.speculator.metrics.num_drafts > 0
+    assert llm.engine.planner.counts.num_drafts > 0
     assert tokens == answer(LLM(qwen3_path, **memory), requests)[0]
 
 
@@ -105,7 +105,7 @@ def test_a_draft_model_frees_its_blocks(qwen3_path):
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, detokenize=False))
     for _ in range(3):
         next(stream)
-    manager = llm.engine.speculator.proposer.block_manager
+    manager = llm.engine.planner.proposer.block_manager
     assert manager.num_free_blocks < manager.num_blocks
     stream.close()
     assert manager.num_free_blocks == manager.num_blocks
@@ -114,7 +114,7 @@ def test_a_draft_model_frees_its_blocks(qwen3_path):
 def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
     speculation = {"method": "draft_model", "model": str(qwen3_path), "adaptive": False}
     llm = LLM(qwen3_path, speculative_config=speculation, chunk_size=16, **SMALL)
-    proposer = llm.engine.speculator.proposer
+    proposer = llm.engine.planner.proposer
     launched, launch = [], proposer._executor.launch
 
     def launch_and_count(plan, previous):
@@ -127,7 +127,7 @@ def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
         launched.append([])
         llm.engine.step()
     assert launched[:8] == [[], [], [], [], [16], [16], [16], [16]]  # its prompt, four steps. Then the draft model's own
-    assert llm.engine.speculator.metrics.num_accepted_tokens > 10
+    assert llm.engine.planner.counts.num_accepted_tokens > 10
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -62,7 +62,7 @@ def generate(llm, prompts, params):
 
 def recorded(llm, monkeypatch):
     """(known ids, drafts) of each proposal."""
-    proposer, proposals = llm.engine.speculator.proposer, []
+    proposer, proposals = llm.engine.planner.proposer, []
     propose = proposer.propose
 
     def recording(sequences, limits):
@@ -114,7 +114,7 @@ def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, eager
     tiny_models.assert_nothing_is_left(llm)
     assert len({str(one) for one in expected}) == 3
     assert generate(llm, prompts, params) != expected  # the adapters change the tokens
-    assert llm.engine.speculator.metrics.num_draft_tokens > 0
+    assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -131,11 +131,11 @@ def test_the_tokens_are_those_of_plain_decoding(path, memory, temperature):
         assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
         assert any(output.metrics.num_preemptions for output in outputs) == (memory < 2**22)
     tiny_models.assert_nothing_is_left(llm)
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
     adaptive = LLM(path, speculative_config={"method": "mtp"}, **SETTINGS)
     assert generate(adaptive, prompts, params) == expected
-    assert adaptive.engine.speculator.proposer.block_manager.num_free_blocks == adaptive.engine.executor.info.num_blocks
+    assert adaptive.engine.planner.proposer.block_manager.num_free_blocks == adaptive.engine.executor.info.num_blocks
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_experts_draft_as_well(family, tmp_path):
     prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=20, detokenize=False)
     llm = LLM(path, speculative_config=MTP, **SETTINGS)
     assert generate(llm, prompts, params) == generate(LLM(path, **SETTINGS), prompts, params)
-    assert llm.engine.speculator.metrics.num_draft_tokens > 0
+    assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
 def unfused(tensors):
@@ -178,7 +178,7 @@ def test_every_draft_of_a_module_that_is_right_is_accepted(tmp_path):
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=25, detokenize=False)
     expected = generate(LLM(path, **SETTINGS), prompts_of(3, 40), params)
     assert generate(llm, prompts_of(3, 40), params) == expected
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens >= 30
 
 

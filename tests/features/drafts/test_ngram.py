@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoinfer.config import SpeculativeConfig
+from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.ngram import NGramIndex, NGramProposer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence

@@ -45,7 +45,7 @@ def answers(llm, **more):
 
 
 def share_accepted(llm):
-    metrics = llm.engine.speculator.metrics
+    metrics = llm.engine.planner.counts
     assert metrics.num_draft_tokens > 50
     return metrics.num_accepted_tokens / metrics.num_draft_tokens
 

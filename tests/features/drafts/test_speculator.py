@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import SamplingParams
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.features.drafts.config import SpeculativeConfig
+from nanoinfer.features.drafts.speculator import Speculator
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.reasoning.thinking import ReasoningState
 from tests.helpers.fake_executor import FakeExecutor
@@ -36,8 +38,8 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    features = [PromptLogprobs(executor.info.vocab_size, None)]
-    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), proposer=proposer, features=features)
+    planner, features = Speculator(proposer, config.speculative), [PromptLogprobs(executor.info.vocab_size, None)]
+    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner, features=features)
 
 
 def params(**more):
@@ -70,7 +72,7 @@ def test_of_a_draft_the_tokens_before_the_first_wrong_one_count():
     assert seq.token_ids == [1, 2, 3, 4, 5, 6]
     assert (seq.num_computed_tokens, seq.num_new_tokens) == (5, 1)  # 5 was computed as a draft, and 6 was only sampled
     assert finish(engine, request) == [list(range(4, 13))]
-    metrics = engine.speculator.metrics
+    metrics = engine.planner.counts
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 10, 4)
     assert metrics.num_accepted_tokens_per_pos == [4, 0, 0]
 
@@ -165,7 +167,7 @@ def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
     clock = [0.0]
     engine = engine_with(CountingProposer(wrong_from=0), adaptive=True, num_blocks=200, max_model_len=800)
     monkeypatch.setattr("nanoinfer.features.drafts.speculator.time.perf_counter", lambda: clock[0])
-    propose, collect = engine.speculator.proposer.propose, engine.executor.collect
+    propose, collect = engine.planner.proposer.propose, engine.executor.collect
 
     def timed_propose(sequences, limits):
         clock[0] += sum(limits) / 3
@@ -176,22 +178,20 @@ def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
         clock[0] += seconds
         return replace(collect(step), seconds={"forward": seconds})
 
-    engine.speculator.proposer.propose, engine.executor.collect = timed_propose, timed_collect
+    engine.planner.proposer.propose, engine.executor.collect = timed_propose, timed_collect
     times = []  # of a request, divided by that without drafts
     for first in (1, 2):
         start = clock[0]
         finish(engine, engine.add_request([first], params(max_tokens=300, ignore_eos=True)))
         times.append((clock[0] - start) / (300 * 1.02))
-    assert engine.speculator.metrics.num_accepted_tokens == 0
+    assert engine.planner.counts.num_accepted_tokens == 0
     assert times[0] < 1 / 0.95
     assert 1.005 < times[1] < 1.02  # some are tried again
 
 
-def test_a_step_has_no_more_rows_than_were_planned_for():
-    engine = engine_with(CountingProposer(), num_drafts=3, max_num_seqs=80, num_blocks=100)
-    engine.speculator = type(engine.speculator)(
-        CountingProposer(), SpeculativeConfig(method="ngram", adaptive=False), engine.block_manager, max_num_rows=7
-    )
+def test_a_step_has_no_more_rows_than_were_planned_for(monkeypatch):
+    monkeypatch.setattr("nanoinfer.features.drafts.config.MAX_ROWS", 7)
+    engine = engine_with(CountingProposer(), num_drafts=3, max_num_seqs=3, num_blocks=100)
     requests = [engine.add_request([i], params()) for i in (1, 101, 201)]
     finish(engine, *requests)
     assert max(len(plan.rows) for plan in engine.executor.launched) == 7

@@ -13,35 +13,37 @@ def params(max_tokens):
     return SamplingParams(max_tokens=max_tokens, detokenize=False)
 
 
-def read(metrics, engine, running=()):
-    return {one.name.removeprefix("vllm:"): one for one in metrics.read(running, engine.scheduler, None)}
+def engine_with_metrics():
+    return LLMEngine(FakeExecutor(), EngineConfig(), observer=EngineMetrics())
+
+
+def read(engine):
+    return {one.name.removeprefix("vllm:"): one for one in engine.get_metrics()}
 
 
 def test_a_request_counts_while_it_runs_and_once_when_it_has_finished():
-    engine, metrics = LLMEngine(FakeExecutor(), EngineConfig()), EngineMetrics()
+    engine = engine_with_metrics()
     request = engine.add_request([1, 2, 3, 4, 5], params(3))
-    found = read(metrics, engine, [request])
+    found = read(engine)
     assert (found["num_requests_waiting"].value, found["prompt_tokens"].value) == (1, 0)  # it has no token yet
     engine.step()
-    found = read(metrics, engine, [request])
+    found = read(engine)
     assert (found["num_requests_running"].value, found["prompt_tokens"].value, found["generation_tokens"].value) == (1, 5, 1)
     assert found["kv_cache_usage_perc"].value == pytest.approx(2 / 16)
     while request.output is None:
         engine.step()
-    metrics.add_finished(request)
-    found = read(metrics, engine)
+    found = read(engine)
     assert (found["num_requests_running"].value, found["prompt_tokens"].value, found["generation_tokens"].value) == (0, 5, 3)
     assert found["e2e_request_latency_seconds"].count == 1
 
 
 def test_a_second_prompt_with_the_same_beginning_hits_the_cache():
-    engine, metrics = LLMEngine(FakeExecutor(), EngineConfig()), EngineMetrics()
+    engine = engine_with_metrics()
     for _ in range(2):
         request = engine.add_request(list(range(9)), params(1))
         while request.output is None:
             engine.step()
-        metrics.add_finished(request)
-    found = read(metrics, engine)
+    found = read(engine)
     assert (found["prefix_cache_queries"].value, found["prefix_cache_hits"].value) == (18, 8)
 
 
@@ -52,13 +54,20 @@ def test_a_bucket_counts_what_took_at_most_its_bound():
         while request.output is None:
             engine.step()
         request.metrics.first_token_time = request.metrics.arrival_time + seconds
-        metrics.add_finished(request)
-    histogram = read(metrics, engine)["time_to_first_token_seconds"]
+        metrics.request_finished(request)
+    engine.observer = metrics
+    histogram = read(engine)["time_to_first_token_seconds"]
     assert histogram.sum == pytest.approx(99.011)
     assert len(histogram.buckets) == len(BOUNDS["time_to_first_token_seconds"]) + 1
     assert [histogram.buckets[bound] for bound in ("0.001", "0.01", "80.0", "160.0", "inf")] == [0, 2, 2, 3, 3]
 
 
 def test_an_engine_without_drafts_and_a_store_has_no_counts_of_them():
-    engine = LLMEngine(FakeExecutor(), EngineConfig())
-    assert not [name for name in read(EngineMetrics(), engine) if name.startswith(("spec_decode", "external"))]
+    assert not [name for name in read(engine_with_metrics()) if name.startswith(("spec_decode", "external"))]
+
+
+def test_a_prompt_that_is_too_long_was_never_queued_and_counts_nothing():
+    engine = engine_with_metrics()
+    request = engine.add_request([1] * 10_000, params(1))
+    assert request.output.outputs[0].finish_reason == "error"
+    assert {name for name, one in read(engine).items() if getattr(one, "value", 0)} == set()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
-from nanoinfer.features import tracing
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import local_executor
+from nanoinfer.features import tracing
 from nanoinfer.features.tracing import (
     BatchBuilt,
     BlockCopied,
@@ -34,11 +34,14 @@ from nanoinfer.features.tracing import (
     StepTimed,
     TokenAppended,
     TokenDrawn,
+    TracingObserver,
     stage_trace,
 )
-from nanoinfer.features.tracing.stage_trace import StageTracer
+from nanoinfer.features.tracing.stage_trace import TracingSampler
 from nanoinfer.sampling.draw import uniform
+from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from tests.helpers.tiny_models import assert_nothing_is_left
 
 PREFIX = "Once upon a time, there was a kind duck named Max. Every morning, he ate three pancakes for breakfast."
@@ -264,12 +267,16 @@ def test_a_rows_stages_follow_each_other_from_the_model_to_the_draw(recorded):
 
 def test_stage_applied_and_token_drawn_equal_a_case_worked_out_by_hand():
     """p = [.5, .25, .25, 0]. Then the first is halved and the third dropped: [.5, .5, 0, 0]."""
-    recorder = Recorder()
-    watch = StageTracer(recorder, [Sequence("7", [1, 2, 3], SamplingParams(), seed=0, max_num_tokens=9)], None)
+    observer = TracingObserver(recorder := Recorder(), 4)
+    seq = Sequence("7", [1, 2, 3], SamplingParams(), seed=0, max_num_tokens=9)
+    observer.launched = StepPlan((ScheduledSequence(seq, 3),), rows=((seq, 2),))
+    watch = TracingSampler(Sampler(), observer)
+    watch.begin()
     watch.after_stage("model", torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
     watch.after_stage("nothing", torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
-    watch.after_stage("mine", (last := torch.tensor([[0.25, 0.25, 0.0, 0.0]]).log()))
-    watch.after_draw(last, [0.6], torch.tensor([1]))
+    watch.after_stage("mine", torch.tensor([[0.25, 0.25, 0.0, 0.0]]).log())
+    watch.after_draw([0.6], torch.tensor([1]))
+    observer.flush()
     model, mine, drawn = recorder.events
     assert (model.stage, model.position, model.num_left, model.entropy) == ("model", 3, 3, 1.5)
     assert [one.token_id for one in model.candidates] == [0, 1, 2]
@@ -304,7 +311,7 @@ def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
     llm, params = LLM(tracer=recorder), SamplingParams(max_tokens=3, ignore_eos=True)
     llm.generate(["Lily", "Tom"], params, use_tqdm=False)  # the first call of a function prepares the checks of its shapes
     recorder.clear()
-    candidates = StageTracer._candidates
+    candidates = TracingSampler._candidates
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     for module in (stage_trace, local_executor):
         monkeypatch.setattr(module, "time", clock)
@@ -313,7 +320,7 @@ def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
         clock.now += 100
         return candidates(*args)
 
-    monkeypatch.setattr(StageTracer, "_candidates", slow_candidates)
+    monkeypatch.setattr(TracingSampler, "_candidates", slow_candidates)
     llm.generate(["Lily", "Tom"], params, use_tqdm=False)
     stages = Counter(event.position for event in recorder.of(StageApplied))
     for timed, num_stages in zip(recorder.of(StepTimed), stages.values(), strict=True):

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.server.client import Client
 from nanoinfer_lab.bench import workloads
+from nanoinfer_lab.bench.client import Client
 from nanoinfer_lab.bench.serve import Target, figures, run
 from nanoinfer_lab.bench.timing import RequestTiming, parse_goodput
 from tests.helpers import fake_server
@@ -143,6 +143,11 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
     [
         ([], "give the --url of a server; `nanoinfer serve` starts one"),
         (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1"),
+        (["--url", "http://127.0.0.1:1"], "start one with `nanoinfer serve`, or correct the URL"),
+        (["--url", "localhost:8000"], "the URL must be such as http://127.0.0.1:8000 or https://host/v1"),
+        (["--url", "http://host:port"], "the URL must be such as"),
+        (["--url", "http://a/\nb"], "the URL must be such as"),
+        (["--url", "http://127.0.0.1:1", "--api-key", "a\nb"], "the API key has characters"),
         (["--url", "http://127.0.0.1:1", "--goodput", "ttft"], "goodput must be such as ttft:200"),
         (["--url", "http://127.0.0.1:1", "--input-len", "9"], "give --num-prompts, too"),
     ],
@@ -152,6 +157,45 @@ def test_a_mistake_is_one_sentence(arguments, words):
     assert (result.exit_code, result.stdout) == (1, "")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (reply(404, {"error": "no such model"}), "answered 404: no such model"),
+        (reply(422, {"detail": "no field"}), "answered 422: no field"),
+        (reply(401, {"error": {"message": "no\nkey"}}), "answered 401: no key; give --api-key, or set OPENAI_API_KEY"),
+        (reply(502, b"<html>" + b"x" * 10**6), "answered 502: <html>xxx"),
+        (reply(503, b""), "answered 503: (no text)"),
+        (reply(302, b""), "answered 302"),
+        (reply(200, {"choices": []}), "ended before its last event"),
+        (stream(event(b"[1]")), "sent '[1]' where a JSON object was expected"),
+        (stream(event({"choices": "Hi"})), "which is not a chunk of OpenAI's API"),
+        (stream(event({"choices": [{"delta": "Hi"}]})), "which is not a chunk of OpenAI's API"),
+        (stream(chat_events("Once")[0], event({"error": {"message": "aborted"}})), "failed: aborted"),
+        (CHUNKED + b"5\r\nabc", "broke (IncompleteRead"),
+        (CHUNKED + b"zz\r\n", "broke ("),
+        (b"not HTTP", "broke ("),
+        (b"", "broke ("),
+    ],
+)
+def test_a_server_that_fails_is_one_sentence(answer, words):
+    with fake_server.serving(answer) as server, pytest.raises(NanoinferError) as caught:
+        measure(server, 1)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_key_of_the_environment_is_sent_and_a_server_without_models_is_an_error(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
+    with fake_server.serving(GOOD, models=()) as server:
+        assert "lists no model; name one with --model" in bench(server).stderr
+        assert bench(server, "-m", "m", "--chat").exit_code == 0
+    assert server.headers[0]["Authorization"] == "Bearer from the environment"
 
 
 @pytest.mark.parametrize("text", ["itl:5", "ttft:x", "ttft:-1", "ttft:nan", "ttft:"])

@@ -15,7 +15,7 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer_lab.cli import verify
+from nanoinfer_lab import verify
 from tests.helpers import gguf_files, tiny_models
 
 pytestmark = pytest.mark.slow

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 
-from nanoinfer.cli.options import SimulatedOptions
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer_lab.bench.workloads import Workload
+from nanoinfer_lab.cli.bench import SimulatedOptions
 from nanoinfer_lab.simulate.costs import ModelSizes
 from nanoinfer_lab.simulate.hardware import Hardware, Overheads
 from nanoinfer_lab.simulate.simulator import SIMULATED, SimulatedRequest, TimeCounts, requests_of, simulate

@@ -26,9 +26,9 @@ from types import ModuleType
 PACKAGE = Path(__file__).parents[3] / "nanoinfer"
 FILES = "scheduling/scheduler.py", "scheduling/block_manager.py"
 SECONDS = 60  # of the CPU, after which a loop is taken to be endless. All worlds take 10
-FEATURES = {"tracer", "_has_windows", "state_slots", "num_state_slots", "stored"}
+FEATURES = {"observer", "_has_windows", "state_slots", "num_state_slots", "stored"}
 FUNCTIONS = {
-    "_trace", "explain", "close", "most_blocks", "num_blocks_for_forks", "tables", "_blocks_of", "_others_run", "_release",
+    "explain", "close", "most_blocks", "num_blocks_for_forks", "tables", "_blocks_of", "_others_run", "_release",
     "_take_for", "most_that_fit", "scheduling_classes",
 }  # fmt: skip
 PAIRS = (
@@ -48,7 +48,6 @@ UNSEEN = {
         "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
     ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
-    ("allocate", "num_before = len(table) -> pass"): "is for the tracer",
     (
         "cache_finished_blocks",
         "num_full > num_cached -> num_full >= num_cached",
@@ -68,7 +67,9 @@ class Change(ast.NodeTransformer):
         match node:
             case ast.FunctionDef(name=name) if name in FUNCTIONS:
                 return node
-            case ast.If(test=test) if any(getattr(part, "attr", "") in FEATURES for part in ast.walk(test)):
+            case ast.If(test=test) | ast.Expr(value=test) if any(
+                getattr(part, "attr", "") in FEATURES for part in ast.walk(test)
+            ):
                 return node
             case ast.Assign(targets=[ast.Name(name)]) if name.isupper():  # a constant of the module
                 return node

@@ -161,13 +161,8 @@ def test_a_run_is_recorded_for_the_page_that_replays_it():
     assert [event.token for event in recorder.of(TokenAppended)] == ["1", "0", "1"]
 
 
-def test_the_old_name_of_the_error_warns():
-    with pytest.warns(DeprecationWarning, match="now called InvariantError"):
-        assert schedules.BrokenPromiseError is InvariantError
-
-
 def test_exploring_imports_no_torch():
-    code = "import sys, nanoinfer_lab.testing.schedules; assert 'torch' not in sys.modules"
+    code = "import sys, nanoinfer.testing.schedules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,1 +1,1 @@
-from nanoinfer.features.metrics.engine_metrics import Counter, Gauge, Histogram, Metric, Vector
+from nanoinfer.outputs import Counter, Gauge, Histogram, Metric, Vector

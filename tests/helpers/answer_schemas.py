@@ -1,4 +1,4 @@
-"""The JSON of responses with status 200, which /openapi.json describes. The endpoints make it, and name its class here.
+"""The JSON of the server's responses with status 200, by the endpoints, in ANSWERS.
 
 NotRequired: a field that only some requests ask for, or that the answer may lack.
 """
@@ -343,3 +343,29 @@ class WeightsStatus(TypedDict):
 
 class WorldSize(TypedDict):
     world_size: int
+
+
+# The path and the method of an endpoint -> its answer.
+ANSWERS = {
+    "POST /v1/completions": Completion,
+    "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/responses": OpenAIResponse,
+    "GET /v1/responses/{response_id}": OpenAIResponse,
+    "DELETE /v1/responses/{response_id}": DeletedResponse,
+    "POST /v1/responses/input_tokens": ResponseInputTokens,
+    "POST /v1/messages": AnthropicMessage,
+    "POST /v1/messages/count_tokens": InputTokens,
+    "POST /v1/embeddings": Embeddings,
+    "POST /v1/score": Scores,
+    "POST /v1/rerank": Ranking,
+    "GET /v1/models": ModelList,
+    "GET /v1/models/{model}": Model,
+    "POST /tokenize": Tokenized,
+    "POST /detokenize": Detokenized,
+    "GET /load": ServerLoad,
+    "GET /version": Version,
+    "POST /pause": WeightsStatus,
+    "POST /resume": WeightsStatus,
+    "POST /update_weights": WeightsStatus,
+    "GET /get_world_size": WorldSize,
+}

@@ -1,6 +1,7 @@
-"""A client of any OpenAI-compatible server (nanoinfer, vLLM, llama.cpp, ollama, OpenAI), for `chat --url` and `bench serve`.
+"""A client of any OpenAI-compatible server (nanoinfer, vLLM, llama.cpp, ollama, OpenAI), for `bench serve`.
 
-In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive. It requires only the standard library.
+In: a URL and JSON bodies. Out: JSON, the bytes of a request, and the chunks of a received stream. It requires only the standard
+library.
 """
 
 import json
@@ -63,19 +64,28 @@ class Client:
         with self._send("/metrics", self._request("GET", "/metrics", base=self._base.removesuffix("/v1"))) as response:
             return response.read().decode(errors="replace")
 
-    def stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Post a body, and yield the chunks of the answer. Closing the generator closes the connection."""
-        with self._send(path, self.stream_request(path, body)) as response:
-            yield from self._chunks(response)
-
     def stream_request(self, path: str, body: dict[str, object]) -> bytes:
-        """Return the bytes that stream() sends, for a caller with its own connection."""
+        """Return the bytes of a request that asks for a stream, for a caller with its own connection."""
         return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
     def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that stream() yields, from `received`, whose makefile("rb") returns a file with the answer."""
+        """Yield the chunks of a stream, from `received`, whose makefile("rb") returns a file with the answer."""
         with self._response(path, received) as response:
-            yield from self._chunks(response)
+            rest = b""
+            while data := response.read1(2**16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    event = line.removeprefix(b"data:").strip()
+                    if event == b"[DONE]":
+                        return
+                    if line.startswith(b"data:"):
+                        chunk = _parse(event)
+                        if chunk.get("error"):
+                            raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
+                        if not _is_chunk(chunk):
+                            raise NanoinferError(f"the server sent {_shorten(event)!r}, which is not a chunk of OpenAI's API")
+                        yield chunk
+        raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
@@ -131,23 +141,6 @@ class Client:
             raise NanoinferError(f"{self.url} sent nothing for too long ({error})") from error
         except (OSError, HTTPException) as error:
             raise NanoinferError(f"the connection to {self.url} broke ({str(error) or type(error).__name__})") from error
-
-    def _chunks(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
-        rest = b""
-        while data := response.read1(2**16):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                event = line.removeprefix(b"data:").strip()
-                if event == b"[DONE]":
-                    return
-                if line.startswith(b"data:"):
-                    chunk = _parse(event)
-                    if chunk.get("error"):
-                        raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
-                    if not _is_chunk(chunk):
-                        raise NanoinferError(f"the server sent {_shorten(event)!r}, which is not a chunk of OpenAI's API")
-                    yield chunk
-        raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""The old paths of modules that have moved. One version passes them on, with a DeprecationWarning that says the new path.
+
+moved/ has a file for each of them. It is a folder of nanoinfer.__path__, so moved/tracing.py is found as nanoinfer.tracing.
+"""
+
+import sys
+import warnings
+from importlib import import_module
+from pkgutil import walk_packages
+from types import ModuleType
+
+# Old path -> new path. A package brings its modules with it, unless the table has them as well.
+MOVED = {
+    "nanoinfer.lab": "nanoinfer_lab",
+    "nanoinfer.lab.bench.environment": "nanoinfer.system.environment",
+    "nanoinfer.lab.learn": "nanoinfer_course.learn",
+    "nanoinfer.tracing": "nanoinfer.features.tracing",
+    "nanoinfer.engine.beam_search": "nanoinfer.features.beam_search.search",
+    "nanoinfer.engine.metrics": "nanoinfer.features.metrics.engine_metrics",
+    "nanoinfer.engine.speculative": "nanoinfer.features.drafts",
+    "nanoinfer.sampling.grammar": "nanoinfer.features.structured.grammar",
+    "nanoinfer.sampling.logits_processors": "nanoinfer.features.own_code.logits_processors",
+}
+
+
+class _OldModule(ModuleType):
+    """A module at its old path, with the names of the module at its new path."""
+
+    def __init__(self, name: str, new: str):
+        super().__init__(name)
+        self._new = new
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # the import system asks for these
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{self.__name__} has moved to {self._new}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(self._new), name)
+
+
+def pass_on(old: str) -> None:
+    """Pass on a module at its old path. Its submodules are imported when a name of theirs is used."""
+    paths = {old: MOVED[old]}
+    for each, new in [(each, new) for each, new in MOVED.items() if f"{each}.".startswith(f"{old}.")]:
+        found = walk_packages(getattr(import_module(new), "__path__", ()), f"{new}.")
+        paths |= {each: new} | {each + one.name.removeprefix(new): one.name for one in found}
+    for each, new in paths.items():
+        sys.modules[each] = module = _OldModule(each, new)
+        if each != old:
+            parent, _, name = each.rpartition(".")
+            setattr(sys.modules[parent], name, module)

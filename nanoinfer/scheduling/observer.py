@@ -1,0 +1,25 @@
+"""What scheduling tells those who watch it: which blocks change hands, and what a step contains."""
+
+from collections.abc import Sequence as ListLike
+from typing import TYPE_CHECKING, Literal
+
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from nanoinfer.scheduling.scheduler import Scheduler
+
+Change = Literal["shared", "allocated", "cached", "released", "freed"]  # by a prefix hit, ..., by a window, with the sequence
+
+
+class SchedulingObserver:
+    """Is told what happens, and changes nothing. Each method does nothing, until a subclass overrides it."""
+
+    def blocks_changed(self, change: Change, seq: Sequence, blocks: ListLike[int], group: int = 0) -> None: ...
+    def blocks_forked(self, parent: Sequence, child: Sequence, blocks: ListLike[int]) -> None: ...
+    def block_copied(self, seq: Sequence, source: int, target: int) -> None: ...  # before the sequence writes into it
+    def block_evicted(self, block: int) -> None: ...  # from the prefix cache
+    def step_scheduled(self, plan: StepPlan, scheduler: "Scheduler") -> None: ...  # also a plan without sequences
+
+
+NOBODY = SchedulingObserver()

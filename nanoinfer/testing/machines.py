@@ -1,0 +1,2 @@
+from nanoinfer_lab.testing.machines import Load as Load
+from nanoinfer_lab.testing.machines import check_random_loads as check_random_loads

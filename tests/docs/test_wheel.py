@@ -1,0 +1,155 @@
+"""The wheel, installed where the repository is not: every command answers --help, and runs once on a bundled model."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import typer
+
+from nanoinfer.cli.main import COMMANDS, app
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.name == "nt", reason="needs the signals of POSIX"),
+    pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling builds the wheel"),
+]
+SHORT = "--num-prompts 2 --input-len 4 --output-len 4"
+REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 4}}
+# What is typed, in this order, and a text that only a run which came to its end prints. "> FILE" keeps the output.
+RUNS = [
+    ("generate Once --max-tokens 5 --seed 1 --stats", "tokens"),
+    ("chat Hello --max-tokens 5 --seed 1", ""),
+    ("explain Once --max-tokens 3 --seed 1", ""),
+    ("batch requests.jsonl -o results.jsonl", ""),
+    ("models", "tiny-gpt2"),
+    ("inspect tiny-gpt2", "vocab"),
+    ("doctor", "this machine"),
+    ("verify -m tiny-qwen3 --variants float32", "passed"),
+    ("bench roofline -m tiny-qwen3 --json > here.json", '"phases"'),
+    ("bench ladder -m tiny-qwen3 --repeats 1", "tok/s"),
+    (f"bench throughput -m tiny-qwen3 --repeats 2 {SHORT} --json > a.json", '"results"'),
+    (f"bench latency -m tiny-qwen3 --repeats 2 {SHORT} --json > b.json", '"results"'),
+    ("bench compare a.json a.json", "ratio"),
+    (f"simulate --hardware here.json {SHORT}", "TTFT"),
+    ("check-scheduler --world num_requests=1", "no invariant violated"),
+    ("learn export one-file --solved --prompts 1", "0 of "),
+]
+# Those of a server, and of a workbook, which run elsewhere here.
+OTHERS = {"serve", "bench serve", "bench calibrate"} | {
+    f"learn {name}" for name in "list start check watch hint solve run ladder speed".split()
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Install the wheel into an environment whose other packages are those of this one. Returns its folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = "import sys, hatchling.build; hatchling.build.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=ROOT, check=True, capture_output=True)
+    venv.create(folder / "venv", symlinks=True)
+    python, [wheel] = folder / "venv/bin/python", folder.glob("*.whl")
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    packages.joinpath("others.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files do not count there
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    return folder
+
+
+def start(installed, *arguments, **options):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(installed / "venv/bin/nanoinfer"), *arguments]
+    options = {"cwd": installed, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen(command, env=environment, **options)
+
+
+def run(installed, line, words="", **options):
+    """Type a line, and check that the command succeeds and prints the words. Returns what it prints."""
+    typed, _, file = line.partition(" > ")
+    process = start(installed, *typed.split(), **options)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, f"{line}: {output[-2000:]}{errors[-2000:]}"
+    assert words in output, f"{line}: {output[-2000:]}"
+    if file:
+        (installed / file).write_text(output, encoding="utf-8")
+    return output
+
+
+def all_commands():
+    for name in COMMANDS:
+        command = typer.main.get_command(app).get_command(None, name)
+        yield from [f"{name} {each}" for each in command.commands] if hasattr(command, "commands") else [name]
+
+
+def test_nothing_is_imported_from_the_repository(installed):
+    code = "import nanoinfer, nanoinfer_lab, nanoinfer_course as c; print(nanoinfer.__path__[0], *nanoinfer_lab.__path__, *c.__path__)"
+    python, environment = installed / "venv/bin/python", {**os.environ, "PYTHONPATH": ""}
+    paths = subprocess.run(
+        [python, "-c", code], env=environment, cwd=installed, capture_output=True, text=True, check=True
+    ).stdout
+    assert [Path(path).is_relative_to(installed / "venv") for path in paths.split()] == [True] * 3
+
+
+def test_every_command_answers_help(installed):
+    for name in ["", *COMMANDS, *all_commands()]:
+        assert run(installed, f"{name} --help").startswith(f"Usage: nanoinfer {name}".rstrip()), name
+
+
+def test_every_command_runs_once(installed):
+    typed = [line for line, _ in RUNS]
+    assert {*all_commands()} - OTHERS == {
+        name for name in all_commands() if any(f"{line} ".startswith(f"{name} ") for line in typed)
+    }
+    (installed / "requests.jsonl").write_text(json.dumps(REQUEST) + "\n", encoding="utf-8")
+    for line, words in RUNS:
+        run(installed, line, words)
+    assert '"finish_reason": "length"' in (installed / "results.jsonl").read_text(encoding="utf-8")
+    assert "<html" in (installed / "trace.html").read_text(encoding="utf-8")
+
+
+def test_it_serves_is_measured_and_is_calibrated(installed):
+    with start(installed, "serve", "tiny-qwen3", "--port", "0", stdout=subprocess.DEVNULL) as server:
+        try:
+            url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
+            for number, concurrency in enumerate((1, 4)):
+                limited = (
+                    f"bench serve --url {url} --num-prompts 4 --input-len 8 --output-len 8 --max-concurrency {concurrency}"
+                )
+                run(installed, f"{limited} --json > served{number}.json", '"results"')
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.stderr.read()
+    assert server.returncode == 0
+    hardware = Path(installed / "here.json")
+    if not hardware.exists():
+        run(installed, "bench roofline -m tiny-qwen3 --json > here.json")
+    run(installed, "bench calibrate served0.json served1.json -m tiny-qwen3 --hardware here.json", "server.json")
+
+
+def test_a_workbook_is_solved_checked_run_measured_and_exported(installed):
+    run(installed, "learn start book")
+    book = installed / "book"
+    listed = run(installed, "learn list", cwd=book)
+    tasks = [line.split()[0] for line in listed.splitlines() if " min " in line]
+    assert len(tasks) == 24
+    run(installed, f"learn hint {tasks[0]}", "1. ", cwd=book)
+    for task in tasks:
+        run(installed, f"learn solve {task} --yes", cwd=book)
+    assert run(installed, "learn check", cwd=book).count(": passed\n") == 24
+    run(installed, "learn run Once --max-tokens 4", "Yours: ", cwd=book)
+    run(installed, "learn ladder", "your engine", cwd=book)
+    run(installed, "learn export mine --prompts 1", "0 of ", cwd=book)
+    speed = start(installed, "learn", "speed", cwd=book)
+    assert "bandwidth" in speed.communicate(timeout=600)[0]
+    assert speed.returncode == 1  # its five files are not written yet
+    with start(installed, "learn", "watch", cwd=book) as watching:
+        assert any("Save a file" in line for line in watching.stdout)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(60) == 130

@@ -1,0 +1,65 @@
+"""What an engine tells its observer, and how several observers are one."""
+
+import pytest
+
+from nanoinfer import SamplingParams
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.observer import Observer, together
+from nanoinfer.scheduling.observer import SchedulingObserver
+from tests.helpers.fake_executor import FakeExecutor
+
+EVENTS = [name for name in (*vars(SchedulingObserver), *vars(Observer)) if not name.startswith("_")]
+
+
+def writing(log, events=EVENTS, name=""):
+    """An observer that notes these events."""
+
+    def noting(event):
+        return lambda self, *_: log.append(f"{name}{event}")
+
+    return type("Writing", (Observer,), {event: noting(event) for event in events})()
+
+
+def test_an_engine_tells_its_observer_a_request_in_order():
+    log = []
+    engine = LLMEngine(FakeExecutor(), EngineConfig(), observer=writing(log))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, detokenize=False))
+    engine.step()
+    engine.step()
+    assert log == [
+        "request_added",
+        *("blocks_changed", "step_scheduled", "step_launched", "step_collected", "token_appended", "step_ended", "flush"),
+        *("step_scheduled", "step_launched", "blocks_changed", "step_collected", "token_appended"),
+        *(2 * ["blocks_changed", "sequence_finished"]), "request_finished", "step_ended", "flush",
+    ]  # fmt: skip
+
+
+def test_several_observers_are_told_in_their_order_and_only_what_they_override():
+    log = []
+    one = together(writing(log, ["flush"], "a "), writing(log, ["flush", "block_evicted"], "b "), Observer())
+    one.block_evicted(7)
+    one.blocks_changed(None, None, None)
+    one.flush()
+    assert log == ["b block_evicted", "a flush", "b flush"]
+    again = together(one, writing(log, ["flush"], "c "))
+    again.flush()
+    assert log[3:] == ["a flush", "b flush", "c flush"]
+
+
+def test_an_observer_that_raises_in_flush_leaves_the_engine_usable():
+    class Broken(Observer):
+        is_broken = True
+
+        def flush(self):
+            if self.is_broken:
+                raise ValueError("mine")
+
+    engine = LLMEngine(FakeExecutor(), EngineConfig(), observer=(broken := Broken()))
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, detokenize=False))
+    with pytest.raises(ValueError, match="mine"):
+        engine.step()
+    broken.is_broken = False
+    while request.output is None:
+        engine.step()
+    assert len(request.output.outputs[0].token_ids) == 2
