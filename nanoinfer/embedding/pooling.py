@@ -36,6 +36,7 @@ from nanoinfer.errors import (
     out_of_range,
     shown,
 )
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.scheduling.step_plan import PromptRows
 
@@ -372,7 +373,7 @@ class Scoring:
         return found
 
 
-class _EmbeddingReader:
+class _EmbeddingReader(PromptReader):
     """Reduces a text's rows to a vector: its last row, or the sum of all."""
 
     def __init__(self, pooling: Pooling, dimensions: int | None) -> None:
@@ -396,7 +397,7 @@ class _EmbeddingReader:
         return torch.nn.functional.normalize(kept, dim=0) if self._pooling.normalize else kept
 
 
-class _ScoreReader:
+class _ScoreReader(PromptReader):
     """Reads the probability of one of two answers. answer_ids: the ids of "no" and "yes". score: the probability of "yes"."""
 
     score: Tensor

@@ -10,6 +10,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
+        features=[PromptLogprobs(executor.info.vocab_size, tokenizer)],
         observer=make_observer(executor, config, tokenizer),
         features=adapters,
     )

@@ -53,7 +53,8 @@ class PreparedRequest:
     error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share.
-    reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
+    reader: reads the prompt's hidden rows. None: nothing reads the rows.
+    is_answered: False if the prompt is read instead of answered (reading.py).
     eos_token_ids: EOS ids of this request besides the engine's.
     extras: what features give the request's sequences, by name (Sequence.extras).
     """
@@ -68,6 +69,7 @@ class PreparedRequest:
     reasoning: "ReasoningState | None" = None
     cache_salt: str | None = None
     reader: Any = None
+    is_answered: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     extras: Mapping[str, object] = field(default_factory=dict)
 
@@ -284,11 +286,10 @@ class InputProcessor:
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
                 error = f"{name} has the token id {shown(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab_size:
-                raise InvalidValueError(
-                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
-                )
+        if (params.logprobs or 0) > vocab_size:
+            raise InvalidValueError(
+                f"logprobs must be at most the vocabulary's {vocab_size}, got {params.logprobs}; use -1 for all"
+            )
         if params.extra_args and not self._config.logits_processors and self._config.stages is None:
             raise InvalidValueError(
                 f"nothing reads extra_args={shown(params.extra_args)}; leave it out, or load the model with logits_processors "

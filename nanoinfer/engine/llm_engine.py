@@ -156,6 +156,7 @@ class LLMEngine:
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
                 reasoning=copy.copy(prepared.reasoning),
                 reader=prepared.reader,
+                is_answered=prepared.is_answered,
                 index=index,
                 priority=prepared.priority,
                 arrival_time=arrival_time,
@@ -260,9 +261,6 @@ class LLMEngine:
         output = self.executor.collect(step)
         self.observer.step_collected(step.plan, output)
         finished = []
-        for chunk in output.prompt_logprobs:
-            if request := self._requests.get(chunk.sequence.request_id):
-                request.add_prompt_logprobs(chunk.position, chunk.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:

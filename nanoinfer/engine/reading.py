@@ -29,7 +29,7 @@ def prepare(
     if (num := len(prepared.prompt_token_ids)) > max_model_len:
         message = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens"
         error = TooLong(f"{message}; shorten it", num, max_model_len)
-    return replace(prepared, reader=reader, error=error)
+    return replace(prepared, reader=reader, is_answered=False, error=error)
 
 
 def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) -> list[PreparedRequest]:

@@ -177,9 +177,8 @@ class Scheduler:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # pending tokens have no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)
-        if not plan.num_top_logprobs:
-            for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
-                seq.num_pending_tokens += 1
+        for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
+            seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token. A step that accepts drafts has several for a sequence."""
@@ -328,7 +327,7 @@ class Scheduler:
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
-        return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        return Prefix() if seq.needs_all_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are free blocks."""

@@ -15,6 +15,7 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from nanoinfer.execution.executor import PromptReader
     from nanoinfer.features.reasoning.thinking import ReasoningState
     from nanoinfer.scheduling.step_plan import ScheduledSequence
 
@@ -59,7 +60,8 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
     reasoning: "ReasoningState | None" = None  # the state of params.thinking_token_budget. request.py advances it
-    reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
+    reader: "PromptReader | None" = None  # the executor calls it with the prompt's rows, so none is taken from the cache
+    is_answered: bool = True  # False: the prompt is only read. The token that ends it is not counted, and no block is cached
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
@@ -93,10 +95,9 @@ class Sequence:
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
-    def wants_prompt_rows(self) -> bool:
-        """Whether prompt_logprobs or a reader needs the prompt's rows: only for the first of n answers, and only once."""
-        is_read = self.params.prompt_logprobs is not None or self.reader is not None
-        return is_read and self.index == 0 and self.num_output_tokens == 0
+    def needs_all_rows(self) -> bool:
+        """Whether a reader needs the prompt's rows: only for the first of n answers, and only once."""
+        return self.reader is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_free_tokens(self) -> int:

@@ -98,7 +98,7 @@ class Memory:
         """Return the cached blocks that hold the start of a sequence, without its last token."""
         cached, num_blocks = self.cached(), (len(seq.token_ids) - 1) // self.manager.block_size
         blocks = takewhile(lambda block: block is not None, map(cached.get, self.full_blocks(seq)[:num_blocks]))
-        return [] if seq.wants_prompt_rows else [block for block in blocks if block is not None]
+        return [] if seq.needs_all_rows else [block for block in blocks if block is not None]
 
 
 class _ObservedStep:
@@ -307,7 +307,7 @@ class _ObservedStep:
         cached = self.memory.cached() if self.has_room_rules else {}
         for seq, end in ends.items():
             num_full = min(end, len(seq.token_ids)) // self.size
-            if seq.reader is not None or not self.manager.enable_prefix_caching:
+            if not (seq.is_answered and self.manager.enable_prefix_caching):
                 num_full = num_keys[seq]
             for other in (seq, *self.starting.get(seq, ())):
                 name, found = other.sequence_id, other.num_computed_tokens

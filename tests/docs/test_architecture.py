@@ -35,7 +35,7 @@ GUESTS = {
     "features.drafts": {"features.tracing"},
     "fast": {"features.adapters"},
     "distributed": {"fast"},
-    "training": {"fast"},
+    "training": {"fast", "features.logprobs"},
 }
 # Who uses all of them -> which of these it may import besides.
 USERS = {

@@ -18,10 +18,11 @@ from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
+from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -208,7 +209,7 @@ class RecordingExecutor(FakeExecutor):
         return SimpleNamespace(plan=plan, must_sync=bool(plan.prompt_rows))
 
     def collect(self, step):
-        if step.plan.num_top_logprobs:
+        if step.plan.sampler is not None:
             rows = [SequenceOutput(seq, logprobs=[likely_tokens(seq)]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
@@ -323,6 +324,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         eos_token_ids=frozenset([EOS]),
         planner=planner,
         store=store,
+        features=[PromptLogprobs(VOCAB_SIZE, None)],
         observer=TracingObserver(events, load.block_size),
         features=[Adapters(load.max_loras)] if load.max_loras else [],
     )
@@ -343,7 +345,7 @@ def submit(engine: LLMEngine, arrival):
         prompt["cache_salt"] = arrival.cache_salt
     prepared = engine.inputs.prepare(prompt, params, priority=arrival.priority, lora_request=arrival.adapter)
     if arrival.is_read:
-        prepared = replace(prepared, reader=object())  # the executor would call it
+        prepared = replace(prepared, reader=PromptReader(), is_answered=False)  # the executor would call it
     request = engine.submit(prepared)
     if arrival.fails_at is not None:
         engine.executor.fails_at[request.request_id] = arrival.fails_at

@@ -69,7 +69,7 @@ class DrafterProposer(ABC):
 
     def _new_draft_seq(self, seq: Sequence) -> Sequence:
         draft_seq = self._draft_seqs[seq] = self.draft_seq_class(
-            seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None, prompt_logprobs=None), seed=seq.seed,
+            seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None), seed=seq.seed,
             max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
         )  # fmt: skip
         return draft_seq
