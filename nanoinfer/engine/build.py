@@ -62,9 +62,8 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
-        features=[PromptLogprobs(executor.info.vocab_size, tokenizer)],
         observer=make_observer(executor, config, tokenizer),
-        features=adapters,
+        features=[*adapters, PromptLogprobs(executor.info.vocab_size, tokenizer)],
     )
 
 

@@ -324,9 +324,8 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         eos_token_ids=frozenset([EOS]),
         planner=planner,
         store=store,
-        features=[PromptLogprobs(VOCAB_SIZE, None)],
         observer=TracingObserver(events, load.block_size),
-        features=[Adapters(load.max_loras)] if load.max_loras else [],
+        features=[*([Adapters(load.max_loras)] if load.max_loras else []), PromptLogprobs(VOCAB_SIZE, None)],
     )
 
 
