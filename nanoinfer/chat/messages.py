@@ -24,7 +24,8 @@ from nanoinfer.chat.tools import (
 from nanoinfer.engine.inputs import InputProcessor, check_params, one_per_prompt, with_prompt_index
 from nanoinfer.engine.prompts import ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.

@@ -7,7 +7,6 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features.structured.words import Repetition
 from tests.helpers import tiny_models
 from tests.helpers.tool_cases import TOOLS
 
@@ -75,8 +74,7 @@ def test_an_answer_is_the_free_one_up_to_its_limits(llm, tags):
             num_ended += len(token_ids) > len(expected)
         assert token_ids[: len(expected)] == expected[: len(token_ids)]
         if detection := params.repetition_detection:
-            repetition = Repetition(detection, min_tokens=0)
-            repeats = [num for num, token_id in enumerate(token_ids, start=1) if repetition.advance(token_id)]
+            repeats = [num for num in range(1, len(token_ids) + 1) if detection.ends(token_ids[:num])]
             assert repeats == ([len(token_ids)] if reason == "repetition" else [])
         num_repeated += reason == "repetition"
         assert reason == "length" or detection

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from nanoinfer.engine.inputs import check_ids
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.structured.params import RepetitionDetectionParams
 from nanoinfer.outputs import FinishReason
-from nanoinfer.sampling_params import RepetitionDetectionParams, SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Constraint, Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -57,19 +58,13 @@ class Repetition(Constraint):
 
     def __init__(self, detection: RepetitionDetectionParams, min_tokens: int) -> None:
         self._detection, self._num_left = detection, min_tokens
-        self._newest: tuple[int, ...] = ()
+        self._newest: list[int] = []
 
     def advance(self, token_id: int) -> FinishReason | None:
-        detection = self._detection
-        newest = self._newest = (*self._newest, token_id)[-max(detection.max_pattern_size * detection.min_count, 1) :]
+        longest = self._detection.max_pattern_size * self._detection.min_count
+        self._newest = [*self._newest, token_id][-longest:]
         self._num_left -= 1
-        for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
-            num = size * detection.min_count
-            if num > len(newest) or self._num_left > 0:
-                break
-            if newest[-1] == newest[-1 - size] and newest[-num:-size] == newest[size - num :]:
-                return "repetition"
-        return None
+        return "repetition" if self._num_left <= 0 and self._detection.ends(self._newest) else None
 
     def num_free(self, index: int) -> int:
         return sys.maxsize
