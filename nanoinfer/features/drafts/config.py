@@ -23,7 +23,7 @@ MAX_ROWS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 _METHODS = "'ngram', 'draft_model', 'mtp', 'quantized', or a class or its name, such as 'my_module:MyProposer'"
 
 
-@declared({})
+@declared
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.

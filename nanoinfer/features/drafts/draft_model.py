@@ -69,7 +69,7 @@ class DrafterProposer(ABC):
 
     def _new_draft_seq(self, seq: Sequence) -> Sequence:
         draft_seq = self._draft_seqs[seq] = self.draft_seq_class(
-            seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None, prompt_logprobs=None), seed=seq.seed,
+            seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None), seed=seq.seed,
             max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
         )  # fmt: skip
         return draft_seq
@@ -136,7 +136,7 @@ class QuantizedProposer(DrafterProposer):
 
     def _draft_seq(self, seq: Sequence) -> Sequence:
         draft_seq = self._draft_seqs.get(seq) or self._new_draft_seq(seq)
-        draft_seq.token_ids, draft_seq.adapter = list(seq.token_ids), seq.adapter
+        draft_seq.token_ids, draft_seq.extras = list(seq.token_ids), seq.extras
         draft_seq.num_computed_tokens = seq.num_computed_tokens
         draft_seq.block_table, draft_seq.more_block_tables = seq.block_table, seq.more_block_tables
         draft_seq.state_slot, draft_seq.state_writes = seq.state_slot, {}
