@@ -250,9 +250,10 @@ class BlockManager:
                     copies.append((shared, table[index]))
                     self.observer.block_copied(seq, shared, table[index])
         for group, table in enumerate(tables):
-            if new := [self._take() for _ in range(len(table), -(-end // self.block_size))]:
-                table += new
-                self.observer.blocks_changed("allocated", seq, new, group)
+            num_before = len(table)
+            while len(table) * self.block_size < end:
+                table.append(self._take())  # one at a time, because a user's choose_evicted may raise
+            self.observer.blocks_changed("allocated", seq, table[num_before:], group)
         if self.state_slots is not None:
             self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
         return copies
