@@ -252,10 +252,10 @@ class BlockManager:
         for group, table in enumerate(tables):
             num_before = len(table)
             while len(table) * self.block_size < end:
-                table.append(self._take())  # one at a time, because a user's choose_evicted may raise
+                table.append(self._take())  # one by one, because a policy may raise
             self.observer.blocks_changed("allocated", seq, table[num_before:], group)
         if self.state_slots is not None:
-            self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
+            self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.is_answered)
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -263,7 +263,7 @@ class BlockManager:
 
         Blocks that no query after these tokens reaches are freed.
         """
-        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
+        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.is_answered else 0
         num_cached, cached = len(seq.prefix_keys), []
         if num_full > num_cached:
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
