@@ -37,7 +37,7 @@ class _StageChange:
 
 
 class TracingSampler(Sampler):
-    """Does what a sampler does. For a tracer that wants stages, it runs them on every row, and emits a step's events after its draw.
+    """Does what a sampler does. For a tracer that wants stages, it runs them on every row, and emits events after the draw.
 
     Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
     row. `seconds` is the time spent on tracing a step.
