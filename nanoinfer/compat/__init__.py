@@ -1,1 +1,1 @@
-"""Other engines' names: those of vLLM."""
+"""Names from elsewhere: vLLM's, and the old paths of modules that have moved."""
