@@ -75,7 +75,7 @@ test-real:
 	@if $(THIS_MAKE) --no-print-directory .venv-real/installed-test; then $(REAL)/python -m pytest tests/real -rs; \
 		else echo "make test-real is skipped: its environment, .venv-real, cannot be installed."; test -z "$$CI"; fi
 
-# Which lines and branches of nanoinfer/ the tests run, in pytest's own processes. It fails below the minimum in pyproject.toml. From
+# Which lines and branches of the packages the tests run, in pytest's own processes. It fails below the minimum in pyproject.toml. From
 # Python 3.14 on, branches are measured by sys.monitoring, which takes little time.
 coverage: .venv/installed-test
 	$(BIN)/python $(PIP_INSTALL) pytest-cov==7.0.0 coverage==7.11.1

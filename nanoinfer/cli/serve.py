@@ -14,7 +14,8 @@ import typer
 from nanoinfer.cli.options import BatchingOptions, EngineOptions, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.config import AsyncEngineArgs
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.listen import bind, bind_uds, cannot_listen, host_names, read_certificate
 from nanoinfer.server.settings import ServerSettings
 

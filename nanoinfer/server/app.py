@@ -17,6 +17,7 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.adapters.adapters import adapter_of
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
@@ -59,7 +60,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down. Raises: as LLM.generate for a bad adapter."""
     models = Models(settings)
     for adapter in models.adapters.values():
-        async_llm.engine.inputs.adapter_of(adapter)  # reads the adapter now, not while the event loop serves requests
+        adapter_of(async_llm.engine.inputs, adapter)  # reads the adapter now, not while the event loop serves requests
     app = FastAPI(
         title="nanoinfer",
         version=__version__,
@@ -221,14 +222,14 @@ class GenerationEndpoints:
         self.models.check(body.model)  # again, because an adapter may have been dropped
         lora_request = self.models.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
-        adapter = None if lora_request is None else self.inputs.adapter_of(lora_request)
+        adapter = None if lora_request is None else adapter_of(self.inputs, lora_request)
         to_params = partial(protocol.to_sampling_params, body, self.default)
 
         def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
             prepared = prepare(params)
             if self.cache_salt_by_key:
                 prepared = replace(prepared, cache_salt=f"{http.key}{prepared.cache_salt or ''}")
-            return prepared if adapter is None else prepared.with_adapter(adapter)
+            return prepared if adapter is None else adapter.added_to(prepared)
 
         adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
         field = reply.response_format if body.format_field == "response_format" else body.format_field

@@ -22,7 +22,7 @@ TEXTS = [
     ".github/**/*.yml",
     "docs/*.*",
     "notebooks/*.*",
-    "nanoinfer/**/*.*",
+    "nanoinfer*/**/*.*",
     "examples/*",
     "tests/**/*.py",
 ]

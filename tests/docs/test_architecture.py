@@ -35,10 +35,16 @@ GUESTS = {
     "features.drafts": {"features.tracing"},
     "fast": {"features.adapters"},
     "distributed": {"fast"},
-    "training": {"fast"},
+    "training": {"fast", "features.logprobs"},
 }
 # Who uses all of them -> which of these it may import besides.
-USERS = {"async_llm": set(), "compat": {"async_llm"}, "server": {"async_llm"}, "cli": {"async_llm", "server"}, "testing": set()}
+USERS = {
+    "async_llm": set(),
+    "compat": {"async_llm"},
+    "server": {"async_llm", "compat"},
+    "cli": {"async_llm", "server"},
+    "testing": set(),
+}
 
 # The files that put an engine together, and may name every feature.
 BUILDERS = {"engine/build.py", "engine/load.py"}
