@@ -50,19 +50,14 @@ USERS = {
 BUILDERS = {"engine/build.py", "engine/load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
-    "config.py": {"nanoinfer.features.own_code.logits_processors"},
     "engine/inputs.py": {
         "nanoinfer.chat.harmony",
         "nanoinfer.chat.messages",
         "nanoinfer.chat.parsing",
         "nanoinfer.chat.tools",
-        "nanoinfer.features.adapters.adapters",
-        "nanoinfer.features.adapters.request",
         "nanoinfer.features.reasoning.thinking",
         "nanoinfer.features.structured.grammar",
     },
-    "engine/llm_engine.py": {"nanoinfer.features.adapters.adapters"},
-    "execution/runtime.py": {"nanoinfer.features.own_code.logits_processors"},
     "llm.py": {
         "nanoinfer.chat.messages",
         "nanoinfer.chat.tools",
