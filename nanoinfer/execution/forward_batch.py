@@ -128,13 +128,14 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
 
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
-    updates, start = [], 0
-    if not plan.scheduled[0].sequence.state_writes:  # all sequences have states, or none
+    if not any([item.sequence.state_writes for item in plan.scheduled]):
         return ()
+    updates, start = [], 0
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
-        writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
-        updates.append(StateUpdate(start, stop, seq.state_slot, writes))
+        if seq.state_writes:
+            writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
+            updates.append(StateUpdate(start, stop, seq.state_slot, writes))
         start = stop
     return tuple(updates)
 
