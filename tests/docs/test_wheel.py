@@ -121,7 +121,7 @@ def test_it_serves_is_measured_and_is_calibrated(installed):
                 )
                 run(installed, f"{limited} --json > served{number}.json", '"results"')
         finally:
-            server.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGTERM)
             server.stderr.read()
     assert server.returncode == 0
     hardware = Path(installed / "here.json")
