@@ -148,5 +148,5 @@ def test_a_workbook_is_solved_checked_run_measured_and_exported(installed):
     assert speed.returncode == 1  # its five files are not written yet
     with start(installed, "learn", "watch", cwd=book) as watching:
         assert any("Save a file" in line for line in watching.stdout)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(60) == 130
+        watching.terminate()
+        assert watching.wait(60) == 128 + signal.SIGTERM
