@@ -19,23 +19,31 @@ if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.chat.parsing import ChatParser as ChatParser
     from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
+    from nanoinfer.compat.vllm.neutral import argument_of_vllm as argument_of_vllm
+    from nanoinfer.compat.vllm.neutral import missing_attribute as missing_attribute
+    from nanoinfer.compat.vllm.parser import add_cli_arguments as add_cli_arguments
+    from nanoinfer.compat.vllm.parser import given_arguments as given_arguments
     from nanoinfer.config import AsyncEngineArgs as AsyncEngineArgs
     from nanoinfer.config import EngineArgs as EngineArgs
     from nanoinfer.engine.prompts import PromptType as PromptType
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
+    from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
+    from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
     from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
+    from nanoinfer.features.own_code.logits_processors import processor_classes as processor_classes
+    from nanoinfer.features.own_code.logits_processors import processor_functions as processor_functions
+    from nanoinfer.features.structured.params import RepetitionDetectionParams as RepetitionDetectionParams
+    from nanoinfer.features.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.features.tracing import Recorder as Recorder
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
-    from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
-    from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
-    from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.3.0.dev0"
 
@@ -44,9 +52,11 @@ _NAMES = {
     "llm": "LLM",
     "async_llm": "AsyncLLM",
     "config": "EngineArgs AsyncEngineArgs",
-    "sampling_params": "SamplingParams BeamSearchParams StructuredOutputsParams",
+    "sampling_params": "SamplingParams",
+    "features.beam_search.params": "BeamSearchParams BeamSearchOutput",
+    "features.structured.params": "StructuredOutputsParams",
     "engine.prompts": "PromptType TextPrompt TokensPrompt",
-    "outputs": "RequestOutput CompletionOutput BeamSearchOutput Delta",
+    "outputs": "RequestOutput CompletionOutput Delta",
     "errors": "NanoinferError",
     "features.drafts.config": "SpeculativeConfig",
     "features.tracing": "Recorder",
@@ -54,15 +64,23 @@ _NAMES = {
     "models.registry": "register_model",
     "attention.base": "register_backend",
 }
-_PUBLIC = {name: f"nanoinfer.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = ["__version__", *_PUBLIC]
+# What files of the core ask of features and of compat/, which they do not import. The same, but not for users.
+_ASKED = {
+    "features.beam_search.params": "BeamSearchSequence",
+    "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
+    "features.own_code.logits_processors": "processor_classes processor_functions",
+    "compat.vllm.neutral": "argument_of_vllm missing_attribute",
+    "compat.vllm.parser": "add_cli_arguments given_arguments",
+}
+__all__ = ["__version__", *" ".join(_NAMES.values()).split()]
+_MODULES = {name: f"nanoinfer.{module}" for module, names in (*_NAMES.items(), *_ASKED.items()) for name in names.split()}
 
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept every unknown name
 
     def __getattr__(name: str) -> object:
-        if name in _PUBLIC:
-            return getattr(import_module(_PUBLIC[name]), name)
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name]), name)
         if name[0].isupper():  # else a submodule that is not imported yet, or a special name
             from nanoinfer.compat.vllm import names
 

@@ -5,15 +5,13 @@ names the argument; the docstring's Args; and the Declarations, from which other
 (cli/options.py), the fields of HTTP (server/protocol.py) and the tables of docs/supported.md.
 """
 
-import argparse
 import functools
 import inspect
-import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from types import NoneType
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin
@@ -21,10 +19,10 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, ge
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
+import nanoinfer
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    UnsupportedError,
     check_flag,
     check_integer,
     check_number,
@@ -38,10 +36,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
-
-# Arguments of other libraries: name -> nanoinfer's own name for the argument, or a pair: the values that change nothing here
-# (the first is what nanoinfer does), and the advice for any other value ("": leave the argument out).
-Neutral = Mapping[str, str | tuple[tuple[object, ...], str]]
 
 FIELDS = "Args: as declared below."  # stands in a dataclass's docstring where `declared` inserts its fields
 
@@ -163,25 +157,20 @@ def read_fields(instance: Any, described_by: type | None = None) -> None:
         object.__setattr__(instance, declaration.name, declaration.read(getattr(instance, declaration.name)))
 
 
-def declared(neutral: Neutral) -> Callable[[type[T]], type[T]]:
+def declared(cls: type[T]) -> type[T]:
     """Decorate a dataclass of arguments: its docstring lists them, and unknown arguments are refused by name."""
-
-    def decorate(cls: Any) -> Any:
-        marked = cls.__init__.__annotations__.items()  # without markers a signature is easier to read
-        types = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in marked}
-        cls.__init__.__annotations__ = {name: getattr(one, "__forward_arg__", one) for name, one in types.items()}
-        cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)
-        wrap = textwrap.TextWrapper(124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
-        entries = [wrap.fill(f"{name}: {' '.join(one.sentences)}") for name, one in declarations(cls).items()]
-        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *entries]))
-        return cls
-
-    return decorate
+    made: Any = cls
+    marked = made.__init__.__annotations__.items()  # without markers a signature is easier to read
+    types = {name: get_args(one)[0] if get_origin(one) is Annotated else one for name, one in marked}
+    made.__init__.__annotations__ = {name: getattr(one, "__forward_arg__", one) for name, one in types.items()}
+    made.__init__ = check_argument_names(cls.__name__)(made.__init__)
+    wrap = textwrap.TextWrapper(124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    entries = [wrap.fill(f"{name}: {' '.join(one.sentences)}") for name, one in declarations(made).items()]
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace(FIELDS, "\n".join(["Args:", *entries]))
+    return cls
 
 
-def arguments_of(
-    arguments: Callable[P, T], owner: str, neutral: Neutral
-) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
+def arguments_of(arguments: Callable[P, T], owner: str) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
     """Decorate a method that takes a dataclass of arguments, so that it is called with the dataclass's own arguments.
 
     The signature becomes that of the dataclass, for type checkers and for `inspect.signature`, and is checked as
@@ -197,21 +186,20 @@ def arguments_of(
         functools.update_wrapper(called, method)
         called.__signature__ = inspect.Signature([own, *parameters], return_annotation=None)  # type: ignore[attr-defined]
         called.__doc__ = "\n\n".join(filter(None, map(inspect.getdoc, (method, arguments))))
-        return check_argument_names(owner, neutral)(called)
+        return check_argument_names(owner)(called)
 
     return decorate
 
 
-def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
 
     The signature stays that of the decorated method, for type checkers and for `inspect.signature`. The method then raises
-    InvalidTypeError for an argument that is unknown, missing or not given by name.
+    InvalidTypeError for an argument that is unknown, missing or not given by name. vLLM's further arguments
+    (compat/vllm/neutral.py) are ignored, passed on under nanoinfer's name, or refused with UnsupportedError.
 
     Args:
         owner: The name in the messages, such as "LLM()".
-        neutral: Arguments of other libraries, which are accepted and ignored, or passed on under nanoinfer's name. Other
-            values raise UnsupportedError.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -228,11 +216,9 @@ def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable
                 raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {hint}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
-                if neutral is None or name not in neutral:
+                if (ours := nanoinfer.argument_of_vllm(owner, name, value)) is None:
                     raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
-                if not isinstance(ours := neutral[name], str):
-                    check_neutral(name, value, neutral)
-                elif value is not None:
+                if ours and value is not None:
                     if ours in kwargs or ours in positional[: len(args) - 1]:
                         raise InvalidTypeError(f"{owner} got {ours} twice: {name} is another name for it; leave one out")
                     kwargs[ours] = value
@@ -247,36 +233,6 @@ def check_argument_names(owner: str, neutral: Neutral | None = None) -> Callable
     return decorate
 
 
-def check_neutral(name: str, value: object, neutral: Neutral) -> None:
-    """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
-    accepted = neutral[name]
-    if not isinstance(accepted, str) and not is_one_of(value, accepted[0]):
-        hint = accepted[1] or f"leave it out (it acts as {accepted[0][0]!r})"
-        raise UnsupportedError(f"{name}={shown(value)} is not supported; {hint}")
-
-
-def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, neutral: Neutral) -> None:
-    """Add an option for each argument that a command line can give, and for each of vLLM's, which are left out if not given."""
-    for name, one in declarations(arguments).items():
-        text, default = " ".join(one.sentences).replace("%", "%%"), None if one.default is MISSING else one.default
-        _add_option(parser, name, size_in_bytes if one.marker(Bytes) else one.text_type, default, text)
-    for name, accepted in neutral.items():
-        kind = bool if isinstance(accepted[0][0], bool) else _json_or_text
-        _add_option(parser, name, kind, argparse.SUPPRESS, argparse.SUPPRESS)
-
-
-def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: object, text: str) -> None:
-    """kind: a type, or a function that reads a text. None: a text cannot give the argument, which gets no option."""
-    option = "--" + name.replace("_", "-")
-    options: dict[str, Any] = {"default": default, "help": text}
-    if kind is bool:
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, **options)
-    elif get_origin(kind) is list:  # `--lora a b` is `--lora a --lora b`
-        parser.add_argument(option, action="extend", nargs="+", type=get_args(kind)[0], **options)
-    elif kind is not None:
-        parser.add_argument(option, type=json.loads if kind is dict else kind, **options)
-
-
 def size_in_bytes(text: str) -> int:
     """Read a number of bytes, where K, M, G and T are powers of 1,024. Raises: InvalidValueError.
 
@@ -288,10 +244,3 @@ def size_in_bytes(text: str) -> int:
         raise InvalidValueError(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
     number, unit = matched.groups()
     return int(float(number) * 1024 ** " KMGT".index(unit or " "))
-
-
-def _json_or_text(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -21,15 +21,16 @@ from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import nanoinfer
 from nanoinfer.arguments import arguments_of, check_argument_names
-from nanoinfer.config import NEUTRAL, AsyncEngineArgs, EngineArgs
+from nanoinfer.config import AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
-from nanoinfer.llm import LLM, missing
+from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
@@ -63,7 +64,7 @@ class AsyncLLM:
     ', there was'
     """
 
-    @arguments_of(AsyncEngineArgs, "AsyncLLM()", NEUTRAL)
+    @arguments_of(AsyncEngineArgs, "AsyncLLM()")
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._streams: dict[str, RequestStream] = {}  # by id, accepted and not yet delivered to the end
         self._unused_ids = map(str, count())
@@ -100,7 +101,7 @@ class AsyncLLM:
 
     # ---- requests
 
-    @check_argument_names("generate()", NEUTRAL_IN["generate()"])
+    @check_argument_names("generate()")
     async def generate(
         self,
         prompt: PromptType,
@@ -128,7 +129,7 @@ class AsyncLLM:
         """
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
-        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority, lora_request)
+        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority=priority, lora_request=lora_request)
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large_prompt(prompt))
         with closing(stream):
             async for deltas in stream:
@@ -192,12 +193,16 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: the errors of generate."""
-        await self.threads.run(partial(self.engine.inputs.adapter_of, lora_request), is_large=True)
+        from nanoinfer.features.adapters.adapters import adapter_of
+
+        await self.threads.run(partial(adapter_of, self.engine.inputs, lora_request), is_large=True)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
-        return self.engine.inputs.adapters is not None and self.engine.inputs.adapters.remove(lora_id)
+        from nanoinfer.features.adapters.adapters import remove_adapter
+
+        return remove_adapter(self.engine.inputs, lora_id)
 
     async def abort(self, request_id: str) -> None:
         """Finish a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
@@ -294,7 +299,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            raise missing(self, name)
+            raise nanoinfer.missing_attribute(self, name)
 
     # ---- deliveries: the first and the last deltas of a request at once, all others together with later deltas
 

@@ -7,16 +7,16 @@ written back. What depends on the model or on the machine (max_model_len, the nu
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
 import nanoinfer
-from nanoinfer.arguments import Allowed, Bytes, Neutral, add_cli_arguments, declarations, declared, read_fields
+from nanoinfer.arguments import Allowed, Bytes, declarations, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -27,7 +27,6 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.features.own_code.logits_processors import LogitsProcessor
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
@@ -50,8 +49,7 @@ DTYPES = {
 class Tracer(Protocol):
     """Receives the events of an engine, one at a time (features/tracing/events.py)."""
 
-    @property
-    def emit(self) -> Callable[..., None]: ...
+    def emit(self, event: Any) -> None: ...  # type: ignore[explicit-any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,18 +119,6 @@ def class_named(name: str, given: object) -> type | None:
     return given
 
 
-def processor_classes(given: object) -> tuple[type, ...]:
-    """Check LLM's logits_processors, a list of classes or their names, or None. Returns the classes."""
-    given, methods = [] if given is None else given, ("apply", "is_argmax_invariant", "update_state")
-    classes = [class_named("each of logits_processors", one) for one in given] if isinstance(given, list | tuple) else [None]
-    if not all(hasattr(one, name) for one in classes for name in methods):
-        raise InvalidTypeError(
-            f"logits_processors must be a list of classes with {', '.join(methods)}, or their names, got {shown(given)}; "
-            "a function is for one request: SamplingParams(logits_processors=[...])"
-        )
-    return tuple(one for one in classes if one is not None)
-
-
 def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
     """Check LLM's lora: a folder, a list of folders, a dict of folder -> strength, or None. Returns folders and strengths."""
     if given is None:
@@ -176,7 +162,7 @@ class EngineConfig:
     seed: int | None = None
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None
-    logits_processors: "tuple[type[LogitsProcessor], ...]" = ()
+    logits_processors: "tuple[type, ...]" = ()
     logprobs_mode: str = "raw"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -221,68 +207,7 @@ class EngineConfig:
         return num_rows if self.speculative is None else self.speculative.max_num_rows(num_rows)
 
 
-_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
-_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
-_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
-_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
-
-# vLLM's further arguments of LLM -> nanoinfer's own name, or the values that change nothing with the advice for other values.
-NEUTRAL: Neutral = {
-    "kv_cache_memory_bytes": "kv_cache_memory",
-    "runner": (("generate", "auto", "pooling"), _POOLING),  # every LLM generates, embeds and scores
-    "task": (("generate", "auto", None, "embed", "embedding", "score"), _POOLING),
-    "convert": (("none", "auto", "embed"), _POOLING),
-    "pooler_config": ((None,), "the checkpoint's modules.json and 1_Pooling/config.json say how hidden rows are pooled"),
-    "pipeline_parallel_size": ((1,), _RANKS),
-    "data_parallel_size": ((1,), _RANKS),
-    "data_parallel_backend": (("mp",), ""),
-    "distributed_executor_backend": (
-        (None, "uni", "mp", "external_launcher"),  # LLM finds out who starts the ranks
-        "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
-    ),
-    "enable_expert_parallel": ((False,), "use tensor_parallel_size=N, which splits every expert"),
-    "worker_cls": (("auto",), _WORKERS),
-    "worker_extension_cls": ((None, ""), _WORKERS),
-    "trust_remote_code": ((False, True), ""),  # no remote code is ever run
-    "disable_log_stats": ((True, False), ""),
-    "load_format": (
-        ("auto", "safetensors"),
-        "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
-    ),
-    "config_format": (("auto", "hf"), "a checkpoint needs Hugging Face's config.json"),
-    "generation_config": (("auto",), ""),
-    "override_generation_config": ((None, {}), "use SamplingParams for each call"),
-    "hf_overrides": ((None, {}), "copy the checkpoint, and change its config.json; Qwen3-Reranker needs none"),
-    **dict.fromkeys("hf_token download_dir code_revision tokenizer_revision mm_processor_kwargs".split(), ((None,), "")),
-    "allowed_local_media_path": (("",), ""),
-    "tokenizer_mode": (("auto",), "a checkpoint needs Hugging Face's tokenizer.json"),
-    "disable_sliding_window": ((False,), ""),
-    "disable_custom_all_reduce": ((False, True), ""),  # there is one device
-    "disable_chunked_mm_input": ((False, True), ""),  # there are no images
-    "enable_prompt_embeds": ((False,), "prompts are text or token ids; use {'prompt_token_ids': ids}"),
-    "enable_sleep_mode": ((False, True), ""),  # sleep() needs no preparation
-    "max_cpu_loras": ((None, 1, 2), ""),  # every adapter that was named is kept
-    "kv_transfer_config": ((None,), "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files"),
-    "profiler_config": ((None,), _PROFILE),
-    "limit_mm_per_prompt": ((None, {}), ""),
-    "max_logprobs": ((-1,), ""),  # no limit
-    "reasoning_config": (
-        (None, {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}),
-        "thinking_token_budget is for the text between <think> and </think>; leave it out",
-    ),
-    "reasoning_parser": (
-        (None, ""),
-        "parse_chat_answer(text) separates reasoning; with a thinking_token_budget a structured output of chat() follows it",
-    ),
-    "structured_outputs_config": ((None,), "llguidance is the one backend; leave it out"),
-    "compilation_config": ((None,), "use enforce_eager=True to run the model's file, or leave it out"),
-    "num_gpu_blocks_override": ((None,), "use kv_cache_memory=bytes"),
-    "cpu_offload_gb": ((0,), ""),
-    "swap_space": ((0, 4), ""),  # GiB that may be swapped out, 4 was vLLM's default
-}
-
-
-@declared(NEUTRAL)
+@declared
 @dataclass(frozen=True)
 class EngineArgs:
     """The arguments of LLM.
@@ -396,7 +321,7 @@ class EngineArgs:
     stages: Annotated["str | list[Stage] | tuple[Stage, ...] | None", Doc(
         "The sampler's stages in their order, or the name of such a list in a module, my_module.STAGES. "
         "`[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.")] = None
-    logits_processors: Annotated["Sequence[str | type[LogitsProcessor]] | None", Doc(
+    logits_processors: Annotated[Sequence[str | type] | None, Doc(
         'Classes of the V1 interface of vLLM, or their names "module:Class": subclasses of LogitsProcessor from '
         "nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.")] = None
     logprobs_mode: Annotated[str,
@@ -427,7 +352,9 @@ class EngineArgs:
         given["stages"] = tuple(stages) if isinstance(stages, list) else stages
         for name in ("scheduler_cls", "block_manager_cls"):
             given[name] = class_named(name, given[name])
-        given["logits_processors"] = processor_classes(self.logits_processors)
+        given["logits_processors"] = ()
+        if self.logits_processors is not None:
+            given["logits_processors"] = nanoinfer.processor_classes(self.logits_processors)
         given["lora"] = lora_adapters(self.lora)
         if (speculative := given.pop("speculative_config")) is not None:
             given["speculative"] = nanoinfer.SpeculativeConfig.of(speculative)  # checked by the feature, imported now
@@ -438,17 +365,15 @@ class EngineArgs:
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add an option for each argument to the parser of a script, and return the parser, as vLLM does."""
-        add_cli_arguments(parser, cls, NEUTRAL)
-        return parser
+        return nanoinfer.add_cli_arguments(parser, cls)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Take this class's arguments from those that a parser (add_cli_args) has read, and ignore the script's own."""
-        names = {field.name for field in fields(cls)} | NEUTRAL.keys()
-        return cls(**{name: value for name, value in vars(args).items() if name in names})
+        return cls(**nanoinfer.given_arguments(args, cls))
 
 
-@declared(NEUTRAL)
+@declared
 @dataclass(frozen=True, kw_only=True)
 class AsyncEngineArgs(EngineArgs):
     """The arguments of AsyncLLM: those of LLM, and two of its own.
@@ -469,8 +394,4 @@ class AsyncEngineArgs(EngineArgs):
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
-        if name.endswith("Config"):
-            return getattr(nanoinfer, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = nanoinfer.__getattr__  # vLLM's further names

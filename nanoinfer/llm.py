@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import nanoinfer
 from nanoinfer.arguments import arguments_of, check_argument_names
-from nanoinfer.config import NEUTRAL, EngineArgs
+from nanoinfer.config import EngineArgs
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred, interrupt_handler
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.load import load_engine
-from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType, TokensPrompt
+from nanoinfer.engine.prompts import PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedAttributeError, check_flag, shown
-from nanoinfer.outputs import BeamSearchOutput, Delta, Metric, RequestOutput
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
+from nanoinfer.outputs import Delta, Metric, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,20 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its runner.model the model"
-_PAUSE = "use LLM.pause() and LLM.resume(); with AsyncLLM: its pause(), and between_steps(async_llm.llm.resume)"
-
-# Methods and attributes that vLLM's LLM and AsyncLLM have and nanoinfer's lack -> what to do instead.
-METHODS = {
-    **dict.fromkeys(("encode", "classify", "reward"), NEUTRAL["task"][1]),
-    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
-    **dict.fromkeys(("start_profile", "stop_profile"), NEUTRAL["profiler_config"][1]),
-    **dict.fromkeys(("pause_generation", "resume_generation"), _PAUSE),
-    "init_weight_transfer_engine": "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)",
-    "reload_weights": "use LLM.update_weights_from_path(folder)",
-    "preprocess_chat": "use llm.render_chat(messages)",
-}
-
 
 class LLM:
     """A loaded model: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
@@ -60,7 +47,7 @@ class LLM:
     inside a stream() loop works. close(), or the end of a `with LLM(...) as llm:` block, frees the memory.
     """
 
-    @arguments_of(EngineArgs, "LLM()", NEUTRAL)
+    @arguments_of(EngineArgs, "LLM()")
     def __init__(self, args: EngineArgs) -> None:
         """Load a model.
 
@@ -122,7 +109,7 @@ class LLM:
             f"attention_backend={info.attention_backend!r}, max_model_len={info.max_model_len}, seed={self.engine.seed})"
         )
 
-    @check_argument_names("generate()", NEUTRAL_IN["generate()"])
+    @check_argument_names("generate()")
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -171,7 +158,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._stream(self.engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request))
 
-    @check_argument_names("chat()", NEUTRAL_IN["chat()"])
+    @check_argument_names("chat()")
     def chat(
         self,
         messages: "Sequence[Message] | Sequence[Sequence[Message]]",
@@ -246,8 +233,10 @@ class LLM:
             tools=tools,
         )
 
-    @check_argument_names("beam_search()", NEUTRAL_IN["beam_search()"])
-    def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    @check_argument_names("beam_search()")
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: "nanoinfer.BeamSearchParams"
+    ) -> "list[nanoinfer.BeamSearchOutput]":
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
         The prompts run together as far as the KV cache allows. The beams of a prompt share their blocks.
@@ -257,11 +246,9 @@ class LLM:
             NanoinferError: the beams of a prompt do not fit into the KV cache.
             UnsupportedError: the LLM was made with stages or logits_processors, which a search does not call.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
         from nanoinfer.features.beam_search.search import BeamSearch
 
-        return BeamSearch(self.engine, prompts, params.clone()).run()
+        return BeamSearch(self.engine, prompts, params).run()
 
     @property
     def batch_independent(self) -> bool:
@@ -277,7 +264,7 @@ class LLM:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
-    @check_argument_names("reset_prefix_cache()", NEUTRAL_IN["reset_prefix_cache()"])
+    @check_argument_names("reset_prefix_cache()")
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
 
@@ -320,7 +307,7 @@ class LLM:
 
     # ---- embeddings and scores
 
-    @check_argument_names("embed()", NEUTRAL_IN["embed()"])
+    @check_argument_names("embed()")
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -348,7 +335,7 @@ class LLM:
         params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
         return pooling.embed(self, prompts, params, use_tqdm)
 
-    @check_argument_names("score()", NEUTRAL_IN["score()"])
+    @check_argument_names("score()")
     def score(
         self,
         queries: str | Sequence[str],
@@ -490,7 +477,7 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            raise missing(self, name)
+            raise nanoinfer.missing_attribute(self, name)
 
     # ---- running
 
@@ -542,13 +529,3 @@ class LLM:
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
-
-
-def missing(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM or AsyncLLM lacks, with a hint if vLLM's or our LLM has it."""
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    if name in METHODS:
-        return UnsupportedAttributeError(f"{text}: {METHODS[name]}")
-    if not name.startswith("_") and hasattr(LLM, name) and not isinstance(owner, LLM):
-        return UnsupportedAttributeError(f"{text}: use await async_llm.between_steps(lambda: async_llm.llm.{name}(...))")
-    return AttributeError(text, name=name, obj=owner)

@@ -7,6 +7,12 @@ from dataclasses import Field, dataclass, field, fields
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import nanoinfer
+
+if TYPE_CHECKING:
+    BeamSearchOutput = nanoinfer.BeamSearchOutput
+    BeamSearchSequence = nanoinfer.BeamSearchSequence
+
 FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 
 
@@ -27,7 +33,7 @@ def _shown(value: object, max_items: int = 6) -> str:
     return brackets[0] + ", ".join(items) + brackets[1]
 
 
-class _ShortRepr:
+class ShortRepr:
     """A dataclass whose repr omits fields that are None and shortens lists, such as 1,000 token ids."""
 
     __slots__ = ()
@@ -79,7 +85,7 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True, repr=False)
-class CompletionOutput(_ShortRepr):
+class CompletionOutput(ShortRepr):
     """An answer to a prompt.
 
     Attributes:
@@ -134,7 +140,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True, repr=False)
-class RequestOutput(_ShortRepr):
+class RequestOutput(ShortRepr):
     """A prompt with its n answers. prompt: None if the prompt was given as token ids.
 
     weights_version: how often LLM.update_weights had replaced the weights before they answered.
@@ -156,47 +162,7 @@ class RequestOutput(_ShortRepr):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class BeamSearchSequence(_ShortRepr):
-    """An answer of a beam search.
-
-    Attributes:
-        text: the text of the generated ids. In vLLM it begins with the prompt.
-        token_ids: the generated ids, EOS included.
-        tokens: the prompt's ids and the generated ids, as in vLLM.
-        score: cumulative_logprob / len(token_ids) ** length_penalty.
-        cumulative_logprob: the sum of the log-probabilities of token_ids. vLLM's name for it is cum_logprob.
-        finish_reason: "stop" (EOS) or "length".
-    """
-
-    text: str
-    token_ids: list[int]
-    tokens: list[int]
-    score: float
-    cumulative_logprob: float
-    finish_reason: FinishReason
-
-    @property
-    def cum_logprob(self) -> float:
-        """The cumulative_logprob, under vLLM's name."""
-        return self.cumulative_logprob
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class BeamSearchOutput(_ShortRepr):
-    """A prompt with its beam_width best answers, the best first.
-
-    Attributes:
-        error: why the prompt has no answers. None: the prompt was searched.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequences: list[BeamSearchSequence]
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Delta(_ShortRepr):
+class Delta(ShortRepr):
     """The text and ids that a step adds to an answer of a request.
 
     The text may be empty, because an incomplete character is held back until it is complete (and dropped if the answer ends in
@@ -261,10 +227,4 @@ class Histogram(Metric):
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:  # vLLM's further names, which the package knows
-        import nanoinfer
-
-        if name.endswith("RequestOutput"):
-            return getattr(nanoinfer, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = nanoinfer.__getattr__  # the outputs of features, and vLLM's further names

@@ -1,14 +1,12 @@
 """What one request may specify: values checked when they are made or assigned, before any work is done.
 
-In: keyword arguments with vLLM's names, each declared by a field: type, range, meaning (arguments.py). Out: a SamplingParams or
-BeamSearchParams that every later stage can trust, so that no later stage checks it again. Both know nothing of any model: what
-needs the vocabulary (lists of token ids, grammars) is checked where a request enters the engine. The engine keeps a copy, so an
-assignment never changes a request that has been submitted.
+In: keyword arguments with vLLM's names, each declared by a field: type, range, meaning (arguments.py). Out: a SamplingParams
+that every later stage can trust, so that no later stage checks it again. It knows nothing of any model: what needs the
+vocabulary (lists of token ids, grammars) is checked where a request enters the engine. What a feature reads is checked by the
+feature. The engine keeps a copy, so an assignment never changes a request that has been submitted.
 """
 
 import copy
-import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
-from nanoinfer.arguments import Allowed, Hint, Neutral, Option, declared, read_fields
+import nanoinfer
+from nanoinfer.arguments import Allowed, Hint, Option, declared, read_fields
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -30,125 +29,18 @@ from nanoinfer.errors import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    BeamSearchParams = nanoinfer.BeamSearchParams
+    RepetitionDetectionParams = nanoinfer.RepetitionDetectionParams
+    StructuredOutputsParams = nanoinfer.StructuredOutputsParams
+    GuidedDecodingParams = nanoinfer.StructuredOutputsParams
 else:
     Tensor = object  # typing.get_type_hints needs a value, and this file imports no torch
 
 # (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's signature without the prompt ids
 LogitsProcessor = Callable[[list[int], list[int], Tensor], Tensor] | Callable[[list[int], Tensor], Tensor]
 
-_SIGNATURES = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
 MAX_ANSWERS = 16384  # of one request, as in vLLM
-
-_FORMATS = ("json", "regex", "choice", "grammar", "json_object")
-
-# vLLM's further arguments: the values that change nothing, and the advice for any other value.
-STRUCTURED_NEUTRAL: Neutral = {
-    "backend": ((None, "auto", "guidance"), "llguidance is the one backend of structured outputs; leave it out"),
-    "disable_fallback": ((False, True), ""),
-    "disable_additional_properties": ((False,), ""),
-    "whitespace_pattern": ((None,), ""),
-    "structural_tag": ((None,), ""),
-}
-
-
-@declared(STRUCTURED_NEUTRAL)
-@dataclass(frozen=True, kw_only=True)
-class StructuredOutputsParams:
-    """The value of SamplingParams(structured_outputs=...). Exactly one of the first five arguments is given.
-
-    Args: as declared below.
-
-    Raises: InvalidValueError (also for no format, several formats, or text that is not JSON), InvalidTypeError.
-    """
-
-    # fmt: off
-    json: Annotated[str | Mapping[str, object] | None,
-        Doc("A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.")] = None  # kept as text
-    regex: Annotated[str | None,
-        Doc("A regular expression that the whole answer matches. Neither lookaround nor back-references.")] = None
-    choice: Annotated[Sequence[str] | None, Doc("The answer is one of these strings.")] = None  # kept as a tuple
-    grammar: Annotated[str | None, Doc("A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).")] = None
-    json_object: Annotated[bool | None, Doc("True: any JSON object.")] = None
-    disable_any_whitespace: Annotated[bool,
-        Doc("Write JSON without white space between its parts. vLLM's default is False.")] = True
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        read_fields(self)
-        given = self._given()
-        if len(given) != 1:
-            raise InvalidValueError(
-                f"structured_outputs needs exactly one of {', '.join(_FORMATS)}, got {' and '.join(given) or 'none'}"
-            )
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
-
-    @property
-    def kind(self) -> str:
-        """The name of the argument that is given."""
-        return self._given()[0]
-
-    def _given(self) -> list[str]:
-        return [name for name in _FORMATS if getattr(self, name) not in (None, False)]
-
-
-def _schema_text(schema: object) -> str:
-    """Return a JSON schema as JSON text, so that a later change of the user's dict changes no request."""
-    if not isinstance(schema, str | Mapping):
-        raise InvalidTypeError(
-            f"json must be a JSON schema, as a dict or as text, got {type(schema).__name__}; "
-            "of a pydantic model, pass Model.model_json_schema()"
-        )
-    try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(parsed, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidValueError(f"json is not a JSON schema ({error})") from error
-    if not isinstance(parsed, Mapping):
-        raise InvalidValueError(f"json must be an object such as {{'type': 'object'}}, got {text[:100]}")
-    return text
-
-
-def _choices(choices: object) -> tuple[str, ...]:
-    if not isinstance(choices, Sequence) or isinstance(choices, str) or not all(isinstance(text, str) for text in choices):
-        raise InvalidTypeError(f"choice must be a list of strings, got {choices!r}")
-    if not choices or "" in choices:
-        raise InvalidValueError(f"choice must hold at least one string, and no empty one, got {list(choices)!r}")
-    return tuple(choices)
-
-
-GuidedDecodingParams = StructuredOutputsParams  # its earlier name in vLLM
-
-
-@declared({})
-@dataclass(frozen=True)
-class RepetitionDetectionParams:
-    """The value of SamplingParams(repetition_detection=...).
-
-    Args: as declared below.
-
-    Raises: InvalidValueError, InvalidTypeError.
-    """
-
-    # fmt: off
-    max_pattern_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"),
-        Doc("The most tokens of a pattern.")] = 0
-    min_pattern_size: Annotated[int, Ge(0), Doc("The fewest tokens of a pattern. 0 is 1.")] = 0
-    min_count: Annotated[int, Ge(0), Doc("The number of times in a row, from 2, at which a pattern ends the answer.")] = 0
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        read_fields(self)
-        if self.min_pattern_size > self.max_pattern_size:
-            raise InvalidValueError(
-                f"min_pattern_size must be at most max_pattern_size, got {self.min_pattern_size} and {self.max_pattern_size}"
-            )
-        if self.max_pattern_size and self.min_count < 2:
-            raise InvalidValueError(f"min_count must be >= 2 with max_pattern_size, got {self.min_count}")
 
 
 class RequestOutputKind(StrEnum):
@@ -160,7 +52,7 @@ class RequestOutputKind(StrEnum):
 
 
 @dataclass
-class _CheckedParams:
+class CheckedParams:
     """Parameters that stay valid: an assignment is checked as the constructor checks its arguments."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -175,25 +67,9 @@ class _CheckedParams:
         return copy.copy(self)
 
 
-# vLLM's further parameters -> nanoinfer's own name, or the values that change nothing with the advice for other values.
-NEUTRAL: Neutral = {
-    "guided_decoding": "structured_outputs",
-    "spaces_between_special_tokens": ((True,), ""),
-    "flat_logprobs": ((False,), ""),
-    "truncate_prompt_tokens": ((None,), "pass the last tokens yourself, prompt_token_ids[-n:]"),
-    "skip_reading_prefix_cache": ((None, False), ""),
-    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs=-1, which reports all ids"),
-    "prompt_logprob_start": ((0, None), "use prompt_logprobs, and leave out the first ones"),
-    "trace_decode_token_ids": ((None,), "use LLM.compute_logprobs() for the log-probabilities of given tokens"),
-    "stream_interval": ((None, 1), "outputs are delivered as they come; join them"),
-    "routed_experts_prompt_start": ((0, None), "nanoinfer does not return the experts of a token"),
-    "skip_clone": ((False, True), ""),  # the engine keeps its own copy
-}
-
-
-@declared(NEUTRAL)
+@declared
 @dataclass(kw_only=True)
-class SamplingParams(_CheckedParams):
+class SamplingParams(CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
 
     The parameters that change the logits apply in this order: allowed_token_ids, structured_outputs, thinking_token_budget,
@@ -236,7 +112,7 @@ class SamplingParams(_CheckedParams):
         "The most tokens of the reasoning at the beginning of an answer, between the tags of reasoning. The end tag follows, "
         "unless allowed_token_ids or structured_outputs forbid it. The prompt may have begun the reasoning. With a budget a "
         "structured output of chat() follows the reasoning.")] = None
-    repetition_detection: Annotated[RepetitionDetectionParams | Mapping[str, int] | None, Doc(
+    repetition_detection: Annotated["nanoinfer.RepetitionDetectionParams | Mapping[str, int] | None", Doc(
         'Ends an answer with finish_reason "repetition", after min_tokens, when its last tokens are a pattern min_count times '
         "in a row. A RepetitionDetectionParams, or a dict of its arguments.")] = None
     stop: Annotated[str | Sequence[str] | None, Option(), Doc(
@@ -291,7 +167,7 @@ class SamplingParams(_CheckedParams):
         "Counted from its arrival in the engine.")] = None
     extra_args: Annotated[Mapping[str, object] | None,
         Doc("A dict for LLM(logits_processors=...) and stages of your own, which decide what it means.")] = None
-    structured_outputs: Annotated[StructuredOutputsParams | None, Doc(
+    structured_outputs: Annotated["nanoinfer.StructuredOutputsParams | None", Doc(
         "The format that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it. When no token "
         "can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It may still be cut "
         "by max_tokens and stop.")] = None
@@ -320,11 +196,11 @@ class SamplingParams(_CheckedParams):
             raise InvalidTypeError(f"extra_args must be a dict, got {shown(self.extra_args)}")
         if not is_one_of(self.output_kind, tuple(RequestOutputKind)):
             raise out_of_range("output_kind", self.output_kind, f"one of {', '.join(RequestOutputKind)}")
+        detection, own = self.repetition_detection, self.logits_processors
         # One spelling of each value: None and 0 for what is off, tuples. (An assignment with `=` would be checked again.)
         for name, value in (
             ("seed", None if self.seed == -1 else self.seed),
             ("thinking_token_budget", None if self.thinking_token_budget == -1 else self.thinking_token_budget),
-            ("repetition_detection", _repetition_detection(self.repetition_detection)),
             ("top_k", max(self.top_k, 0)),
             ("stop", _stop_strings(self.stop)),
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
@@ -332,7 +208,8 @@ class SamplingParams(_CheckedParams):
             ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
             ("bad_words", _bad_words(self.bad_words)),
             ("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids)),
-            ("logits_processors", _logits_processors(self.logits_processors)),
+            ("repetition_detection", nanoinfer.RepetitionDetectionParams.of(detection) if detection is not None else None),
+            ("logits_processors", () if is_one_of(own, (None, ())) else nanoinfer.processor_functions(own)),
             ("extra_args", self.extra_args or None),
             ("output_kind", RequestOutputKind(self.output_kind)),
         ):
@@ -346,17 +223,7 @@ class SamplingParams(_CheckedParams):
         if self.stop and not self.detokenize:
             raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
         if self.structured_outputs is not None:
-            self._check_structured_outputs()
-
-    def _check_structured_outputs(self) -> None:
-        if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise InvalidTypeError(f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}")
-        if self.ignore_eos:
-            raise InvalidValueError("ignore_eos cannot be used with structured_outputs: the answer ends when it is complete")
-        if self.allowed_token_ids is not None:
-            raise InvalidValueError(
-                "allowed_token_ids cannot be used with structured_outputs, which decides what is allowed; use one of them"
-            )
+            nanoinfer.StructuredOutputsParams.check(self)
 
     def clone(self) -> Self:
         """Return a copy. Only logit_bias is checked again, because a dict may be changed without an assignment."""
@@ -388,50 +255,6 @@ def over_default(default: SamplingParams, **given: object) -> SamplingParams:
     if given.get("structured_outputs") is not None:
         given.setdefault("no_repeat_ngram_size", 0)  # it would forbid what the structure needs
     return replace(default, **given)  # type: ignore[arg-type]
-
-
-BEAM_NEUTRAL: Neutral = {"temperature": ((0.0,), ""), "include_stop_str_in_output": ((False,), "")}
-
-
-@declared(BEAM_NEUTRAL)
-@dataclass(kw_only=True)
-class BeamSearchParams(_CheckedParams):
-    """How LLM.beam_search finds the most likely answers to a prompt.
-
-    Args: as declared below.
-
-    Raises: InvalidValueError, InvalidTypeError.
-
-    The results are those of transformers' generate(num_beams=...).
-    """
-
-    # fmt: off
-    beam_width: Annotated[int, Ge(1),
-        Doc("Number of beams kept at each step, and of answers returned. More than max_num_seqs run in groups.")]
-    max_tokens: Annotated[int, Ge(1), Doc("Maximum length of an answer in tokens.")] = 16
-    length_penalty: Annotated[float, Interval(ge=-10, le=10), Hint("0 compares plain sums"), Doc(
-        "A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS counted. Above 0 it "
-        "favours long answers, since the sums are negative.")] = 1.0
-    early_stopping: Annotated[bool | Literal["never"], Doc(
-        "When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would end with a "
-        'better score at its present length. "never": when none could at any length up to max_tokens.')] = False
-    ignore_eos: Annotated[bool, Doc("No answer ends before max_tokens.")] = False
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        read_fields(self)
-        if not isinstance(self.early_stopping, bool | str):
-            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}")
-        if self.early_stopping not in (True, False, "never"):
-            raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
-
-
-def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
-    if isinstance(given, Mapping):
-        given = RepetitionDetectionParams(**{str(name): value for name, value in given.items()})
-    if not isinstance(given, RepetitionDetectionParams | None):
-        raise InvalidTypeError(f"repetition_detection must be RepetitionDetectionParams or a dict, got {shown(given)}")
-    return given if given and given.max_pattern_size else None
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -485,33 +308,5 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     return checked
 
 
-@dataclass(frozen=True)
-class _WithoutPrompt:
-    """A logits processor (output_ids, logits) -> logits, called as the others are."""
-
-    processor: Callable[[list[int], Tensor], Tensor]
-
-    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
-        return self.processor(output_ids, logits)
-
-
-def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
-    """Return the processors as functions of three arguments."""
-    processors = () if processors is None else processors
-    if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
-        raise InvalidTypeError(f"logits_processors must be a list of functions {_SIGNATURES}, got {shown(processors)}")
-    return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
-
-
-def _num_arguments(processor: LogitsProcessor) -> int:
-    """Two if a processor requires exactly two arguments, else three."""
-    try:
-        signature = inspect.signature(processor)
-        required = [one for one in signature.parameters.values() if one.default is one.empty and one.kind in _POSITIONAL]
-        num_arguments = 2 if len(required) == 2 else 3
-        signature.bind(*range(num_arguments))
-    except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
-        raise InvalidTypeError(
-            f"each of logits_processors must be a function {_SIGNATURES}, got {shown(processor)} ({error}); wrap it in a lambda"
-        ) from None
-    return num_arguments
+if not TYPE_CHECKING:
+    __getattr__ = nanoinfer.__getattr__  # the parameters of features

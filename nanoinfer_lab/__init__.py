@@ -1,1 +1,1 @@
-"""What measures and checks: benchmarks, a simulator of serving, checks of schedules, and the bundled models' stories."""
+"""What measures and checks: benchmarks, a simulator of serving, checks of schedules and drafts, and the bundled stories."""

@@ -13,10 +13,10 @@ from typing_extensions import Doc
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.arguments import Allowed, Hint, declarations, declared, read_fields
-from nanoinfer.config import NEUTRAL
+from nanoinfer.compat.vllm.neutral import NEUTRAL
 
 NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != "self"]
-NAMES += [name for name, accepted in NEUTRAL.items() if not isinstance(accepted, str)]
+NAMES += [name for name, accepted in NEUTRAL["LLM()"].items() if not isinstance(accepted, str)]
 VALUES = {
     "an integer of 5,000 digits": 10**5000,
     "a negative one": -(10**5000),
@@ -55,7 +55,7 @@ def test_cpu_0_is_the_cpu():
     assert LLM(device="cpu:0", kv_cache_memory=2**22).info.device in ("cpu", "cpu:0")
 
 
-@declared({"theirs": "number", "neutral": ((1,), "")})
+@declared
 @dataclass(kw_only=True)
 class Point:
     """A point.
@@ -73,6 +73,11 @@ class Point:
 
     def __post_init__(self):
         read_fields(self)
+
+
+@pytest.fixture(autouse=True)
+def words_of_others(monkeypatch):
+    monkeypatch.setitem(NEUTRAL, "Point", {"theirs": "number", "neutral": ((1,), "")})
 
 
 def test_the_docstring_has_every_declaration_with_its_range():

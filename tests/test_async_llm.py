@@ -53,7 +53,7 @@ def serve(scenario, **arguments):
 
 
 async def submit(async_llm, prompt, its_params, request_id=None, priority=0):
-    prepare = partial(async_llm.engine.inputs.prepare_prompt, prompt, its_params, priority)
+    prepare = partial(async_llm.engine.inputs.prepare_prompt, prompt, its_params, priority=priority)
     return await async_llm.submit(prepare, num_answers=its_params.n, request_id=request_id)
 
 

@@ -1,7 +1,6 @@
 """Every parameter is checked when it is given: what is out of range, of a wrong type or contradictory is refused by name."""
 
 import copy
-import functools
 import math
 import pickle
 import re
@@ -12,9 +11,11 @@ import numpy
 import pytest
 
 from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
+from nanoinfer.compat.vllm import neutral
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.sampling_params import NEUTRAL, BeamSearchParams, RepetitionDetectionParams, RequestOutputKind, over_default
+from nanoinfer.sampling_params import BeamSearchParams, RepetitionDetectionParams, RequestOutputKind, over_default
 
+NEUTRAL = neutral.NEUTRAL["SamplingParams"]
 NAN, INF = math.nan, math.inf
 
 
@@ -341,76 +342,6 @@ def test_given_ids_take_the_place_of_the_most_likely_ones():
         SamplingParams(logprob_token_ids=[3, 5], logprobs=3)
 
 
-def test_the_detection_of_repetitions_may_be_a_dict():
-    params = SamplingParams(repetition_detection={"max_pattern_size": 3, "min_count": 2})
-    assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=3, min_count=2)
-    assert SamplingParams(repetition_detection=RepetitionDetectionParams()).repetition_detection is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"max_pattern_size": 3}, "min_count must be >= 2 with max_pattern_size, got 0"),
-        ({"max_pattern_size": 3, "min_count": 1}, "min_count must be >= 2 with max_pattern_size, got 1"),
-        ({"min_pattern_size": 2}, "min_pattern_size must be at most max_pattern_size, got 2 and 0"),
-        ({"max_pattern_size": -1}, "max_pattern_size must be >= 1, or 0 to turn it off, got -1"),
-        ({"max_patern_size": 1}, "did you mean max_pattern_size?"),
-        ({1: 2}, "has no argument '1'"),
-    ],
-)
-def test_a_detection_that_detects_nothing_is_refused(given, message):
-    with pytest.raises(NanoinferError, match=re.escape(message)):
-        SamplingParams(repetition_detection=given)
-
-
-# ---- logits processors
-
-
-class Processor:
-    def __call__(self, output_ids, logits):
-        return "two", output_ids
-
-    def with_prompt(self, prompt_ids, output_ids, logits):
-        return "three", prompt_ids, output_ids
-
-    @staticmethod
-    def any_number(*arguments):
-        return "any", len(arguments)
-
-
-@pytest.mark.parametrize(
-    ("processor", "expected"),
-    [
-        (Processor(), ("two", [6])),
-        (Processor().with_prompt, ("three", [5], [6])),
-        (Processor.any_number, ("any", 3)),
-        (lambda output_ids, logits, scale=2: ("two", scale), ("two", 2)),
-        (lambda prompt_ids, output_ids, logits, scale=2: ("three", scale), ("three", 2)),
-        (functools.partial(lambda words, output_ids, logits: ("two", words), ["a"]), ("two", ["a"])),
-    ],
-)
-def test_a_processor_gets_the_arguments_that_its_signature_requires(processor, expected):
-    params = SamplingParams(logits_processors=[processor])
-    for one in (params, params.clone(), copy.copy(params)):
-        assert one.logits_processors[0]([5], [6], "logits") == expected
-
-
-@pytest.mark.parametrize(
-    "processor",
-    [
-        lambda: None,
-        lambda logits: logits,
-        lambda a, b, c, d: d,
-        lambda output_ids, logits, *, scale: logits,
-        max,  # written in C, without a signature
-        int,
-    ],
-)
-def test_a_processor_with_a_different_number_of_arguments_is_refused(processor):
-    with pytest.raises(InvalidTypeError, match=r"logits_processors must be a function \(prompt_ids, output_ids, logits\) -> "):
-        SamplingParams(logits_processors=[print, processor])
-
-
 def test_a_type_checker_and_an_editor_can_read_the_types():
     assert get_type_hints(SamplingParams)["max_tokens"] == int | None
     assert get_type_hints(BeamSearchParams)["beam_width"] is int
@@ -524,54 +455,3 @@ def test_params_can_be_copied_and_pickled(given):
     params = SamplingParams(**given)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params
     assert params != SamplingParams()
-
-
-FORMATS = {"json": {"type": "object"}, "regex": "[a-z]+", "choice": ["a", "b"], "grammar": 'start: "a"', "json_object": True}
-
-
-@pytest.mark.parametrize("answer_format", FORMATS)
-def test_one_format_is_enough_and_is_named(answer_format):
-    assert StructuredOutputsParams(**{answer_format: FORMATS[answer_format]}).kind == answer_format
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [({}, "got none"), ({"json_object": False}, "got none"), ({"regex": "a", "choice": ["a"]}, "got regex and choice")],
-    ids=str,
-)
-def test_none_and_two_are_refused(given, named):
-    with pytest.raises(InvalidValueError, match=f"exactly one of json, regex, choice, grammar, json_object, {named}"):
-        StructuredOutputsParams(**given)
-
-
-def test_a_schema_is_kept_as_text_so_that_a_later_change_of_the_dict_changes_nothing():
-    schema = {"type": "object"}
-    params = StructuredOutputsParams(json=schema)
-    schema["type"] = "array"
-    assert params.json == '{"type": "object"}' == StructuredOutputsParams(json='{"type":"object"}').json
-
-
-def test_choices_are_kept_as_a_tuple():
-    assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"json": 5}, InvalidTypeError, "json must be a JSON schema, as a dict or as text, got int; of a pydantic model"),
-        ({"json": "{"}, InvalidValueError, "json is not a JSON schema"),
-        ({"json": {"a": float("nan")}}, InvalidValueError, "json is not a JSON schema"),
-        ({"json": "[1]"}, InvalidValueError, r"json must be an object such as .*, got \[1\]"),
-        ({"regex": 5}, InvalidTypeError, "regex must be a string, got 5"),
-        ({"choice": "ab"}, InvalidTypeError, "choice must be a list of strings, got 'ab'"),
-        ({"choice": ["a", 1]}, InvalidTypeError, "choice must be a list of strings"),
-        ({"choice": []}, InvalidValueError, "choice must hold at least one string, and no empty one"),
-        ({"choice": ["a", ""]}, InvalidValueError, "and no empty one"),
-        ({"json_object": 1}, InvalidTypeError, "json_object must be True or False, got 1"),
-        ({"regex": "a", "disable_any_whitespace": "no"}, InvalidTypeError, "disable_any_whitespace must be True or False"),
-    ],
-    ids=str,
-)
-def test_values_of_the_wrong_type_or_without_an_answer_are_refused(given, error, message):
-    with pytest.raises(error, match=message):
-        StructuredOutputsParams(**given)

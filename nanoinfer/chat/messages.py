@@ -13,7 +13,8 @@ from nanoinfer.chat.harmony import MARKS, begun_message
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.chat.tools import Tool, ToolChoice, requires_call, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

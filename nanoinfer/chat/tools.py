@@ -14,7 +14,7 @@ from nanoinfer.chat.harmony import MARKS
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.features.structured.json_schema import enforceable
-from nanoinfer.sampling_params import StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
 
 Tool = Callable[..., object] | Mapping[str, object]
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}

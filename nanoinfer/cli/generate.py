@@ -13,8 +13,9 @@ from rich.text import Text
 from nanoinfer.cli import options
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
+from nanoinfer.features.structured.params import StructuredOutputsParams
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM

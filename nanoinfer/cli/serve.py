@@ -14,7 +14,8 @@ import typer
 from nanoinfer.cli.options import BatchingOptions, EngineOptions, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.config import AsyncEngineArgs
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.listen import bind, bind_uds, cannot_listen, host_names, read_certificate
 from nanoinfer.server.settings import ServerSettings
 
@@ -82,7 +83,6 @@ def serve(
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions) -> tuple["AsyncLLM", ServerSettings]:
     """Load a server's model. Returns the options with the model's name, too."""
-    from nanoinfer.features.tracing.recent import RecentRecorder
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
 
     if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
@@ -92,8 +92,7 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions) -> tuple["Asy
             f"--cache-salt-by-key has no effect without API keys; set --api-key or {API_KEY_VARIABLE}, or leave it out"
         )
     names = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(AsyncEngineArgs)}
-    tracer = RecentRecorder() if options.trace else None
-    async_llm = load_async_llm(engine, tracer=tracer, **{name: getattr(options, name) for name in names})
+    async_llm = load_async_llm(engine, **{name: getattr(options, name) for name in names})
     with busy("Preparing structured output"), suppress(NanoinferError):  # no llguidance, or no tokenizer that it can use
         # Converting the tokenizer takes seconds, for which every stream would wait during the first structured request.
         first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)

@@ -22,8 +22,7 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor
 from typing_extensions import Doc
 
-from nanoinfer.arguments import Allowed, Neutral, declared, read_fields
-from nanoinfer.config import NEUTRAL as OF_LLM
+from nanoinfer.arguments import Allowed, declared, read_fields
 from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.prompts import PromptType
@@ -37,6 +36,7 @@ from nanoinfer.errors import (
     out_of_range,
     shown,
 )
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.scheduling.step_plan import PromptRows
 
@@ -53,13 +53,7 @@ _BEFORE = (
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-NEUTRAL: Neutral = {
-    "task": ((None, "embed", "score"), OF_LLM["task"][1]),
-    "use_activation": ((None,), "the checkpoint's modules.json says whether embeddings are normalised"),
-}
-
-
-@declared(NEUTRAL)
+@declared
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """What to compute of a text.
@@ -379,7 +373,7 @@ class Scoring:
         return found
 
 
-class _EmbeddingReader:
+class _EmbeddingReader(PromptReader):
     """Reduces a text's rows to a vector: its last row, or the sum of all."""
 
     def __init__(self, pooling: Pooling, dimensions: int | None) -> None:
@@ -403,7 +397,7 @@ class _EmbeddingReader:
         return torch.nn.functional.normalize(kept, dim=0) if self._pooling.normalize else kept
 
 
-class _ScoreReader:
+class _ScoreReader(PromptReader):
     """Reads the probability of one of two answers. answer_ids: the ids of "no" and "yes". score: the probability of "yes"."""
 
     score: Tensor

@@ -3,12 +3,14 @@
 Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,19 +61,19 @@ def make_engine(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
-        adapters=adapters,
         store=None if store_of_executor is None else store_of_executor(executor),
         observer=make_observer(executor, config, tokenizer),
+        features=[*adapters, PromptLogprobs(executor.info.vocab_size, tokenizer)],
     )
 
 
-def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
+def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "list[Adapters]":
     """Hook the adapters of requests into the layers, before kernels replace the layers. Raises: the errors of Adapters."""
     if not config.enable_lora:
-        return None
+        return []
     from nanoinfer.features.adapters.adapters import Adapters
 
-    return Adapters(model, config.max_loras, config.max_lora_rank, shards)
+    return [Adapters(model, config.max_loras, config.max_lora_rank, shards)]
 
 
 def make_runtime(
@@ -79,7 +81,7 @@ def make_runtime(
     config: EngineConfig,
     shards: "Shards | None" = None,
     weights: "LoadedWeights | None" = None,
-    adapters: "Adapters | None" = None,
+    adapters: "Sequence[Adapters]" = (),
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
@@ -88,10 +90,12 @@ def make_runtime(
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
-        runtime = accelerate(runtime, config, {} if adapters is None else adapters.layers)
+        runtime = accelerate(runtime, config)
     if shards is not None:
         runtime = shards.connect(runtime)
-    return runtime if adapters is None else adapters.join(runtime)  # after the ranks, because rank 0 knows the adapters
+    for one in adapters:  # after the ranks, because rank 0 knows the adapters
+        runtime = one.join(runtime)
+    return runtime
 
 
 def make_executor(
@@ -117,6 +121,10 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
+    if config.logits_processors:
+        from nanoinfer.features.own_code.logits_processors import with_processors
+
+        config = with_processors(config, runtime.device, info)
     return LocalExecutor(runtime, info, config)
 
 
@@ -130,5 +138,6 @@ def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: To
     from nanoinfer.features.tracing.stage_trace import TracingSampler
 
     tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
-    executor.sampler = TracingSampler(executor.sampler, tracing)
+    if tracing.wants_stages:
+        executor.sampler = TracingSampler(executor.sampler, tracing)
     return together(EngineMetrics(), tracing)

@@ -8,14 +8,14 @@ the queue nor the cache, so any thread may call it.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
-from nanoinfer.arguments import check_neutral
+import nanoinfer
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import NEUTRAL_IN, ChatPrompt, TokensPrompt
+from nanoinfer.engine.prompts import ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -23,8 +23,6 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
-    from nanoinfer.features.adapters.adapters import Adapter, Adapters
-    from nanoinfer.features.adapters.request import LoRARequest
     from nanoinfer.features.reasoning.thinking import ReasoningState
     from nanoinfer.features.structured.grammar import GrammarCompiler, GrammarState
 
@@ -54,10 +52,11 @@ class PreparedRequest:
     reasoning: params.thinking_token_budget with the tokenizer's tags, at the answer's beginning. None: reasoning has no limit.
     error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
     priority: the rank for schedulers that read priorities. Lower runs first.
-    cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
-    adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
-    reader: reads the prompt's hidden rows (reading.py). None: nothing reads the rows.
+    cache_salt: separates cached prefixes, which only requests with the same salt share.
+    reader: reads the prompt's hidden rows. None: nothing reads the rows.
+    is_answered: False if the prompt is read instead of answered (reading.py).
     eos_token_ids: EOS ids of this request besides the engine's.
+    extras: what features give the request's sequences, by name (Sequence.extras).
     """
 
     prompt: str | None
@@ -69,22 +68,28 @@ class PreparedRequest:
     grammar: "GrammarState | None" = None
     reasoning: "ReasoningState | None" = None
     cache_salt: str | None = None
-    adapter: "Adapter | None" = None
     reader: Any = None
+    is_answered: bool = True
     eos_token_ids: frozenset[int] = frozenset()
+    extras: Mapping[str, object] = field(default_factory=dict)
 
-    def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
-        """Return the request with an adapter, whose digest separates its cached prefixes from others."""
-        return replace(self, adapter=adapter, cache_salt=f"{adapter.digest}{self.cache_salt or ''}")
+
+class RequestOptions(TypedDict, total=False):
+    """What generate() and its like are given for a request besides its prompt and its parameters."""
+
+    priority: int | None
+    lora_request: object  # a LoRARequest (features/adapters)
 
 
 class RequestFeature(Protocol):
     """What a feature (features/) makes of each request. engine/build.py lists those of an engine, in their order."""
 
-    def prepare(self, prepared: PreparedRequest, options: Mapping[str, Any]) -> PreparedRequest:
+    limits: Mapping[str, int] = {}  # for the scheduler, which explains them
+
+    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
         """Check the parameters and the options that the feature reads, and return the request with what it adds to it.
 
-        options: what generate() and its like are given besides the prompt and its parameters, by name. {}: nothing.
+        options: the feature takes out what it reads. An option that no feature takes out is refused.
         Raises: InvalidValueError, InvalidTypeError, UnsupportedError.
         """
 
@@ -103,38 +108,31 @@ class InputProcessor:
         config: EngineConfig,
         *,
         accepts_priority: bool = False,
-        adapters: "Adapters | None" = None,
         features: Sequence[RequestFeature] = (),
     ) -> None:
-        """adapters: the adapters that requests may name. None: requests cannot name any."""
         self._info = info
         self.max_model_len = info.max_model_len
         self.tokenizer = tokenizer
         self._config = config
         self._accepts_priority = accepts_priority
-        self.adapters = adapters
-        self._features = features
+        self.features = features
         self._has_warned = False
 
-    def prepare(self, prompt: object, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
+    def prepare(self, prompt: object, params: SamplingParams, **options: Unpack[RequestOptions]) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: the errors of the two methods below."""
-        return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
+        return self.compile_grammar(self.prepare_prompt(prompt, params, **options))
 
-    def prepare_prompt(
-        self, prompt: object, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
-    ) -> PreparedRequest:
+    def prepare_prompt(self, prompt: object, params: SamplingParams, **options: Unpack[RequestOptions]) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused: PreparedRequest.error says so.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and the errors of adapter_of.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and the errors of the features.
         """
         text, token_ids = self._parse(prompt)
         _check_type(params)
+        priority = options.pop("priority", None)
         check_integer("priority", priority, -(2**63), None, ">= -2**63", or_none=True)
         if priority and not self._accepts_priority:
-            raise InvalidValueError(
-                f"priority={priority} has no effect with this scheduler; leave it out, or load the model with "
-                "scheduling_policy='priority'"
-            )
+            raise unread("priority", priority)
         params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
@@ -148,24 +146,19 @@ class InputProcessor:
             text, token_ids, params, bad_words, error, int(priority or 0), reasoning=reasoning, cache_salt=salt,
             eos_token_ids=ends,
         )  # fmt: skip
-        if lora_request is not None:
-            prepared = prepared.with_adapter(self.adapter_of(lora_request))
-        for feature in self._features:
-            prepared = feature.prepare(prepared, {})
+        for feature in self.features:
+            prepared = feature.prepare(prepared, options)
+        for name, option in options.items():
+            if option is not None:
+                raise unread(name, option)
         return prepared
-
-    def adapter_of(self, lora_request: "LoRARequest") -> "Adapter":
-        """Return an adapter. Raises: InvalidValueError without enable_lora, the errors of Adapters.get."""
-        if self.adapters is None:
-            raise InvalidValueError(f"lora_request={shown(lora_request)} needs a model loaded with enable_lora=True")
-        return self.adapters.get(lora_request)
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
         """Compile the grammar, if the request asks for it. A new grammar may wait for seconds until others are compiled.
 
         Raises: InvalidValueError, UnsupportedError, QueueFullError.
         """
-        for feature in self._features:
+        for feature in self.features:
             prepared = feature.compile(prepared)
         params = prepared.params.structured_outputs
         return prepared if params is None else replace(prepared, grammar=self._grammars.compile(params))
@@ -182,11 +175,11 @@ class InputProcessor:
         return GrammarCompiler(self.tokenizer, self._info.vocab_size)
 
     def prepare_all(
-        self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: Any
+        self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: object
     ) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with the same SamplingParams for all or a list with each prompt's.
 
-        options: options of prepare_prompt, a value for all or a list with a value per prompt. Errors name the prompt's index.
+        options: RequestOptions, a value for all or a list with a value per prompt. Errors name the prompt's index.
         """
         prompts, prepared = as_list(prompts), []
         of_each = [one_per_prompt(given, len(prompts), name, object) for name, given in options.items()]
@@ -253,15 +246,14 @@ class InputProcessor:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids", *NEUTRAL_IN["a prompt"]}
+            others = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "eos_token_ids"}
+            unknown = [name for name in others if nanoinfer.argument_of_vllm("a prompt", name, prompt[name]) is None]
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
             if (salt := prompt.get("cache_salt")) is not None and not (isinstance(salt, str) and salt):
                 raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out")
-            for name in prompt.keys() & NEUTRAL_IN["a prompt"].keys():
-                check_neutral(name, prompt[name], NEUTRAL_IN["a prompt"])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -294,11 +286,10 @@ class InputProcessor:
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
                 error = f"{name} has the token id {shown(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab_size:
-                raise InvalidValueError(
-                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
-                )
+        if (params.logprobs or 0) > vocab_size:
+            raise InvalidValueError(
+                f"logprobs must be at most the vocabulary's {vocab_size}, got {params.logprobs}; use -1 for all"
+            )
         if params.extra_args and not self._config.logits_processors and self._config.stages is None:
             raise InvalidValueError(
                 f"nothing reads extra_args={shown(params.extra_args)}; leave it out, or load the model with logits_processors "
@@ -408,6 +399,15 @@ def one_per_prompt(
     if len(given) != num_prompts:
         raise InvalidValueError(f"{name} must be one, or one per prompt: got {len(given)} for {num_prompts} prompts")
     return given
+
+
+def unread(name: str, given: object) -> InvalidValueError:
+    """Return the error of an option that no feature of the engine reads."""
+    way_out = {
+        "lora_request": "needs a model loaded with enable_lora=True",
+        "priority": "has no effect with this scheduler; leave it out, or load the model with scheduling_policy='priority'",
+    }
+    return InvalidValueError(f"{name}={shown(given)} {way_out.get(name, 'is read by nothing; leave it out')}")
 
 
 def _check_type(params: object) -> None:

@@ -29,7 +29,6 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.features.adapters.adapters import Adapters
     from nanoinfer.scheduling.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         planner: Planner | None = None,
-        adapters: "Adapters | None" = None,
         store: "BlockStore | None" = None,
         observer: Observer = NOBODY,
         features: ListLike[RequestFeature] = (),
@@ -61,7 +59,6 @@ class LLMEngine:
         """
         Args:
             planner: completes the scheduler's plans, and observes. None: the plans are complete.
-            adapters: the adapters that requests may name. None: requests cannot name any.
             store: receives cached blocks that leave the memory. None: they are dropped.
             observer: is told what happens in the engine.
             features: what features make of each request, in their order.
@@ -83,12 +80,11 @@ class LLMEngine:
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
         caching = config.cache.enable_prefix_caching
-        self.inputs = InputProcessor(
-            info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters, features=features
-        )
+        self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, features=features)
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer, layout, store)
-        max_adapters = config.max_loras if config.enable_lora else None
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer, max_adapters)
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
+        for feature in features:
+            self.scheduler.limits |= feature.limits
         self.planner = planner
         is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         self.async_scheduling = is_async and planner is None
@@ -160,12 +156,13 @@ class LLMEngine:
                 grammar=None if prepared.grammar is None else prepared.grammar.copy(),
                 reasoning=copy.copy(prepared.reasoning),
                 reader=prepared.reader,
+                is_answered=prepared.is_answered,
                 index=index,
                 priority=prepared.priority,
                 arrival_time=arrival_time,
                 deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
-                adapter=prepared.adapter,
                 cache_salt=prepared.cache_salt,
+                extras=prepared.extras,
             )
             for index in range(params.n)
         ]
@@ -264,9 +261,6 @@ class LLMEngine:
         output = self.executor.collect(step)
         self.observer.step_collected(step.plan, output)
         finished = []
-        for chunk in output.prompt_logprobs:
-            if request := self._requests.get(chunk.sequence.request_id):
-                request.add_prompt_logprobs(chunk.position, chunk.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:

@@ -25,11 +25,11 @@ def prepare(
     timeout: float | None = None,
 ) -> PreparedRequest:
     """Prepare a prompt of at most max_model_len tokens. A longer prompt is not refused: PreparedRequest.error says so."""
-    prepared, error = inputs.prepare_prompt(prompt, replace(PARAMS, timeout=timeout), priority), None
+    prepared, error = inputs.prepare_prompt(prompt, replace(PARAMS, timeout=timeout), priority=priority), None
     if (num := len(prepared.prompt_token_ids)) > max_model_len:
         message = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens"
         error = TooLong(f"{message}; shorten it", num, max_model_len)
-    return replace(prepared, reader=reader, error=error)
+    return replace(prepared, reader=reader, is_answered=False, error=error)
 
 
 def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) -> list[PreparedRequest]:

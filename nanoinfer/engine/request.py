@@ -30,7 +30,6 @@ class Request:
     """The answers to one prompt. Several callers may drive the same engine, and each reads its own requests.
 
     output: None until every answer has finished. deltas: news that a stream has not yielded, collected only if `streaming`.
-    prompt_logprobs: complete when there is a first token. None: the request did not ask for them.
     """
 
     def __init__(
@@ -51,19 +50,11 @@ class Request:
         self._weights_version = weights_version
         self.metrics = RequestMetrics(sequences[0].arrival_time)
         self.answers = [_Answer(seq, tokenizer, streaming=streaming) for seq in sequences]
-        self.prompt_logprobs: list[LogprobsOnePosition | None] | None = None
-        self._prompt_detokenizer: Detokenizer | None = None  # for the texts of prompt_logprobs
-        params, prompt_token_ids = sequences[0].params, sequences[0].prompt_token_ids
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
-            if params.detokenize and tokenizer is not None:
-                self._prompt_detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-                self._prompt_detokenizer.push(prompt_token_ids[0])
 
     @property
     def num_output_tokens(self) -> int:
         """The number of tokens of all answers. The token that ends a request whose prompt is read does not count."""
-        return sum(seq.num_output_tokens for seq in self.sequences if seq.reader is None)
+        return sum(seq.num_output_tokens for seq in self.sequences if seq.is_answered)
 
     def advance(
         self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None, mask: list[int] | None = None
@@ -75,21 +66,12 @@ class Request:
             self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
         elif answer.ending_ids is not None and token_id not in answer.ending_ids and len(seq.token_ids) < seq.max_num_tokens:
             return None  # nothing reads the token before the end
-        named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
+        named = None if logprobs is None else with_token_texts(logprobs, answer.detokenizer)
         if mask is not None:
             answer.masks.append(mask)
         answer.advance(token_id, named)
         self._show([token_id], answer, None if named is None else [named], None if mask is None else [mask])
         return answer.stop
-
-    def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Add the log-probabilities of prompt tokens from `position` on. Those added before a preemption are skipped."""
-        assert self.prompt_logprobs is not None
-        new = logprobs[len(self.prompt_logprobs) - position :]
-        for entry in new:
-            self.prompt_logprobs.append(_with_token_texts(entry, self._prompt_detokenizer))
-            if self._prompt_detokenizer:
-                self._prompt_detokenizer.push(entry.ids[0])
 
     def finish(self, stop: Stop, seq: Sequence | None = None) -> None:
         """Finish one aborted or failed answer, or all. Held text is released, and answers that have finished stay unchanged."""
@@ -118,9 +100,10 @@ class Request:
                 [answer.output() for answer in self.answers],
                 finished=True,
                 metrics=self.metrics,
-                prompt_logprobs=self.prompt_logprobs,
                 weights_version=self._weights_version,
             )
+            if (reader := self.sequences[0].reader) is not None:
+                reader.complete(self.output)
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:
             reasons = asdict(answer.stop) if answer.stop else {}
@@ -191,7 +174,7 @@ class _Answer:
         return CompletionOutput(self.seq.index, self.text.text, token_ids, cumulative, logprobs, **fields)
 
 
-def _with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:
+def with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:
     """Convert the executor's numbers to what users get, with token texts if there is a detokenizer."""
     texts: Iterable[str | None] = repeat(None) if detokenizer is None else detokenizer.added_texts(logprobs.ids)
     return {

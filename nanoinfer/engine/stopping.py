@@ -3,11 +3,11 @@
 In: the ids and the text so far. Out: a Stop, or None, for request.py.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Strings
 from dataclasses import dataclass
 
 from nanoinfer.outputs import FinishReason
-from nanoinfer.sampling_params import RepetitionDetectionParams
 from nanoinfer.scheduling.sequence import Sequence
 
 
@@ -33,27 +33,12 @@ def check_token_ids(seq: Sequence) -> Stop | None:
     if len(seq.token_ids) >= seq.max_num_tokens:
         return Stop("length")
     detection = seq.params.repetition_detection
-    if isinstance(detection, RepetitionDetectionParams) and seq.num_output_tokens >= seq.params.min_tokens:
+    if detection is not None and not isinstance(detection, Mapping) and seq.num_output_tokens >= seq.params.min_tokens:
         longest = detection.max_pattern_size * detection.min_count
         start = max(len(seq.prompt_token_ids), len(seq.token_ids) - longest)
-        if ends_in_repetition(seq.token_ids[start:], detection):
+        if detection.ends(seq.token_ids[start:]):
             return Stop("repetition")
     return None
-
-
-def ends_in_repetition(token_ids: list[int], detection: RepetitionDetectionParams) -> bool:
-    """Whether the last tokens are a pattern of an allowed size, min_count times in a row.
-
-    >>> ends_in_repetition([1, 5, 6, 5, 6], RepetitionDetectionParams(max_pattern_size=2, min_count=2))
-    True
-    """
-    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
-        num = size * detection.min_count
-        if num > len(token_ids):
-            return False
-        if token_ids[-1] == token_ids[-1 - size] and token_ids[-num:-size] == token_ids[size - num :]:
-            return True
-    return False
 
 
 class StopStrings:

@@ -4,11 +4,17 @@ In: StepPlans. Out: StepOutputs of plain Python values. This file imports no tor
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.outputs import RequestOutput, TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import StepPlan
+from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.sampling.routes import HeadRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,6 @@ class SequenceOutput:
     """The result of a step for one sequence.
 
     token_ids: the sampled ids, in order. logprobs, masks: an entry for each of token_ids. None: not requested.
-    With StepPlan.num_top_logprobs there are no token_ids, and logprobs has a single entry.
     error: why no token could be sampled. None: the tokens were sampled.
     """
 
@@ -54,21 +59,24 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """The log-probabilities of the prompt's tokens from `position` on."""
-
-    sequence: Sequence
-    position: int
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutput:
     """sequences: the results, in the order of the plan's rows. seconds: how long each phase took, for StepTimed."""
 
     sequences: list[SequenceOutput]
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class PromptReader:
+    """Reads the hidden rows of one prompt (Sequence.reader). features/logprobs/, training/ and embedding/ have subclasses."""
+
+    def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
+        """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.
+
+        ends: the rows that the step samples. row: the index of the prompt's last row in `ends`. None: the prompt is unfinished.
+        """
+
+    def complete(self, output: RequestOutput) -> None:
+        """Add what was read to the output of the request."""
 
 
 class InFlight(Protocol):
@@ -92,8 +100,7 @@ class Executor(Protocol[Step]):
     def batch_independent(self) -> bool: ...  # see LLM.batch_independent
 
     def launch(self, plan: StepPlan, previous: Step | None) -> Step:
-        """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
-        prompt log-probabilities or num_top_logprobs are requested.
+        """Start a step: batch, block copies, forward pass, LM head, sampling. Only a prompt's reader waits for the device.
 
         previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """

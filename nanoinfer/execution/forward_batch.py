@@ -3,6 +3,7 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata, StateUpdate
 from nanoinfer.execution.packing import pack
-from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
+from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
-# An adapter, or the digest of an adapter that a rank already has, its first packed token, and the token after its last.
-AdapterRuns = tuple[tuple[RequestAdapter | str, int, int], ...]
+# The extras of a sequence (Sequence.extras), its first packed token, and the token after its last.
+ExtraRuns = tuple[tuple[Mapping[str, object], int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ForwardBatch:
         logits_indices: the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows, or a
             slice of all tokens.
         attention: the metadata of all layers, or of the first KV group. further_groups has that of the others.
-        adapters: the adapters of requests, as runs of packed tokens.
+        extras: the extras of the sequences that have some, for runners that wrap the model's.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -45,7 +46,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
-    adapters: AdapterRuns = ()
+    extras: ExtraRuns = ()
 
     @classmethod
     def build(
@@ -97,11 +98,11 @@ class ForwardBatch:
         for tables_of_group in zip(*[seq.more_block_tables for seq in packed.sequences], strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
-        adapters = tuple((seq.adapter, start, stop) for seq, start, stop in runs if seq.adapter is not None)
+        extras = tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras)
         if has_single_queries:
             groups = list(map(single_queries, groups))
         indices = slice(0, len(logits_indices)) if has_all_rows else rows
-        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)
+        return cls(ids, positions, indices, groups[0], list(plan.block_copies), tuple(groups[1:]), extras)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:
@@ -127,13 +128,14 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
 
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
-    updates, start = [], 0
-    if not plan.scheduled[0].sequence.state_writes:  # all sequences have states, or none
+    if not any([item.sequence.state_writes for item in plan.scheduled]):
         return ()
+    updates, start = [], 0
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
-        writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
-        updates.append(StateUpdate(start, stop, seq.state_slot, writes))
+        if seq.state_writes:
+            writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
+            updates.append(StateUpdate(start, stop, seq.state_slot, writes))
         start = stop
     return tuple(updates)
 

@@ -6,7 +6,6 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 import logging
 import time
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,44 +13,25 @@ from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
+from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
-from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import argmax
-from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows, Route
-from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, SamplerOutput
-from nanoinfer.sampling.stages import divided
+from nanoinfer.sampling.sampler import SampledTokens, SamplerOutput
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 logger = logging.getLogger(__name__)
-
-PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
-
-
-@runtime_checkable
-class PromptReader(Protocol):
-    """Reads the hidden rows of one prompt (Sequence.reader), as training/rollouts.py and embedding/pooling.py do."""
-
-    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: HeadRows, row: int | None) -> None:
-        """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.
-
-        ends: the rows that the step samples. row: the index of the prompt's last row in `ends`. None: the prompt is unfinished.
-        """
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose tokens are being sampled on the device. tokens: None for a plan with num_top_logprobs."""
+    """A step whose tokens are being sampled on the device."""
 
     plan: StepPlan
-    tokens: SampledTokens | None
-    prompt_logprobs: list[PromptLogprobs]
-    top_logprobs: list[SequenceOutput]
+    tokens: SampledTokens
     must_sync: bool
     seconds: dict[str, float]
 
@@ -68,7 +48,7 @@ class LocalExecutor:
         cache: KVCache | None = None,
     ) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
-        self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, info, config), info
+        self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
         owners = self.runner.graphs, *self.sampler.routes
@@ -83,7 +63,7 @@ class LocalExecutor:
         with self._in_step():
             start = time.perf_counter()
             before = None
-            if previous is not None and previous.tokens is not None:
+            if previous is not None:
                 its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
                 before = PreviousTokens(previous.tokens.token_ids, its_rows)
             batch = ForwardBatch.build(
@@ -93,20 +73,18 @@ class LocalExecutor:
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
-            prompt_logprobs = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
-            tokens, top_logprobs = self._sample(rows, plan)
+            reads_prompts = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
+            sequences, last = [seq for seq, _ in plan.rows], self._previous_sampling_batch
+            sampling = self._previous_sampling_batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, last)
+            tokens = (plan.sampler or self.sampler)(rows, sampling)
             sampled = time.perf_counter() - forwarded
-        sampling = None if tokens is None else self._previous_sampling_batch
-        reads_tokens = sampling is not None and sampling.reads_tokens
-        must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens
+        must_sync = self.sampler.has_user_stages or reads_prompts or sampling.reads_tokens
         seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled}
-        return LaunchedStep(plan, tokens, prompt_logprobs, top_logprobs, must_sync, seconds)
+        return LaunchedStep(plan, tokens, must_sync, seconds)
 
     @torch.inference_mode()
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for the tokens of a step. See Executor.collect."""
-        if step.tokens is None:
-            return StepOutput(step.top_logprobs)
         start = time.perf_counter()
         with self._in_step():
             sampled = step.tokens.read()
@@ -116,28 +94,13 @@ class LocalExecutor:
         else:
             outputs = [SequenceOutput(seq, [id_]) for (seq, _), id_ in zip(step.plan.rows, sampled.token_ids, strict=True)]
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
-        return StepOutput(outputs, step.prompt_logprobs, seconds)
+        return StepOutput(outputs, seconds)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one CUDA graph that earlier steps lacked. See Executor.capture_next."""
         with self._in_step():
             return any(owner.capture_next() for owner in self.graph_owners)
-
-    def prompt_logprobs(
-        self, hidden: Float[Tensor, "num_tokens hidden"], chunk: PromptRows, num_top: int, temperature: float = 1.0
-    ) -> list[TokenLogprobs]:
-        """Compute the log-probabilities of the prompt tokens that follow these rows, a limited number of rows at a time."""
-        rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
-        logprobs = []
-        for start in range(chunk.start, chunk.stop, rows_at_a_time):
-            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, chunk.stop))).logits
-            if temperature != 1.0:
-                logits = divided(logits, logits.new_full((len(logits),), temperature))
-            first = chunk.position + 1 + start - chunk.start
-            token_ids = chunk.sequence.prompt_token_ids[first : first + len(logits)]
-            logprobs += token_logprobs(logits, token_ids, [num_top] * len(logits))
-        return logprobs
 
     # ---- internals
 
@@ -159,29 +122,16 @@ class LocalExecutor:
             self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
         )  # fmt: skip
 
-    def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput]]:
-        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs."""
-        sequences = [seq for seq, _ in plan.rows]
-        if plan.num_top_logprobs:
-            return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs)
-        batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
-        self._previous_sampling_batch = batch
-        return self.sampler(rows, batch), []
-
-    def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> list[PromptLogprobs]:
-        """Compute the requested log-probabilities of prompts, and give other rows to their readers."""
-        found: list[PromptLogprobs] = []
+    def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
+        """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""
         if not plan.prompt_rows:
-            return found
+            return False
         row_of = {seq: row for row, (seq, _) in enumerate(plan.rows)}
         for chunk in plan.prompt_rows:
-            seq, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
-            if isinstance(seq.reader, PromptReader):
-                seq.reader.read(self, hidden, chunk, ends, row_of.get(seq))
-            elif num_top is not None:
-                logprobs = self.prompt_logprobs(hidden, chunk, self.info.vocab_size if num_top == -1 else num_top)
-                found.append(PromptLogprobs(seq, chunk.position + 1, logprobs))
-        return found
+            seq = chunk.sequence
+            assert seq.reader is not None, "it wants its rows"
+            seq.reader.read(self, hidden, chunk, ends, row_of.get(seq))
+        return any(chunk.sequence.is_answered for chunk in plan.prompt_rows)
 
 
 def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence, ScheduledSequence]) -> list[SequenceOutput]:
@@ -202,14 +152,3 @@ def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence,
         masks = [sampled.masks[row] for row in rows if row in sampled.masks]
         outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs, masks=masks))
     return outputs
-
-
-def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:
-    """Return the num_top most likely ids of every row, in falling order."""
-    num_top = min(num_top, logits.shape[-1])
-    likeliest = argmax(logits).tolist()  # -1 if the logits are not finite
-    all_logprobs = token_logprobs(logits, [max(token_id, 0) for token_id in likeliest], [num_top] * len(logits))
-    return [
-        SequenceOutput(seq, logprobs=[logprobs]) if token_id >= 0 else SequenceOutput(seq, error=NOT_FINITE)
-        for seq, logprobs, token_id in zip(sequences, all_logprobs, likeliest, strict=True)
-    ]

@@ -90,7 +90,7 @@ def _memory_for(requested: int | None, runtime: Runtime, config: EngineConfig, s
         requested,
         config.cache.gpu_memory_utilization,
         step_bytes=step_bytes,
-        lora_bytes=runtime.reserved_bytes,
+        reserved_bytes=runtime.reserved_bytes,
         num_ranks=1 if shards is None else shards.size,
     )
 
@@ -112,11 +112,9 @@ def _most_that_fit(
     memory, fewest = memory - num_state_slots * state_bytes, blocks_for(1)
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_gpu else ""
-        if runtime.reserved_bytes:
-            more += f", lower max_loras or max_lora_rank (the adapters take {runtime.reserved_bytes} bytes)"
         raise InvalidValueError(
             f"the KV cache may take {memory} bytes, less than one block of {runtime.block_size} tokens "
-            f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
+            f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}{runtime.reserved_hint}, or lower block_size"
         )
     return num_blocks if shards is None else shards.minimum(num_blocks), num_state_slots
 
@@ -127,22 +125,22 @@ def memory_for_cache(
     gpu_memory_utilization: float,
     *,
     step_bytes: int = 0,
-    lora_bytes: int = 0,
+    reserved_bytes: int = 0,
     num_ranks: int = 1,
 ) -> int:
     """Return the bytes for this rank's cache: kv_cache_memory, or else the memory that is free. Call it after loading weights.
 
     Args:
         step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given.
-        lora_bytes: kept free for this rank's adapters. On a CPU, mapped weights are kept in memory as well.
+        reserved_bytes: kept free for this rank, as in Runtime. On a CPU, mapped weights are kept in memory as well.
         num_ranks: the number of processes that share a CPU's memory.
 
     Raises: InvalidValueError if kv_cache_memory is more than is free.
     """
-    kept_bytes = lora_bytes
+    kept_bytes = reserved_bytes
     if device.type != "cpu":
         free, total = map(int, torch.get_device_module(device).mem_get_info(device))
-        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
+        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - reserved_bytes
         hint = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()

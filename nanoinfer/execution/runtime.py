@@ -53,6 +53,7 @@ class Runtime:
             runtime has False, because torch's products depend on the number of rows.
         report: which modules were compiled. None: compilation was not tried.
         reserved_bytes: the bytes on the device that the runner allocates later.
+        reserved_hint: how to reserve fewer bytes, for the error of a cache without room. "": no bytes are reserved.
         weights: the model's weights, as parameters and as kernels read them.
         wrappers: functions that wrap the runner, innermost first, such as for the other ranks or adapters.
         kept_bytes_per_token: the bytes that others keep for each token of the cache, besides its keys and values.
@@ -74,6 +75,7 @@ class Runtime:
     is_batch_independent: bool = False
     report: CompileReport | None = None
     reserved_bytes: int = 0
+    reserved_hint: str = ""
     weights: LoadedWeights = field(default_factory=LoadedWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
@@ -145,11 +147,6 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
     return runner
 
 
-def make_sampler(runtime: Runtime, info: ExecutorInfo, config: EngineConfig) -> Sampler:
+def make_sampler(runtime: Runtime, config: EngineConfig) -> Sampler:
     stages = STAGES if config.stages is None else config.stages
-    if config.logits_processors:
-        from nanoinfer.features.own_code.logits_processors import with_processors
-
-        sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
-        stages = with_processors(stages, config, runtime.device, **sizes)
     return Sampler(stages, routes=runtime.routes, logprobs_mode=config.logprobs_mode)

@@ -9,20 +9,12 @@ runs as it is, and the CompiledModel says why. The forward pass of its `model` i
 `print(model.forward.__self__.code)` shows it.
 """
 
-from typing import TYPE_CHECKING
-
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 
-if TYPE_CHECKING:
-    from nanoinfer.features.adapters.layers import AdaptedLayers
 
-
-def accelerate(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
+def accelerate(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a faster runtime for the device of the model, whose weights go where the kernels read them.
-
-    Args:
-        adapters: the linear layers that requests may adapt.
 
     Raises:
         UnsupportedError: a quantisation that the model's layers do not support.
@@ -30,7 +22,7 @@ def accelerate(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers"
     if next(runtime.model.parameters()).device.type == "cpu":
         from nanoinfer.fast.cpu.accelerate import accelerate_on_cpu
 
-        return accelerate_on_cpu(runtime, config, adapters)
+        return accelerate_on_cpu(runtime, config)
     if config.enable_lora:
         return runtime  # no GPU kernel supports adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda

@@ -250,11 +250,12 @@ class BlockManager:
                     copies.append((shared, table[index]))
                     self.observer.block_copied(seq, shared, table[index])
         for group, table in enumerate(tables):
-            if new := [self._take() for _ in range(len(table), -(-end // self.block_size))]:
-                table += new
-                self.observer.blocks_changed("allocated", seq, new, group)
+            num_before = len(table)
+            while len(table) * self.block_size < end:
+                table.append(self._take())  # one by one, because a policy may raise
+            self.observer.blocks_changed("allocated", seq, table[num_before:], group)
         if self.state_slots is not None:
-            self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
+            self.state_slots.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.is_answered)
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -262,10 +263,9 @@ class BlockManager:
 
         Blocks that no query after these tokens reaches are freed.
         """
-        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
-        num_cached = len(seq.prefix_keys)
+        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.is_answered else 0
+        num_cached, cached = len(seq.prefix_keys), []
         if num_full > num_cached:
-            cached = []
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             for group, table in enumerate(self.tables(seq)):

@@ -14,7 +14,7 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
    of the prompt again.
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
    request: their known tokens, another block for each that may grow so far, and a block for each fork. No sequence starts in a
-   step in which rule 4 preempts. A sequence whose LoRA adapter would exceed max_adapters waits, and others may pass it.
+   step in which rule 4 preempts. A sequence that would exceed one of `limits` waits, and others may pass it.
 7. A subclass may preempt a running sequence for a waiting one, which then starts in the same step, before any other, so
    that the preempted sequence does not take the room again. A start preempts at most one sequence, which has a new token since
    its own start, so that no two sequences preempt each other without progress.
@@ -31,7 +31,6 @@ num_reserved_blocks (rule 6), to_preempt (rule 7). policies.py has two such clas
 block. It only decides which sequence waits.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -69,6 +68,7 @@ class Scheduler:
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
+        limits: the most values that an extra (Sequence.extras) may have among the running sequences, by the extra's name.
         reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
         clock: returns the time in seconds, as in Sequence.arrival_time and deadline. A simulation sets a virtual clock.
     """
@@ -76,18 +76,11 @@ class Scheduler:
     reads_priority = False
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        block_manager: BlockManager,
-        observer: SchedulingObserver = NOBODY,
-        max_adapters: int | None = None,
-    ) -> None:
-        """max_adapters: the most LoRA adapters that the running sequences may use together. None: no limit."""
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, observer: SchedulingObserver = NOBODY) -> None:
         self.config = config
         self.block_manager = block_manager
         self.observer = observer
-        self.max_adapters = max_adapters
+        self.limits: dict[str, int] = {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._num_steps = 0
@@ -184,9 +177,8 @@ class Scheduler:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # pending tokens have no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)
-        if not plan.num_top_logprobs:
-            for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
-                seq.num_pending_tokens += 1
+        for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
+            seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token. A step that accepts drafts has several for a sequence."""
@@ -263,7 +255,7 @@ class Scheduler:
     def _start_waiting(self, selection: _Selection) -> None:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""
         num_reserved = sum(map(self._num_kept_free, self.running))
-        adapters, limit = {seq.adapter for seq in self.running} - {None}, self.max_adapters or math.inf
+        in_use = {name: {seq.extras.get(name) for seq in self.running} for name in self.limits}
         started: list[Sequence] = []
         try:
             for seq in self.order_waiting(self.waiting):
@@ -271,7 +263,7 @@ class Scheduler:
                 if not has_place and type(self).to_preempt is Scheduler.to_preempt:
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
-                if len(adapters | {seq.adapter} - {None}) > limit or not self.may_start(seq):
+                if (self.limits and self._exceeds_limit(seq, in_use)) or not self.may_start(seq):
                     continue
                 started.append(seq)
                 if has_place and self._start(selection, seq, num_reserved):
@@ -281,11 +273,15 @@ class Scheduler:
                 else:
                     started.pop()
                     break
-                adapters |= {seq.adapter} - {None}
+                for name, values in in_use.items():
+                    values.add(seq.extras.get(name))
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
             self.waiting.extendleft(selection.preempted)
+
+    def _exceeds_limit(self, seq: Sequence, in_use: dict[str, set[object]]) -> bool:
+        return any(len((in_use[name] | {seq.extras.get(name)}) - {None}) > most for name, most in self.limits.items())
 
     def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
@@ -331,7 +327,7 @@ class Scheduler:
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
-        return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        return Prefix() if seq.needs_all_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are free blocks."""

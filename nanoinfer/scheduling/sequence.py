@@ -5,16 +5,17 @@ Each field's comment names its only writer.
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from nanoinfer.execution.executor import PromptReader
     from nanoinfer.features.reasoning.thinking import ReasoningState
     from nanoinfer.scheduling.step_plan import ScheduledSequence
 
@@ -35,14 +36,6 @@ class Grammar(Protocol):
     def error(self) -> str | None: ...
     def advance(self, token_id: int) -> None: ...
     def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
-
-
-@runtime_checkable
-class RequestAdapter(Protocol):
-    """An adapter that changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
-
-    @property
-    def digest(self) -> str: ...
 
 
 @dataclass(eq=False, slots=True)  # eq=False: sequences are compared by identity
@@ -67,13 +60,14 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
     reasoning: "ReasoningState | None" = None  # the state of params.thinking_token_budget. request.py advances it
-    reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
+    reader: "PromptReader | None" = None  # the executor calls it with the prompt's rows, so none is taken from the cache
+    is_answered: bool = True  # False: the prompt is only read. The token that ends it is not counted, and no block is cached
     index: int = 0  # the index of this answer among the prompt's n answers
     priority: int = 0  # for schedulers that read priorities. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
-    adapter: RequestAdapter | None = None
     cache_salt: str | None = None  # cached blocks are shared only between sequences with the same salt
+    extras: Mapping[str, object] = field(default_factory=dict)  # name -> what a feature reads in the sequence's steps
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
     num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
@@ -101,10 +95,9 @@ class Sequence:
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
-    def wants_prompt_rows(self) -> bool:
-        """Whether prompt_logprobs or a reader needs the prompt's rows: only for the first of n answers, and only once."""
-        is_read = self.params.prompt_logprobs is not None or self.reader is not None
-        return is_read and self.index == 0 and self.num_output_tokens == 0
+    def needs_all_rows(self) -> bool:
+        """Whether a reader needs the prompt's rows: only for the first of n answers, and only once."""
+        return self.reader is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_free_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """What a step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -58,13 +59,12 @@ class StepPlan:
         rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
             its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
             its newest token and a row for each draft.
-        prompt_rows: the prompt tokens whose log-probabilities were requested, or whose hidden rows are read.
+        prompt_rows: the prompt tokens whose hidden rows are read.
         block_copies: the (from, to) blocks that are copied before the forward pass.
         preempted: the sequences that lost their blocks to this step.
         step: the number of the step, which the scheduler counts from 0.
         schedule_seconds: the seconds that the scheduler took to decide.
-        num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
-            instead (beam search).
+        sampler: the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -74,7 +74,7 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     step: int = -1
     schedule_seconds: float = 0.0
-    num_top_logprobs: int = 0
+    sampler: Callable[..., Any] | None = None
 
     @property
     def num_decode_tokens(self) -> int:
@@ -103,13 +103,13 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """Return the prompt tokens that a reader reads, or, for prompt_logprobs, all that another prompt token follows."""
+    """Return the prompt tokens whose rows are read. The sampler alone reads the last row of a prompt that is answered."""
     rows = []
     start = 0
     for item in scheduled:
         seq = item.sequence
-        if (seq.reader is not None or seq.params.prompt_logprobs is not None) and seq.wants_prompt_rows:
-            end = len(seq.prompt_token_ids) - (seq.reader is None)
+        if seq.reader and seq.needs_all_rows:
+            end = len(seq.prompt_token_ids) - seq.is_answered
             num = min(item.num_new_tokens, end - seq.num_computed_tokens)
             if num > 0:
                 rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))

@@ -17,8 +17,8 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.adapters.adapters import adapter_of
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
@@ -45,7 +45,7 @@ from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
 from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
-from nanoinfer.server.page import Replays, add_page
+from nanoinfer.server.page import add_page
 from nanoinfer.server.pooling import PoolingEndpoints, TextsRequest
 from nanoinfer.server.recording import RequestLog
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore, StoredResponse
@@ -60,7 +60,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down. Raises: as LLM.generate for a bad adapter."""
     models = Models(settings)
     for adapter in models.adapters.values():
-        async_llm.engine.inputs.adapter_of(adapter)  # reads the adapter now, not while the event loop serves requests
+        adapter_of(async_llm.engine.inputs, adapter)  # reads the adapter now, not while the event loop serves requests
     app = FastAPI(
         title="nanoinfer",
         version=__version__,
@@ -71,15 +71,13 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         responses=ERRORS,
     )
     app.router.route_class = StrictRoute
-    app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
+    app.state.threads = async_llm.threads
     add_error_handlers(app)
     app.add_middleware(RequestLimits, settings=settings)
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    tracer = async_llm.engine.config.tracer
-    replays = Replays(tracer) if isinstance(tracer, RecentRecorder) else None
-    add_page(app, async_llm, models.names[0], replays)
-    GenerationEndpoints(async_llm, settings, models, replays).add_to(app)
+    add_page(app, async_llm, models.names[0])
+    GenerationEndpoints(async_llm, settings, models).add_to(app)
     PoolingEndpoints(async_llm, models.check_texts_body).add_to(app)
     _add_tokenizer(app, async_llm, models)
     _add_information(app, async_llm, models, settings.metrics_prefix)
@@ -131,8 +129,8 @@ class Models:
 class GenerationEndpoints:
     """The endpoints that generate. Those of /v1/messages and /v1/responses convert their bodies to chat requests."""
 
-    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, models: Models, replays: Replays | None) -> None:
-        self.async_llm, self.models, self.replays = async_llm, models, replays
+    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, models: Models) -> None:
+        self.async_llm, self.models = async_llm, models
         self.inputs, self.tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
         self.default = async_llm.llm.get_default_sampling_params()
         template = "" if self.tokenizer is None else self.tokenizer.get_chat_template(has_tools=True)
@@ -224,14 +222,14 @@ class GenerationEndpoints:
         self.models.check(body.model)  # again, because an adapter may have been dropped
         lora_request = self.models.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
-        adapter = None if lora_request is None else self.inputs.adapter_of(lora_request)
+        adapter = None if lora_request is None else adapter_of(self.inputs, lora_request)
         to_params = partial(protocol.to_sampling_params, body, self.default)
 
         def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
             prepared = prepare(params)
             if self.cache_salt_by_key:
                 prepared = replace(prepared, cache_salt=f"{http.key}{prepared.cache_salt or ''}")
-            return prepared if adapter is None else prepared.with_adapter(adapter)
+            return prepared if adapter is None else adapter.added_to(prepared)
 
         adapted = [partial(prepare_adapted, prepare) for prepare in prepares]
         field = reply.response_format if body.format_field == "response_format" else body.format_field
@@ -243,8 +241,6 @@ class GenerationEndpoints:
             if (refused := refused_format(str(error), field)) is None:
                 raise
             raise refused from error
-        if self.replays is not None:
-            self.replays.add(reply.answers)
         if body.stream:
             return EventStream(reply.answers, reply.events())
 

@@ -117,7 +117,7 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
             is_harmony=is_harmony,
         )
-        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
+        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, priority=request.priority)
 
 
 def prepare_completion(
@@ -130,7 +130,7 @@ def prepare_completion(
         adds_special, most = request.add_special_tokens is not False, max_tokenized(inputs)
         ids = inputs.tokenizer.encode(prompt, add_special_tokens=adds_special, max_tokens=most)
     given = {"prompt": prompt} if ids is None else {"prompt_token_ids": _truncated(ids, request, inputs, params)}
-    return inputs.prepare_prompt({**given, "cache_salt": request.cache_salt}, params, request.priority)
+    return inputs.prepare_prompt({**given, "cache_salt": request.cache_salt}, params, priority=request.priority)
 
 
 def _truncated(token_ids: list[int], request: GenerationRequest, inputs: InputProcessor, params: SamplingParams) -> list[int]:
@@ -300,14 +300,13 @@ class CompletionReply(ChoicesReply):
         """Make a choice, or the first chunk of a choice, which begins with the prompt if that is requested and not empty."""
         skips_special = self._request.skip_special_tokens is not False
         texts = self._logprobs[index] = LegacyLogprobs(self._tokenizer, skips_special=skips_special, as_ids=self._as_ids)
-        assert stream.request is not None, "it has an answer"
-        prompt, ids, logprobs = stream.prepared.prompt, stream.prepared.prompt_token_ids, stream.request.prompt_logprobs
+        prompt, ids = stream.prepared.prompt, stream.prepared.prompt_token_ids
         if not self._request.echo or not ids:
             choice = self._choice(index, answer)
         else:
             if prompt is None:
                 prompt = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
-            entries = None if self._request.logprobs is None else texts.push(ids, logprobs or (), prompt)
+            entries = None if self._request.logprobs is None else texts.push(ids, stream.prepared.reader.positions, prompt)
             choice = self._choice(index, answer)
             choice["text"] = prompt + choice["text"]
             if entries is not None:
@@ -336,11 +335,10 @@ def _is_shown(delta: Delta, request: GenerationRequest) -> bool:
 def _prompt_fields(request: GenerationRequest, stream: RequestStream) -> JsonObject:
     """Return the fields by which vLLM describes a prompt, if requested."""
     fields: dict[str, Any] = {"prompt_token_ids": stream.prepared.prompt_token_ids} if request.return_token_ids else {}
-    logprobs = None if stream.request is None else stream.request.prompt_logprobs
-    if request.prompt_logprobs is not None and logprobs is not None:
+    if request.prompt_logprobs is not None and stream.request is not None:
         fields["prompt_logprobs"] = [
             position and {str(i): asdict(entry) | {"logprob": max(entry.logprob, LOWEST)} for i, entry in position.items()}
-            for position in logprobs
+            for position in stream.prepared.reader.positions  # complete when there is a first token
         ]
     return fields
 

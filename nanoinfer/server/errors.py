@@ -89,7 +89,7 @@ class MessagesErrorBody(BaseModel):
     error: MessagesErrorFields
 
 
-_OF_BODIES = (400, 408, 413, 415, 429, 504)
+_OF_BODIES = (400, 413, 415, 429, 504)
 # For /openapi.json
 ERRORS: dict[int | str, dict[str, object]] = {
     status: {"model": ErrorBody, "description": description}
@@ -98,7 +98,6 @@ ERRORS: dict[int | str, dict[str, object]] = {
         401: "no valid API key",
         403: "not a name of this server",
         404: "no such path, or no such model",
-        408: "the body did not arrive in time",
         413: "the body is too large",
         414: "the path and the query are too long",
         415: "the body is not JSON",

@@ -8,8 +8,8 @@ these names, and so are the values that change nothing.
 import difflib
 from collections.abc import Collection, Mapping
 
+from nanoinfer.compat.vllm.neutral import NEUTRAL
 from nanoinfer.errors import is_one_of, shown
-from nanoinfer.sampling_params import NEUTRAL
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
 # Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's, then settings of samplers
@@ -36,7 +36,7 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "suffix": (("",), ""),
     "max_completion_tokens": ((), "use max_tokens, or max_output_tokens in /v1/responses"),
     # vLLM's
-    **{name: accepted for name, accepted in NEUTRAL.items() if not isinstance(accepted, str) and name not in _FIELDS},
+    **{name: one for name, one in NEUTRAL["SamplingParams"].items() if not isinstance(one, str) and name not in _FIELDS},
     "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),

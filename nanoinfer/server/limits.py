@@ -10,7 +10,7 @@ import uuid
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi.routing import APIRoute
@@ -26,17 +26,15 @@ from nanoinfer.server.listen import is_allowed
 from nanoinfer.server.settings import ServerSettings
 from nanoinfer.system.worker_threads import LARGE
 
-M = TypeVar("M", bound=BaseModel)
 MAX_HEADER_BYTES, MAX_URL_BYTES = 2**15, 2**13
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
-FILE = "application/octet-stream"
 CODINGS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # of a body that is compressed
 _REQUEST_ID = re.compile(r"[!-~]{1,200}")  # a client's X-Request-Id that the response repeats. Others get a new one
 
 
 class RequestLimits:
-    """Refuses requests without a key (every POST, /v1, /trace), with a large URL, headers or body, or another server's name.
+    """Refuses requests without a key (every POST, /v1), with a large URL, headers or body, or another server's name.
 
     Each response has an X-Request-Id, which is the request's if it has any.
     """
@@ -71,8 +69,6 @@ class RequestLimits:
             scope["path"] = scope["path"].removeprefix(root)
         if len(scope["path"]) > 1:  # a redirect would name this server, which a proxy's clients may not reach
             scope["path"] = scope["path"].rstrip("/") or "/"
-        if media_type(headers) == FILE:  # only /update_weights reads a file
-            max_bytes = scope["app"].state.max_file_bytes
         try:
             if len(scope.get("raw_path", b"") + scope["query_string"]) > MAX_URL_BYTES:
                 scope["path"], scope["query_string"] = scope["path"][:100], b""  # for the log
@@ -94,7 +90,7 @@ class RequestLimits:
         if host and self._settings.allowed_hosts is not None and not is_allowed(host, self._settings.allowed_hosts):
             name = host[:100]
             raise RequestError(403, f"{name!r} is not a name of this server; serve with --allowed-hosts {name.split(':')[0]}")
-        if self._digests and (method == "POST" or (path.startswith(("/v1", "/trace")) and method != "OPTIONS")):
+        if self._digests and (method == "POST" or (path.startswith("/v1") and method != "OPTIONS")):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer":
                 key = headers.get("x-api-key", "")  # as Anthropic's clients send it
@@ -106,11 +102,6 @@ class RequestLimits:
         return ""
 
 
-def media_type(headers: Headers) -> str:
-    """Return the type of a body, without parameters."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()  # of equal length, because compare_digest's time depends on the lengths
 
@@ -119,7 +110,7 @@ class StrictRequest(Request):
     """A request whose JSON has neither NaN nor infinity, at most 200 levels, and not too many values to read."""
 
     def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel] | None) -> None:
-        """model: what json() returns. None: the endpoint reads the body."""
+        """model: what json() returns. None: the endpoint has no body."""
         super().__init__(scope, receive)
         self._model = model
 
@@ -128,13 +119,12 @@ class StrictRequest(Request):
         return await super().body() or b" "
 
     async def json(self) -> Any:
-        """Return the body as its model, which FastAPI then passes on unchanged. Raises: RequestError, 400."""
-        assert self._model is not None, "only a route with a model reads JSON"
-        return await self.read(self._model)
+        """Return the body as its model, which FastAPI then passes on unchanged, parsed in a thread if it is large.
 
-    async def read(self, model: type[M]) -> M:
-        """Parse and check the body, in a thread if it is large. Raises: RequestError, 400."""
-        parse = partial(_parse, await self.body(), model)
+        Raises: RequestError, 400.
+        """
+        assert self._model is not None, "only a route with a model reads JSON"
+        parse = partial(_parse, await self.body(), self._model)
         return await self.app.state.threads.run(parse, is_large=True) if self.is_large else parse()
 
     @property
@@ -148,7 +138,7 @@ class StrictRequest(Request):
         return len(self._body) > LARGE
 
 
-def _parse(body: bytes, model: type[M]) -> M:
+def _parse(body: bytes, model: type[BaseModel]) -> BaseModel:
     body = body.removeprefix(BOM_UTF8)  # a parser may ignore it (RFC 8259)
     is_packed = body.startswith(b"\x1f\x8b")
     if got := "nothing" if not body.strip() else "gzip" if is_packed else "UTF-16 or UTF-32" if 0 in body[:4] else "":
@@ -183,19 +173,16 @@ def json_size(body: bytes) -> tuple[int, int]:
 
 
 class StrictRoute(APIRoute):
-    """A route whose requests are StrictRequests. Their bodies are JSON, or what its openapi_extra describes."""
+    """A route whose requests are StrictRequests. Their bodies are JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         model: Any = None if self.body_field is None else self.body_field.field_info.annotation
-        described = (self.openapi_extra or {}).get("requestBody", {}).get("content", {})
-        kinds = list(described) or ["application/json"]
 
         async def strict(request: Request) -> Response:
-            kind = media_type(request.headers)
-            if request.method == "POST" and kind not in kinds:  # a page of any origin may send text/plain and forms
-                allowed = " or ".join(f"Content-Type: {name}" for name in kinds)
-                raise RequestError(415, f"the body must be JSON, with {allowed}, got {kind[:100]!r}")
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and kind != "application/json":  # a page of any origin may send text/plain and forms
+                raise RequestError(415, f"the body must be JSON, with Content-Type: application/json, got {kind[:100]!r}")
             if (coding := request.headers.get("content-encoding", "").strip().lower()) in CODINGS:
                 raise RequestError(415, f"a body with Content-Encoding: {coding} is not read; send it uncompressed")
             return await handler(StrictRequest(request.scope, request.receive, model))

@@ -30,7 +30,7 @@ class RequestLog:
     def add(self, stream: RequestStream) -> None:
         """Record a finished request. Embeddings, and answers without a token, are left out."""
         assert stream.request is not None
-        if stream.prepared.reader is not None:
+        if not stream.prepared.is_answered:
             return
         token_ids = stream.prepared.prompt_token_ids
         row = {"timestamp": round(stream.arrival_time * 1e3), "input_length": len(token_ids)}

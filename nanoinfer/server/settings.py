@@ -23,7 +23,7 @@ class ServerSettings:
     served_model_name: Annotated[Sequence[str], Doc(
         "Name that requests give as model (default: the model's). Answers contain the first.")] = ()
     api_key: Annotated[Sequence[str], Doc(
-        "Key that clients need for every POST, /v1 and /trace (default: those in NANOINFER_API_KEY).")] = ()
+        "Key that clients need for every POST and /v1 (default: those in NANOINFER_API_KEY).")] = ()
     cache_salt_by_key: Annotated[bool, Doc(
         "Share cached prefixes only between requests with the same API key.")] = False
     allowed_hosts: Annotated[Sequence[str] | None, Doc(
@@ -46,9 +46,6 @@ class ServerSettings:
     cors_origin: Annotated[Sequence[str], Doc("Origin whose web pages may call the server, or *.")] = ()
     metrics_prefix: Annotated[str, Doc(
         "Prefix of the names in /metrics. vllm: fits the boards that are made for vLLM.")] = "nanoinfer:"
-    trace: Annotated[bool, Doc(
-        "Record the newest steps, without the sampler's stages, and replay answers at /trace/ID, which show the prompts and "
-        "answers of all requests that ran in these steps.")] = False
     record: Annotated[str | None, Doc(
         "File that gets a line for each answer: its arrival, its lengths and hashes of its prompt, no text. `bench serve` and "
         "`simulate` read it.")] = None

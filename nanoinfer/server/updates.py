@@ -1,6 +1,6 @@
 """Endpoints that change the weights or the adapters of a server, under vLLM's names. Two options of `serve` add them.
 
-In: folders that this machine can read, or a safetensors file as a body. Out: the same server with other weights (for a trainer,
+In: folders and files that this machine can read. Out: the same server with other weights (for a trainer,
 --enable-weight-update), or with further names of models (--enable-lora-update). docs/serving.md lists the endpoints.
 
 Their callers decide what this server answers, and may make it read any folder, or download any repository of the hub.
@@ -10,24 +10,16 @@ Use them with --api-key.
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
-from nanoinfer.server.errors import RequestError, json_response, text_body
-from nanoinfer.server.limits import FILE, StrictRequest, media_type
+from nanoinfer.server.errors import RequestError, text_body
 from nanoinfer.server.protocol import Body, JsonObject
 from nanoinfer.training import rollouts
-from nanoinfer.training.update import max_file_bytes
-
-STALLED_AFTER = 60.0  # seconds without a part of a file
-MAX_UPLOADS = 2  # files on this disk at once, so that a stalled one delays no other
 
 
 class UpdateRequest(Body):
@@ -36,15 +28,10 @@ class UpdateRequest(Body):
     path: str
 
 
-_CONTENT = {"application/json": UpdateRequest.model_json_schema(), FILE: {"type": "string", "format": "binary"}}
-_TWO_BODIES = {"requestBody": {"required": True, "content": {kind: {"schema": content} for kind, content in _CONTENT.items()}}}
-
-
 def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm = async_llm.llm
     origin = rollouts.origin_of(llm.engine)
-    app.state.max_file_bytes = max_file_bytes(origin)
 
     def status() -> JsonObject:
         engine = async_llm.engine
@@ -62,33 +49,11 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
         await async_llm.between_steps(llm.resume)
         return status()
 
-    uploads = asyncio.Semaphore(MAX_UPLOADS)
-
-    @app.post("/update_weights", openapi_extra=_TWO_BODIES)
-    async def update_weights(http: StrictRequest) -> Response:
-        if media_type(http.headers) != FILE:
-            body = await http.read(UpdateRequest)
-            body.check_unknown_fields()
-            await update(body.path)
-            return json_response(status())
-        if uploads.locked():
-            raise RequestError(429, f"{MAX_UPLOADS} files already arrive or are read; send this one when they have ended")
-        async with uploads:
-            with TemporaryDirectory() as folder:  # only this user can read it
-                path, chunks = f"{folder}/body.safetensors", http.stream()
-                try:
-                    with open(path, "wb") as file:
-                        while (chunk := await asyncio.wait_for(anext(chunks, None), STALLED_AFTER)) is not None:
-                            await asyncio.to_thread(file.write, chunk)
-                except ClientDisconnect:
-                    return Response(status_code=CLIENT_CLOSED_REQUEST)
-                except TimeoutError:
-                    raise RequestError(408, f"no part of the body arrived for {STALLED_AFTER:g} s; send it again") from None
-                await update(path)
-        return json_response(status())
-
-    async def update(path: str) -> None:
-        await async_llm.between_steps(lambda: llm.update_weights_from_path(path))  # an error becomes status 400
+    @app.post("/update_weights")
+    async def update_weights(body: UpdateRequest) -> JsonObject:
+        body.check_unknown_fields()
+        await async_llm.between_steps(lambda: llm.update_weights_from_path(body.path))  # an error becomes status 400
+        return status()
 
     @app.get("/get_world_size")
     async def get_world_size() -> JsonObject:

@@ -9,7 +9,6 @@ which holds results of the old weights, is reset.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -28,17 +27,15 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.loading.loaded_weights import Origin
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
-from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.training import update
 
 if TYPE_CHECKING:
-    from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.model_runner import ModelRunner
     from nanoinfer.llm import LLM
-    from nanoinfer.sampling.routes import HeadRows
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -168,21 +165,7 @@ def compute_logprobs(llm: "LLM", prompts: PromptType | Sequence[PromptType], tem
     check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
     inputs, max_model_len = llm.engine.inputs, llm.engine.max_model_len
     prepared = reading.prepare_all(
-        prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
+        prompts, lambda prompt: reading.prepare(inputs, prompt, PromptLogprobsReader(0, float(temperature)), max_model_len)
     )
     reading.check(request.output for request in llm._complete(prepared, use_tqdm=False))
-    return [item.reader.values for item in prepared]
-
-
-class _LogprobsReader:
-    """Reads the log-probabilities of a text. values: those read so far, for every token after the first."""
-
-    def __init__(self, temperature: float) -> None:
-        self.values: list[float] = []
-        self._temperature = temperature
-
-    def read(self, executor: "LocalExecutor", hidden: Tensor, chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
-        num_tokens = len(chunk.sequence.prompt_token_ids)
-        chunk = replace(chunk, stop=min(chunk.stop, chunk.start + num_tokens - 1 - chunk.position))  # without the last
-        found = executor.prompt_logprobs(hidden, chunk, num_top=0, temperature=self._temperature)
-        self.values[chunk.position :] = [entry.values[0] for entry in found]
+    return [[next(iter(position.values())).logprob for position in item.reader.positions[1:]] for item in prepared]

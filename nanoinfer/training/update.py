@@ -18,7 +18,7 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
 from nanoinfer.loading.loaded_weights import LoadedWeights, Origin
 from nanoinfer.loading.loader import divided, open_weights, read_config
-from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
+from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
 
 can_release = sys.platform == "linux"  # whether `release` gives memory back on this system
@@ -86,11 +86,6 @@ def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of the whole model, on the meta device."""
     with torch.device("meta"):
         return dict(origin.model_class(origin.sizes).named_parameters())
-
-
-def max_file_bytes(origin: Origin) -> int:
-    """Return the size of a safetensors file with all weights in the widest dtype, which is float64, and a header."""
-    return MAX_HEADER_BYTES + 8 * sum(weight.numel() for weight in _parameters(origin).values())
 
 
 def is_file(path: str) -> bool:

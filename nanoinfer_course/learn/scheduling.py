@@ -47,7 +47,7 @@ def _replay(name: str, block_size: int, prompts: list[list[int]], version: Versi
     alive = []
     for number, prompt in enumerate(prompts):
         seq = _sequence(prompt, cache_salt="salt" if number == 3 else None)
-        seq.reader = object() if number == 4 else None
+        seq.is_answered = number != 4
         prefix = manager.match_prefix(seq.token_ids, seq.cache_salt)
         seen[f"prompt {number}, cached blocks found"] = [block for _, block in prefix]
         manager.start(seq, prefix)
@@ -87,7 +87,7 @@ def _block_cases(name: str) -> Iterator[Case]:
         rows = []
         for number, prompt in enumerate(prompts):
             blocks = [" ".join(map(str, prompt[i : i + block_size])) for i in range(0, len(prompt), block_size)]
-            note = {1: "ends", 3: "cache_salt='salt', ends", 4: "has a reader", 5: "ends"}.get(number, "")
+            note = {1: "ends", 3: "cache_salt='salt', ends", 4: "is only read", 5: "ends"}.get(number, "")
             rows.append(
                 f"  prompt {number}  | {' | '.join(block.ljust(2 * block_size - 1) for block in blocks)} |  {note}".rstrip()
             )

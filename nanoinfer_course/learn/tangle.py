@@ -32,7 +32,7 @@ FACTS = {
     "self.stored": None,
     "self.state_slots": None,
     "self._has_windows": False,
-    "seq.wants_prompt_rows": False,
+    "seq.needs_all_rows": False,
 }
 DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
 

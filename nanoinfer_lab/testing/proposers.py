@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
+from nanoinfer.features.drafts.speculator import Proposer, SpeculationMetrics, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanoinfer.features.drafts.speculator import Proposer, SpeculationMetrics
     from nanoinfer.llm import LLM
 
 NUM_CALLS = 200  # of propose(), with sequences that come, grow and end
@@ -26,7 +26,7 @@ class _WatchedSequence(Sequence):
     """A sequence that weak references can follow, which shows whether somebody still holds it."""
 
 
-def check_proposer(method: "str | type[Proposer]", **config: object) -> "SpeculationMetrics":
+def check_proposer(method: str | type[Proposer], **config: object) -> SpeculationMetrics:
     """Check what the engine expects of a Proposer, on sequences that grow at random and on a bundled model.
 
         def test_my_proposer():
@@ -93,10 +93,8 @@ def _forget(proposer: CheckedProposer, second: CheckedProposer, seq: Sequence) -
             raise AssertionError(f"{name}.forget must accept sequences that it does not know: it raised {error!r}") from error
 
 
-def _generate(plain: "LLM", drafting: "LLM") -> "SpeculationMetrics":
+def _generate(plain: "LLM", drafting: "LLM") -> SpeculationMetrics:
     """Compare an engine's tokens with those of plain decoding."""
-    from nanoinfer.features.drafts.speculator import Speculator
-
     prompts = [STORY, f"{STORY} {STORY}", "Lily was", "Lily was"]
     params = [SamplingParams(temperature=temperature, seed=1, max_tokens=40) for temperature in (0, 0, 0.7, 1.5)]
     expected, answers = (

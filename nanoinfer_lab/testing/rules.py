@@ -9,7 +9,6 @@ the methods that are made for it. What a sequence needs is computed for block ma
 windows, states or a store, the rules about room are not checked.
 """
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -99,7 +98,7 @@ class Memory:
         """Return the cached blocks that hold the start of a sequence, without its last token."""
         cached, num_blocks = self.cached(), (len(seq.token_ids) - 1) // self.manager.block_size
         blocks = takewhile(lambda block: block is not None, map(cached.get, self.full_blocks(seq)[:num_blocks]))
-        return [] if seq.wants_prompt_rows else [block for block in blocks if block is not None]
+        return [] if seq.needs_all_rows else [block for block in blocks if block is not None]
 
 
 class _ObservedStep:
@@ -233,10 +232,11 @@ class _ObservedStep:
         """Check whether the last candidate started, just after the scheduler has decided it (rules 6 and 7)."""
         *before, seq = self.candidates
         victim, is_started = self.exchanges.get(seq), seq.status is SequenceStatus.RUNNING
-        used = {other.adapter for other in (*self.running, *before) if other.status is SequenceStatus.RUNNING}
-        used |= {other.adapter for other in self.exchanges.values() if other is not None}
-        num_adapters = len(used.union({seq.adapter}) - {None})
-        is_passed = seq in self.refused or num_adapters > (self.scheduler.max_adapters or math.inf)
+        others = [other for other in (*self.running, *before) if other.status is SequenceStatus.RUNNING]
+        others += [other for other in self.exchanges.values() if other is not None]
+        is_passed = seq in self.refused
+        for name, most in self.scheduler.limits.items():
+            is_passed |= len({other.extras.get(name) for other in (*others, seq)} - {None}) > most
         assert is_started or is_passed or is_last, f"rule 6: no sequence may pass {seq.sequence_id}, which lacks room"
         assert not (is_started and is_last), f"the next of {names(self.waiting)} may start after {seq.sequence_id}"
         if self.has_room_rules:
@@ -307,7 +307,7 @@ class _ObservedStep:
         cached = self.memory.cached() if self.has_room_rules else {}
         for seq, end in ends.items():
             num_full = min(end, len(seq.token_ids)) // self.size
-            if seq.reader is not None or not self.manager.enable_prefix_caching:
+            if not (seq.is_answered and self.manager.enable_prefix_caching):
                 num_full = num_keys[seq]
             for other in (seq, *self.starting.get(seq, ())):
                 name, found = other.sequence_id, other.num_computed_tokens

@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import check_integer, out_of_range
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.features import tracing
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
@@ -236,10 +237,6 @@ def replay(
     observer.flush()
 
 
-class _Adapter(NamedTuple):
-    digest: str
-
-
 class _Guesses(Proposer):
     """Drafts of token 0."""
 
@@ -283,7 +280,9 @@ class State:
         )
         watched = observer or NOBODY
         manager = block_manager_cls(world.num_blocks, world.block_size, world.enable_prefix_caching, watched)
-        scheduler = scheduler_cls(config, manager, watched, world.max_adapters or None)
+        scheduler = scheduler_cls(config, manager, watched)
+        if world.max_adapters:
+            scheduler.limits = {"adapter": world.max_adapters}
         return cls(world, scheduler, Memory(manager), observer=observer)
 
     # ---- what can happen
@@ -350,12 +349,13 @@ class State:
                 PARAMS,
                 seed=0,
                 max_num_tokens=min(len(event.prompt) + self.world.max_tokens, capacity),
-                reader="a reader" if event.is_read else None,
+                reader=PromptReader() if event.is_read else None,
+                is_answered=not event.is_read,
                 index=index,
                 priority=event.rank if self.scheduler.reads_priority else 0,
                 deadline=float(event.rank),
-                adapter=_Adapter(event.salt) if self.world.max_adapters and event.salt else None,
                 cache_salt=event.salt,
+                extras={"adapter": event.salt},
             )
             for index in range(event.n)
         ]
@@ -453,7 +453,7 @@ class State:
                 (ages[seq.request_id], seq.index, seq.priority, len(seq.prompt_token_ids), seq.num_pending_tokens),
                 (seq.num_computed_tokens, seq.num_tokens > seq.num_tokens_at_start, len(seq.prefix_keys), len(seq.forks)),
                 (tree.add(seq.cache_salt, self.memory.tokens(seq)), [numbers[block] for block in seq.block_table]),
-                (unread.get(seq), seq.reader is None),
+                (unread.get(seq), seq.is_answered),
             )
 
         parts = (

@@ -118,8 +118,8 @@ def logits_with_adapters(model, requests, shards=None, *, optimized=False):
     """The logits of IDS, of which the rows of HALVES have an adapter each."""
     adapters = Adapters(model, 2, 4, shards)
     if optimized:
-        model = compile_model(model, adapters=adapters.layers).model
-    runs = tuple((adapters.get(one), *half) for one, half in zip(requests, HALVES, strict=True))
+        model = compile_model(model).model
+    runs = tuple(({"adapter": adapters.get(one)}, *half) for one, half in zip(requests, HALVES, strict=True))
     adapters.begin_step(runs, len(IDS))
     return logits_of(model)
 

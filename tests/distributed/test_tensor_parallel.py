@@ -25,6 +25,7 @@ from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.distributed.worker import run as run_worker
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
+from nanoinfer.features.adapters.adapters import Adapters, remove_adapter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.tracing import StageApplied
@@ -285,10 +286,9 @@ def test_eager_ranks_give_the_tokens_of_one_with_adapters(qwen3_path, adapters, 
 def test_a_removed_id_takes_another_adapter_on_every_rank(adapted, adapters):
     other = LoRARequest("other", 1, adapters[1].lora_path)
     first, second = ([with_adapters(llm, [one]) for llm in adapted] for one in adapters[:2])
-    known = [llm.engine.inputs.adapters for llm in adapted]
-    assert [one.remove(1) for one in known] == [True, True]
+    assert [remove_adapter(llm.engine.inputs, 1) for llm in adapted] == [True, True]
     assert [with_adapters(llm, [other]) for llm in adapted] == second != first
-    assert [one.remove(1) for one in known] == [True, True]
+    assert [remove_adapter(llm.engine.inputs, 1) for llm in adapted] == [True, True]
     assert [with_adapters(llm, [adapters[0]]) for llm in adapted] == first
 
 
@@ -321,7 +321,7 @@ def test_an_adapter_that_rank_0_cannot_place_is_placed_by_all_ranks_in_a_later_s
     requests = [adapters[0], adapters[1]]
     expected = with_adapters(whole, requests)
     with_adapters(split, [adapters[2], adapters[0]])
-    known = split.engine.inputs.adapters
+    [known] = [feature for feature in split.engine.inputs.features if isinstance(feature, Adapters)]
     layer = list(known.layers.values())[5]
     monkeypatch.setattr(layer, "put", lambda index, update: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):

@@ -14,7 +14,7 @@ import nanoinfer
 PACKAGE = Path(nanoinfer.__file__).parent
 VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
 
-# The doors and the machine: a folder -> the folders that its files may import. "common" are VOCABULARY, which needs no torch.
+# The public interface and the machine: a folder -> what its files may import. "common" are VOCABULARY, which needs no torch.
 CORE = {
     "common": set(),
     "system": {"common"},
@@ -35,20 +35,22 @@ GUESTS = {
     "features.drafts": {"features.tracing"},
     "fast": {"features.adapters"},
     "distributed": {"fast"},
-    "training": {"fast"},
+    "training": {"fast", "features.logprobs"},
 }
 # Who uses all of them -> which of these it may import besides.
-USERS = {"async_llm": set(), "compat": {"async_llm"}, "server": {"async_llm"}, "cli": {"async_llm", "server"}, "testing": set()}
+USERS = {
+    "async_llm": set(),
+    "compat": {"async_llm"},
+    "server": {"async_llm", "compat"},
+    "cli": {"async_llm", "server"},
+    "testing": set(),
+}
 
 # The files that put an engine together, and may name every feature.
 BUILDERS = {"engine/build.py", "engine/load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
-    "config.py": {
-        "nanoinfer.features.drafts.speculator",
-        "nanoinfer.features.own_code.logits_processors",
-        "nanoinfer.features.tracing",
-    },
+    "config.py": {"nanoinfer.features.own_code.logits_processors"},
     "engine/inputs.py": {
         "nanoinfer.chat.harmony",
         "nanoinfer.chat.messages",
@@ -59,16 +61,7 @@ NAMED = {
         "nanoinfer.features.reasoning.thinking",
         "nanoinfer.features.structured.grammar",
     },
-    "engine/llm_engine.py": {
-        "nanoinfer.features.adapters.adapters",
-        "nanoinfer.features.drafts.speculator",
-        "nanoinfer.features.metrics.engine_metrics",
-        "nanoinfer.features.tracing",
-    },
-    "engine/request.py": {"nanoinfer.features.tracing"},
-    "execution/forward_batch.py": {"nanoinfer.features.tracing"},
-    "execution/local_executor.py": {"nanoinfer.features.tracing", "nanoinfer.features.tracing.stage_trace"},
-    "execution/packing.py": {"nanoinfer.features.tracing"},
+    "engine/llm_engine.py": {"nanoinfer.features.adapters.adapters"},
     "execution/runtime.py": {"nanoinfer.features.own_code.logits_processors"},
     "llm.py": {
         "nanoinfer.chat.messages",
@@ -77,14 +70,10 @@ NAMED = {
         "nanoinfer.embedding.pooling",
         "nanoinfer.features.adapters.request",
         "nanoinfer.features.beam_search.search",
-        "nanoinfer.features.metrics.engine_metrics",
         "nanoinfer.training",
         "nanoinfer.training.rollouts",
     },
     "sampling/batch.py": {"nanoinfer.features.structured.grammar_mask"},
-    "sampling/sampler.py": {"nanoinfer.features.tracing.stage_trace"},
-    "scheduling/block_manager.py": {"nanoinfer.features.tracing"},
-    "scheduling/scheduler.py": {"nanoinfer.features.tracing"},
     "scheduling/sequence.py": {"nanoinfer.features.reasoning.thinking"},
 }
 
@@ -241,7 +230,7 @@ def run_python(code: str) -> str:
 
 
 def test_bookkeeping_imports_no_torch():
-    light = ("common", "features.tracing", "tokenization", "scheduling", "chat", "engine")
+    light = ("common", "tokenization", "scheduling", "chat", "engine")
     modules = [module for module in MODULES.values() if folder_of(module) in light]
     assert len(modules) > 15
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"

@@ -24,7 +24,9 @@ def test_the_signature_has_every_parameter_with_its_type_and_default(kind):
     assert list(parameters) == [field.name for field in fields(kind)]
     for field in fields(kind):
         parameter = parameters[field.name]
-        assert (parameter.annotation, parameter.kind) == (get_args(field.type)[0], parameter.KEYWORD_ONLY)
+        kind_of_value = get_args(field.type)[0]
+        assert parameter.annotation == getattr(kind_of_value, "__forward_arg__", kind_of_value)
+        assert parameter.kind == parameter.KEYWORD_ONLY
         assert parameter.default == getattr(kind, field.name, parameter.empty)
 
 

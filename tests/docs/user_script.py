@@ -15,8 +15,10 @@ from nanoinfer import (
     TokensPrompt,
 )
 from nanoinfer.features.tracing import StepScheduled
+from nanoinfer.outputs import BeamSearchSequence
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.sampling_params import StructuredOutputsParams
 
 
 def double(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -37,6 +39,7 @@ params = SamplingParams(
 texts: list[str] = [output.outputs[0].text for output in llm.generate(["Once", "Lily was"], [params, SamplingParams(n=2)])]
 prompts: list[PromptType] = ["Once", [1, 2], TextPrompt(prompt="Lily was"), TokensPrompt(prompt_token_ids=[3])]
 outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+form: StructuredOutputsParams | None = params.structured_outputs
 for entries in outputs[0].outputs[0].logprobs or []:
     tokens: dict[str | None, float] = {entry.decoded_token: entry.logprob for entry in entries.values()}
 
@@ -47,6 +50,7 @@ for delta in llm.stream(prompt, llm.get_default_sampling_params()):
     piece: str = delta.text
 
 [found] = llm.beam_search("Once", BeamSearchParams(beam_width=3, early_stopping="never"))
+beams: list[BeamSearchSequence] = found.sequences
 scores: list[tuple[str, float]] = [(beam.text, beam.score) for beam in found.sequences]
 steps: list[StepScheduled] = recorder.of(StepScheduled)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
-from nanoinfer.engine.stopping import ends_in_repetition
 from nanoinfer.errors import InvalidValueError
 from tests.helpers import tiny_models
 from tests.helpers.tool_cases import TOOLS
@@ -75,7 +74,7 @@ def test_an_answer_is_the_free_one_up_to_its_limits(llm, tags):
             num_ended += len(token_ids) > len(expected)
         assert token_ids[: len(expected)] == expected[: len(token_ids)]
         if detection := params.repetition_detection:
-            repeats = [num for num in range(1, len(token_ids) + 1) if ends_in_repetition(token_ids[:num], detection)]
+            repeats = [num for num in range(1, len(token_ids) + 1) if detection.ends(token_ids[:num])]
             assert repeats == ([len(token_ids)] if reason == "repetition" else [])
         num_repeated += reason == "repetition"
         assert reason == "length" or detection

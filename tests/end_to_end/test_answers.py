@@ -576,7 +576,7 @@ def test_k_prompt_logprobs_are_the_k_largest_and_the_prompts_own(ids_llm, k):
 
 
 def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, monkeypatch):
-    monkeypatch.setattr("nanoinfer.execution.local_executor.PROMPT_LOGITS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr("nanoinfer.features.logprobs.prompt_logprobs.PROMPT_LOGITS", 7 * VOCAB_SIZE)
     prompt = random_prompt(30)
     model, sizes = ids_llm.engine.executor.runner.model, []
     compute_logits = model.compute_logits

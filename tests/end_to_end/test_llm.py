@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
-from nanoinfer.config import NEUTRAL, SchedulerConfig
-from nanoinfer.engine.prompts import NEUTRAL_IN
+from nanoinfer.compat.vllm.neutral import NEUTRAL
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -572,11 +572,11 @@ def test_content_may_be_text_parts_or_none(llm):
 
 def test_vllms_arguments_of_generate_and_chat_are_accepted_where_they_change_nothing(llm):
     expected = answer(llm, "Once")
-    given = {name: accepted[0][0] for name, accepted in NEUTRAL_IN["generate()"].items() if name != "prompt_token_ids"}
+    given = {name: accepted[0][0] for name, accepted in NEUTRAL["generate()"].items() if name != "prompt_token_ids"}
     assert llm.generate("Once", GREEDY, False, **given)[0].outputs == [expected]
-    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_IN["a prompt"])
+    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL["a prompt"])
     assert answer(llm, prompt) == expected
-    given = {name: accepted[0][0] for name, accepted in NEUTRAL_IN["chat()"].items() if name != "prompt_token_ids"}
+    given = {name: accepted[0][0] for name, accepted in NEUTRAL["chat()"].items() if name != "prompt_token_ids"}
     assert llm.chat(LILY, GREEDY, False, **given)[0].outputs == llm.chat(LILY, GREEDY, False)[0].outputs
 
 
@@ -908,7 +908,7 @@ def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument, hint)
 
 
 def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
-    given = {name: accepted[0][-1] for name, accepted in NEUTRAL.items() if name != "kv_cache_memory_bytes"}
+    given = {name: accepted[0][-1] for name, accepted in NEUTRAL["LLM()"].items() if name != "kv_cache_memory_bytes"}
     given |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "quantization", "seed"))
     llm = LLM(qwen3_path, **given, logprobs_mode="raw_logprobs", kv_cache_memory=MEMORY)
     assert llm.engine.scheduler.config == SchedulerConfig()

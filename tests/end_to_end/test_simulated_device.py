@@ -310,7 +310,7 @@ def run_adapters(path, adapter):
         llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS, **options)
         device.reset_counts()
         assert tokens_of(llm, lora_request=lora_request) == expected
-        assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} == {"lora/adapters.py"}
+        assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} == {"adapters/adapters.py"}
         device.reset_counts()
         assert tokens_of(llm, lora_request=lora_request) == expected
         assert device.waits == []

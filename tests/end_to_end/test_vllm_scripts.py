@@ -13,14 +13,11 @@ from typing import get_type_hints
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, config
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
+from nanoinfer.compat.vllm.neutral import METHODS, NEUTRAL
 from nanoinfer.compat.vllm.placeholders import Placeholder
 from nanoinfer.config import CompilationConfig
-from nanoinfer.embedding import pooling
-from nanoinfer.engine.prompts import NEUTRAL_IN
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.llm import METHODS
-from nanoinfer.sampling_params import BEAM_NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL
 from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
@@ -256,8 +253,8 @@ def tables() -> dict[str, str]:
     imports = [f"`from {module} import {name}` | {what_it_is(module, name)}" for module, name in vllm_names()]
     methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
     # Each name once, with what the last of these says of it.
-    neutral = {**config.NEUTRAL}
-    for accepted in (*NEUTRAL_IN.values(), pooling.NEUTRAL, NEUTRAL, STRUCTURED_NEUTRAL, BEAM_NEUTRAL):
+    neutral = {}
+    for accepted in NEUTRAL.values():
         neutral |= accepted
     arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
     arguments += [

@@ -49,8 +49,8 @@ def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(m
 
 def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
     plain = EngineConfig(cache=CACHE, enforce_eager=True)
-    assert make_adapters(model, plain) is None
+    assert make_adapters(model, plain) == []
     assert make_engine(model, plain).planner is None
     drafting = EngineConfig(cache=CACHE, enforce_eager=True, speculative=SpeculativeConfig(method="ngram"))
     assert isinstance(make_engine(model, drafting).planner.proposer, NGramProposer)
-    assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True)).layers
+    assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True))[0].layers

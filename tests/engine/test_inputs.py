@@ -1,11 +1,13 @@
 """Prompts in every form become checked requests, without a model and without a queue."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import InputProcessor, as_list, one_per_prompt
+from nanoinfer.engine.inputs import InputProcessor, RequestFeature, as_list, one_per_prompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
 
@@ -80,10 +82,25 @@ def test_the_requests_parameters_are_not_the_callers():
 
 
 def test_a_priority_needs_a_scheduler_that_reads_it():
-    assert processor(accepts_priority=True).prepare([3], PARAMS, 5).priority == 5
-    assert processor().prepare([3], PARAMS, 0).priority == 0
+    assert processor(accepts_priority=True).prepare([3], PARAMS, priority=5).priority == 5
+    assert processor().prepare([3], PARAMS, priority=0).priority == 0
     with pytest.raises(InvalidValueError, match="priority=5 has no effect with this scheduler"):
-        processor().prepare([3], PARAMS, 5)
+        processor().prepare([3], PARAMS, priority=5)
+
+
+def test_an_option_that_no_feature_takes_out_is_refused():
+    class Reader(RequestFeature):
+        def prepare(self, prepared, options):
+            return replace(prepared, extras={"read": options.pop("lora_request", None)})
+
+    assert processor(features=[Reader()]).prepare([3], PARAMS, lora_request=7).extras == {"read": 7}
+    assert processor().prepare([3], PARAMS, lora_request=None).extras == {}
+    for given, message in (
+        ({"lora_request": 7}, "lora_request=7 needs a model loaded with"),
+        ({"other": 0}, "read by nothing"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            processor().prepare([3], PARAMS, **given)
 
 
 def test_salts_separate_tenants():

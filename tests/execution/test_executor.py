@@ -63,7 +63,7 @@ def test_outputs_of_a_step_share_no_list():
     one, other = SequenceOutput(None), SequenceOutput(None)
     one.token_ids.append(5)
     assert other.token_ids == []
-    assert StepOutput([]).prompt_logprobs is not StepOutput([]).prompt_logprobs
+    assert StepOutput([]).seconds is not StepOutput([]).seconds
 
 
 def test_the_seam_imports_no_torch():

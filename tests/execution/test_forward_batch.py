@@ -107,10 +107,7 @@ def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
     assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
 
 
-def test_adapters_are_runs_of_packed_tokens():
-    class Mine:
-        digest = "mine"
-
-    mine = Mine()
-    plain, adapted = sequence([1, 2], table=[0]), sequence([3, 4, 5], table=[1], adapter=mine)
-    assert build(ScheduledSequence(plain, 2), ScheduledSequence(adapted, 3)).adapters == ((mine, 2, 5),)
+def test_extras_are_runs_of_packed_tokens():
+    mine = {"adapter": object()}
+    plain, adapted = sequence([1, 2], table=[0]), sequence([3, 4, 5], table=[1], extras=mine)
+    assert build(ScheduledSequence(plain, 2), ScheduledSequence(adapted, 3)).extras == ((mine, 2, 5),)

@@ -7,10 +7,10 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import CacheConfig, EngineConfig
 from nanoinfer.engine.build import make_executor, make_runtime
-from nanoinfer.execution import local_executor
 from nanoinfer.execution.executor import Executor
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
+from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 
@@ -65,7 +65,7 @@ def test_a_prompt_in_two_chunks_gets_the_likeliest_token(executor, expected):
     [output] = second.sequences
     assert (output.sequence, output.token_ids, output.error) == (seq, [expected[-1].argmax().item()], None)
     assert not step.must_sync
-    assert set(second.seconds) == {"build", "forward", "sample", "trace"}
+    assert set(second.seconds) == {"build", "forward", "sample"}
 
 
 def test_a_draft_is_kept_if_it_is_the_token_that_was_sampled(executor, expected):
@@ -80,31 +80,19 @@ def test_a_draft_is_kept_if_it_is_the_token_that_was_sampled(executor, expected)
         assert output.token_ids[0] == right
 
 
-@pytest.mark.parametrize("prompt_logits", [2**22, 1])
-def test_prompt_logprobs_are_the_models_however_many_rows_are_computed_at_a_time(
-    executor, expected, monkeypatch, prompt_logits
-):
-    monkeypatch.setattr(local_executor, "PROMPT_LOGITS", prompt_logits)
-    step, output = run(executor, ScheduledSequence(sequence(prompt_logprobs=1), 6))
-    [found] = output.prompt_logprobs
-    assert (found.position, len(found.logprobs)) == (1, 5)
-    for i, entry in enumerate(found.logprobs):
-        assert entry.ids[0] == PROMPT[i + 1]
-        assert entry.values[0] == pytest.approx(expected[i, PROMPT[i + 1]].item(), abs=1e-4)
-    assert step.must_sync
-
-
-def test_a_beam_search_gets_the_likeliest_ids_and_no_token(executor, expected):
-    step, output = run(executor, ScheduledSequence(sequence(), 6), num_top_logprobs=3)
-    [found] = output.sequences
-    top = expected[-1].topk(3)
-    assert (step.tokens, found.token_ids) == (None, [])
-    assert list(dict.fromkeys(found.logprobs[0].ids)) == top.indices.tolist()
+def test_a_plan_may_bring_its_own_sampler(executor, expected):
+    executor.sampler.returns_logits = True  # logprobs_mode="raw_logits", which a beam search does not want
+    seq = sequence(logprobs=3)
+    for plan, returns_logprobs in (({}, False), ({"sampler": Sampler()}, True)):
+        [found] = run(executor, ScheduledSequence(seq, 6), **plan)[1].sequences
+        top = expected[-1].topk(3)
+        assert found.logprobs[0].ids == top.indices.tolist()
+        assert (found.logprobs[0].values == pytest.approx(top.values.tolist(), abs=1e-4)) is returns_logprobs
 
 
 def test_logits_that_are_not_finite_are_an_error_of_their_sequence(executor, model, monkeypatch):
     monkeypatch.setattr(type(model), "compute_logits", lambda self, hidden: torch.full((len(hidden), 90), float("nan")))
-    for plan in ({}, {"num_top_logprobs": 3}):
+    for plan in ({}, {"sampler": Sampler()}):
         [output] = run(executor, ScheduledSequence(sequence(), 6), **plan)[1].sequences
         assert output.token_ids == []
         assert "finite" in output.error

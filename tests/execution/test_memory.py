@@ -60,7 +60,7 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
 
 
 @pytest.mark.parametrize(
-    ("free", "lora_bytes", "num_ranks", "expected"),
+    ("free", "reserved_bytes", "num_ranks", "expected"),
     [
         (2**20, 0, 1, 2**19),
         (2**20, 2**19, 1, 2**18),
@@ -70,10 +70,10 @@ def test_a_length_that_the_cache_does_not_hold_is_shortened_with_a_warning(model
         (2**40, 0, 2, DEFAULT_CPU_MEMORY // 2),
     ],
 )
-def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, lora_bytes, num_ranks, expected):
+def test_a_cpu_gives_half_of_what_is_free_and_at_most_4_gib(monkeypatch, free, reserved_bytes, num_ranks, expected):
     monkeypatch.setattr(memory, "available_cpu_memory", lambda: free)
     monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
-    assert memory_for_cache(CPU, None, 0.9, lora_bytes=lora_bytes, num_ranks=num_ranks) == expected
+    assert memory_for_cache(CPU, None, 0.9, reserved_bytes=reserved_bytes, num_ranks=num_ranks) == expected
 
 
 def test_files_that_are_mapped_keep_their_memory(monkeypatch):
@@ -97,7 +97,7 @@ def test_more_than_is_free_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
     assert memory_for_cache(CPU, 1000, 0.9) == 1000
     with pytest.raises(InvalidValueError, match="kv_cache_memory is 1000 bytes, but 900 are free on cpu; lower"):
-        memory_for_cache(CPU, 1000, 0.9, lora_bytes=100)
+        memory_for_cache(CPU, 1000, 0.9, reserved_bytes=100)
 
 
 def test_this_machine_has_memory():
@@ -113,9 +113,9 @@ def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypat
     assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # the argument
     with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
         memory_for_cache(cuda, 601, 0.9)
-    assert memory_for_cache(cuda, None, 0.9, step_bytes=120, lora_bytes=80) == 300
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=120, reserved_bytes=80) == 300
     with pytest.raises(InvalidValueError, match="600 bytes, but 599 are free on cuda"):
-        memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
+        memory_for_cache(cuda, 600, 0.9, reserved_bytes=1)
 
 
 class GPU:

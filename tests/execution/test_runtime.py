@@ -54,5 +54,5 @@ def test_the_runner_is_wrapped_from_the_inside_out_and_the_sampler_has_the_users
     assert isinstance(make_runner(runtime, info), ModelRunner)
     assert order == ["inner", "outer"]
     mine = (*STAGES, lambda logits, batch: logits)
-    assert not make_sampler(runtime, info, config).has_user_stages
-    assert make_sampler(runtime, info, replace(config, stages=mine)).has_user_stages
+    assert not make_sampler(runtime, config).has_user_stages
+    assert make_sampler(runtime, replace(config, stages=mine)).has_user_stages

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
+from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -66,9 +68,16 @@ def states_of(seq) -> tuple[int, dict[int, int]]:
 # ---- what the engine is given
 
 
-@dataclass(eq=False)
-class Adapter:
-    digest: str
+class Adapters(RequestFeature):
+    """Reads the numbers of adapters, of which most run together."""
+
+    def __init__(self, most: int) -> None:
+        self.limits = {"adapter": most}
+
+    def prepare(self, prepared, options):
+        if (number := options.pop("lora_request", None)) is None:
+            return prepared
+        return replace(prepared, extras={"adapter": number}, cache_salt=f"adapter{number}/{prepared.cache_salt or ''}")
 
 
 class Store:
@@ -200,7 +209,7 @@ class RecordingExecutor(FakeExecutor):
         return SimpleNamespace(plan=plan, must_sync=bool(plan.prompt_rows))
 
     def collect(self, step):
-        if step.plan.num_top_logprobs:
+        if step.plan.sampler is not None:
             rows = [SequenceOutput(seq, logprobs=[likely_tokens(seq)]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
@@ -292,8 +301,6 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
     config = EngineConfig(
         seed=load.seed,
         async_scheduling=load.is_async,
-        enable_lora=load.max_loras > 0,
-        max_loras=max(load.max_loras, 1),
         cache=CacheConfig(
             enable_prefix_caching=load.prefix_caching,
             block_manager_cls=base,
@@ -318,10 +325,11 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         planner=planner,
         store=store,
         observer=TracingObserver(events, load.block_size),
+        features=[*([Adapters(load.max_loras)] if load.max_loras else []), PromptLogprobs(VOCAB_SIZE, None)],
     )
 
 
-def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
+def submit(engine: LLMEngine, arrival):
     params = SamplingParams(
         n=arrival.n,
         seed=arrival.seed,
@@ -334,11 +342,9 @@ def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
     prompt = {"prompt_token_ids": arrival.prompt}
     if arrival.cache_salt:
         prompt["cache_salt"] = arrival.cache_salt
-    prepared = engine.inputs.prepare(prompt, params, arrival.priority)
-    if arrival.adapter is not None:
-        prepared = prepared.with_adapter(adapters[arrival.adapter])
+    prepared = engine.inputs.prepare(prompt, params, priority=arrival.priority, lora_request=arrival.adapter)
     if arrival.is_read:
-        prepared = replace(prepared, reader=object())  # the executor would call it
+        prepared = replace(prepared, reader=PromptReader(), is_answered=False)  # the executor would call it
     request = engine.submit(prepared)
     if arrival.fails_at is not None:
         engine.executor.fails_at[request.request_id] = arrival.fails_at
@@ -358,7 +364,7 @@ def search_beams(engine: LLMEngine, arrival, record: Record) -> None:
 
 def run_engine(load: Load, record: Record, events: EventLines, engine: LLMEngine) -> None:
     """Take a load's requests through one engine, until all have ended."""
-    todo, requests, adapters = list(load.arrivals), [], [Adapter(f"adapter{i}/") for i in range(4)]
+    todo, requests = list(load.arrivals), []
     aborts: dict[int, list[str]] = {}
     for step in range(MAX_STEPS):
         if not todo and not engine.num_unfinished:
@@ -368,7 +374,7 @@ def run_engine(load: Load, record: Record, events: EventLines, engine: LLMEngine
             if arrival.beam_width:
                 search_beams(engine, arrival, record)
                 continue
-            requests.append(submit(engine, arrival, adapters))
+            requests.append(submit(engine, arrival))
             if arrival.abort_step is not None:
                 aborts.setdefault(arrival.abort_step, []).append(requests[-1].request_id)
         if step in aborts:

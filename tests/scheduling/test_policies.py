@@ -184,7 +184,7 @@ def order_of(engine, requests):
 def test_with_the_policy_priority_the_lowest_runs_first_and_equal_ones_in_order():
     one = engine({"scheduling_policy": "priority"})
     params = SamplingParams(max_tokens=2, detokenize=False)
-    requests = [one.submit(one.inputs.prepare([5], params, priority)) for priority in (3, 0, -1, 0, 3)]
+    requests = [one.submit(one.inputs.prepare([5], params, priority=priority)) for priority in (3, 0, -1, 0, 3)]
     assert order_of(one, requests) == [2, 1, 3, 0, 4]
 
 
@@ -207,11 +207,11 @@ def test_priorities_are_one_integer_per_prompt(priority):
 def test_a_priority_that_nobody_reads_is_refused_and_zero_is_not():
     one = engine()
     params = SamplingParams(detokenize=False)
-    assert one.inputs.prepare([5], params, 0).priority == 0
+    assert one.inputs.prepare([5], params, priority=0).priority == 0
     with pytest.raises(InvalidValueError, match=r"priority=1 has no effect with this scheduler; .*_policy='priority'"):
-        one.inputs.prepare([5], params, 1)
+        one.inputs.prepare([5], params, priority=1)
     with pytest.raises(InvalidTypeError, match="priority must be an integer"):
-        one.inputs.prepare([5], params, 1.5)
+        one.inputs.prepare([5], params, priority=1.5)
 
 
 def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():

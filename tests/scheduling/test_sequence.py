@@ -3,11 +3,12 @@
 import pytest
 
 from nanoinfer import SamplingParams
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.scheduling.sequence import Sequence
 
 
-def sequence(prompt=(5, 6, 7), index=0, **params):
-    return Sequence("r0", list(prompt), SamplingParams(**params), seed=0, max_num_tokens=19, index=index)
+def sequence(prompt=(5, 6, 7), index=0, reader=None, **params):
+    return Sequence("r0", list(prompt), SamplingParams(**params), seed=0, max_num_tokens=19, index=index, reader=reader)
 
 
 def test_a_prompt_a_decode_step_and_a_recomputation_are_the_tokens_that_are_not_in_the_cache():
@@ -38,13 +39,13 @@ def test_the_first_answer_has_the_requests_name_and_two_sequences_are_never_equa
     assert sequence() != sequence()
 
 
-def test_prompt_rows_are_wanted_by_the_first_answer_and_once():
-    assert not sequence().wants_prompt_rows
-    seq = sequence(prompt_logprobs=0)
-    assert seq.wants_prompt_rows
-    assert not sequence(prompt_logprobs=0, index=1).wants_prompt_rows
+def test_the_first_answer_alone_needs_all_rows_of_its_prompt_and_once():
+    assert not sequence().needs_all_rows
+    seq = sequence(reader=PromptReader())
+    assert seq.needs_all_rows
+    assert not sequence(reader=PromptReader(), index=1).needs_all_rows
     seq.token_ids.append(8)
-    assert not seq.wants_prompt_rows  # it was preempted after its first token
+    assert not seq.needs_all_rows  # it was preempted after its first token
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Which packed tokens of a plan reach the LM head, and which rows of prompts are read: hand-checked."""
 
 from nanoinfer import SamplingParams
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 
 
-def sequence(num_tokens, computed=0, reader=None, **params):
-    seq = Sequence("r", list(range(num_tokens)), SamplingParams(**params), 0, 99, reader=reader)
+def sequence(num_tokens, computed=0, **more):
+    seq = Sequence("r", list(range(num_tokens)), SamplingParams(), 0, 99, **more)
     seq.num_computed_tokens = computed
     return seq
 
@@ -35,15 +36,15 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one():
     assert [item.num_accepted(sampled) for sampled in ([1, 7, 8, 9], [6, 7, 1, 9], [6, 7, 8, 9])] == [0, 2, 3]
 
 
-def test_log_probabilities_need_the_row_before_each_prompt_token_and_a_reader_all_rows():
+def test_a_reader_of_an_answered_prompt_gets_the_row_before_each_of_its_tokens_and_other_readers_all_rows():
     before = sequence(2)
-    scored, read = sequence(5, prompt_logprobs=0), sequence(5, reader=object())
+    scored, read = sequence(5, reader=PromptReader()), sequence(5, reader=PromptReader(), is_answered=False)
     scheduled = [ScheduledSequence(one, one.num_tokens) for one in (before, scored, read)]
     assert prompt_rows_of(scheduled) == (PromptRows(scored, 2, 6, 0), PromptRows(read, 7, 12, 0))
 
 
 def test_the_second_chunk_of_a_prompt_reads_on_where_the_first_has_ended():
-    chunk = sequence(6, computed=4, prompt_logprobs=0)
+    chunk = sequence(6, computed=4, reader=PromptReader())
     assert prompt_rows_of([ScheduledSequence(chunk, 2)]) == (PromptRows(chunk, 0, 1, 4),)  # the last token has no next one
     chunk.num_computed_tokens = 5
     assert prompt_rows_of([ScheduledSequence(chunk, 1)]) == ()

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from nanoinfer import AsyncLLM, SamplingParams
-from nanoinfer.features.tracing.recent import RecentRecorder
 from nanoinfer.loading.checkpoint import BUNDLED
 from tests.helpers.contrast import POOR_CONTRASTS
 from tests.helpers.http_server import serving
@@ -25,16 +24,14 @@ def base_llm():
 
 
 @pytest.fixture(scope="module")
-def traced():
-    recorder = RecentRecorder()
-    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder)) as running:
+def seeded():
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def keyed():
-    recorder = RecentRecorder()
-    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), api_key=("right",)) as running:
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0), api_key=("right",)) as running:
         yield running
 
 
@@ -101,9 +98,9 @@ def chunk(finish_reason=None, **delta):
     return {"id": "chatcmpl-x", "choices": [{"delta": delta, "finish_reason": finish_reason, "token_ids": [1, 2]}]}
 
 
-def test_the_page_allows_its_own_script_only(traced, server):
+def test_the_page_allows_its_own_script_only(seeded, server):
     policies = []
-    for running in (traced, traced, server):
+    for running in (seeded, seeded, server):
         response = running.get("/")
         policies.append(response.headers["content-security-policy"])
         [nonce] = re.findall(r"script-src 'nonce-([\w-]{22})'; ", policies[-1])
@@ -112,8 +109,8 @@ def test_the_page_allows_its_own_script_only(traced, server):
     assert len(set(policies)) == 3
 
 
-def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
-    page = visit(traced)
+def test_messages_and_parameters_reach_the_engine(seeded, visit, llm):
+    page = visit(seeded)
     set_parameters(
         page, temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop="zebra\nqueen", system="Tell stories."
     )
@@ -145,20 +142,20 @@ def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
     assert page.input_value("[name=system]") == "Tell stories."
 
 
-def test_a_stream_grows_and_stop_frees_its_blocks(traced, visit):
-    page = visit(traced)
+def test_a_stream_grows_and_stop_frees_its_blocks(seeded, visit):
+    page = visit(seeded)
     set_parameters(page, seed=1, max_tokens=400)
-    manager = traced.async_llm.engine.block_manager
-    with limited_steps(traced.async_llm.engine, 2) as steps:  # so that no answer can end by itself
+    manager = seeded.async_llm.engine.block_manager
+    with limited_steps(seeded.async_llm.engine, 2) as steps:  # so that no answer can end by itself
         send(page, "Hello")
-        traced.wait_until_busy()
+        seeded.wait_until_busy()
         length = 0
         for _ in range(4):
             length = grown(page, length, steps)
-        assert traced.num_unfinished() == 1
+        assert seeded.num_unfinished() == 1
         send(page, "Another")  # not before the answer has ended
         page.click("#stop")
-        traced.wait_until_idle()
+        seeded.wait_until_idle()
         assert manager.num_free_blocks == manager.num_blocks
         assert len(finished(page)) >= length
         assert page.inner_text(".assistant .note").endswith("finish reason: stopped")
@@ -167,13 +164,13 @@ def test_a_stream_grows_and_stop_frees_its_blocks(traced, visit):
         page.locator(".assistant >> nth=1").wait_for()
         assert page.locator(".edit:enabled").count() == 0
         page.keyboard.press("Escape")
-        traced.wait_until_idle()
+        seeded.wait_until_idle()
         finished(page)
         assert page.locator(".assistant .note").last.inner_text().endswith("stopped")
         send(page, "Once more")
         page.locator(".assistant >> nth=2").wait_for()
         page.click("#new")
-        traced.wait_until_idle()
+        seeded.wait_until_idle()
         page.locator("#send:not([hidden])").wait_for()
         assert page.locator(".turn").count() == 0
 
@@ -186,12 +183,12 @@ def grown(page, length, steps):
     return now
 
 
-def test_errors_are_shown_as_sentences(traced, visit):
-    page = visit(traced)
+def test_errors_are_shown_as_sentences(seeded, visit):
+    page = visit(seeded)
     set_parameters(page, top_p=7, max_tokens=3)
     send(page, "Hello")
     finished(page)
-    expected = traced.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "top_p": 7})
+    expected = seeded.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "top_p": 7})
     assert page.locator(".error:visible").inner_text() == expected.json()["error"]["message"]
     assert page.locator(".copy:visible").count() == 1  # the message's. The answer has no text
     set_parameters(page, top_p="")
@@ -231,45 +228,9 @@ def test_a_key_is_asked_for_and_kept_in_this_tab(keyed, visit):
     assert finished(page) != ""
     assert page.locator("dialog:visible").count() == 0
 
-    path = page.locator(".assistant .replay").last.get_attribute("href")
-    assert keyed.get(f"/{path}").status_code == 401
-    with page.context.expect_page() as opened:
-        page.locator(".assistant .replay").last.click()
-    opened.value.locator("#requests", has_text="Hello").wait_for()
 
-
-def test_an_answer_opens_its_replay_at_its_first_step(traced, visit):
-    page = visit(traced)
-    set_parameters(page, max_tokens=4)
-    for text in ("First", "Second"):
-        send(page, text)
-        finished(page)
-    with page.context.expect_page() as opened:
-        page.locator(".assistant .replay").last.click()
-    replay = opened.value
-    replay.locator("#step-label", has_text=" (1 of 4)").wait_for()  # the heading is there before the script has run
-    assert replay.locator("#requests details").count() == 1
-    assert "Second" in replay.inner_text("#requests")
-    assert replay.locator("#timeline .owner").count() == 1
-    drawn = replay.locator(".drawn-token").all_text_contents()
-    assert "".join(drawn) == page.locator(".assistant .content").last.text_content()
-    assert replay.locator(".drawn-token[aria-pressed=true]").text_content() == drawn[0]
-
-
-def test_replays_that_are_not_kept_are_404(traced, server, visit):
-    for running, words in ((traced, "not recorded, or not any more"), (server, "there is no /trace")):
-        response = running.get("/trace/chatcmpl-unknown")
-        assert response.status_code == 404
-        assert words in response.json()["error"]["message"]
-    page = visit(server)
-    set_parameters(page, max_tokens=3)
-    send(page, "Hello")
-    finished(page)
-    assert page.locator(".replay:visible").count() == 0
-
-
-def test_markup_stays_text_and_reasoning_is_folded(traced, visit):
-    page = visit(traced)
+def test_markup_stays_text_and_reasoning_is_folded(seeded, visit):
+    page = visit(seeded)
     answer_with(page, chunk(reasoning_content="<b>hm</b>"), chunk(content=NASTY[:30]), chunk("stop", content=NASTY[30:]))
     send(page, NASTY)
     finished(page)
@@ -313,8 +274,8 @@ Plain **bold** and _slanted_, `a * b * c` and snake_case_names, 2 * 3 * 4, ~~gon
 unclosed"""
 
 
-def test_markdown_becomes_elements_that_load_nothing(traced, visit):
-    page = visit(traced)
+def test_markdown_becomes_elements_that_load_nothing(seeded, visit):
+    page = visit(seeded)
     answer_with(page, *(chunk(content=MARKDOWN[i : i + 7]) for i in range(0, len(MARKDOWN), 7)), chunk("stop", content=""))
     send(page, "Hello")
     finished(page)
@@ -346,8 +307,8 @@ def test_markdown_becomes_elements_that_load_nothing(traced, visit):
         page.unroute_all()
 
 
-def test_a_sent_message_is_edited(traced, visit):
-    page = visit(traced)
+def test_a_sent_message_is_edited(seeded, visit):
+    page = visit(seeded)
     answer_with(page, chunk("stop", content="fine"))
     for text in ("First", "Second"):
         send(page, text)
@@ -389,8 +350,8 @@ def test_a_base_model_continues_the_text(visit):
         assert page.input_value("#input") == ""
 
 
-def test_a_bundled_model_says_what_it_can_do_with_examples_to_click(traced, visit, llm):
-    page = visit(traced)
+def test_a_bundled_model_says_what_it_can_do_with_examples_to_click(seeded, visit, llm):
+    page = visit(seeded)
     set_parameters(page, seed=1, max_tokens=8)
     assert "tells short stories for children" in page.inner_text("#intro")
     page.get_by_text("Tell me a story about Tom").click()

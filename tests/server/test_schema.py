@@ -10,10 +10,8 @@ import jsonschema
 import pytest
 import requests
 from pydantic import TypeAdapter
-from safetensors.torch import load_file, save
 
 from nanoinfer import AsyncLLM
-from nanoinfer.server.limits import FILE
 from tests.helpers import http_server, pooling_cases
 from tests.helpers.answer_schemas import ANSWERS
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
@@ -71,10 +69,7 @@ def variants(case, server, bodies):
     """Yield a request, and requests that are served but for one or two fields of this one that are added to them."""
     yield case
     given, path = case.body, case.path_parameters
-    if case.media_type == FILE:
-        case.body = bodies[FILE]
-        yield case
-    elif isinstance(given, dict) and case.path in bodies:
+    if isinstance(given, dict) and case.path in bodies:
         fields = [*given.items()]
         for start, size in product(range(len(fields)), (1, 2)):
             case.body = bodies[case.path] | dict(fields[start : start + size])
@@ -153,9 +148,7 @@ def test_no_request_of_the_schema_gets_a_5xx_or_what_it_does_not_describe(full, 
 @pytest.mark.filterwarnings("ignore:Do not use the:hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("num_examples", [8, pytest.param(1100, marks=pytest.mark.long)])
 def test_a_trainers_requests_get_what_the_schema_describes(training, adapter, num_examples):
-    base = adapter.parent / "base"
-    file = save({"model.norm.weight": load_file(base / "model.safetensors")["model.norm.weight"]})
-    bodies = {"/pause": {}, "/resume": {}, "/update_weights": {"path": str(base)}, FILE: file}
+    bodies = {"/pause": {}, "/resume": {}, "/update_weights": {"path": str(adapter.parent / "base")}}
     statuses = check_requests(training, bodies, num_examples, lambda path: path in {*bodies, "/get_world_size"})
     print(sum(statuses.values()), dict(statuses))
     for path in ("/pause", "/resume", "/update_weights"):

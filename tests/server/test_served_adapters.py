@@ -8,6 +8,7 @@ import pytest
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.features.adapters.adapters import Adapters
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import app, protocol
@@ -119,7 +120,7 @@ def test_adapters_are_loaded_and_dropped_while_the_server_runs(server, folders, 
 def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forgotten(server, folders, texts, monkeypatch):
     shutil.copytree(folders / "second", folders / "gone")
     assert server.post("/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": str(folders / "gone")}).status_code == 200
-    known = server.async_llm.engine.inputs.adapters
+    known = next(feature for feature in server.async_llm.engine.inputs.features if isinstance(feature, Adapters))
     get, ids = known.get, []
     monkeypatch.setattr(known, "get", lambda request: (ids.append(request.lora_int_id), get(request))[1])
 

@@ -310,7 +310,7 @@ def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
     with load(path, kv_cache_memory=2**25, speculative_config={"method": method, "adaptive": False} | draft) as llm:
         wanted = answers(llm)
         drafter = llm.engine.planner.proposer._executor.runner
-        tensors = [*drafter.cache.tensors(), *([drafter._kept.rows] if method == "mtp" else [])]
+        tensors = [*drafter.cache.tensors(), *([drafter._drafter.kept] if method == "mtp" else [])]
         for tensor in tensors:
             tensor.fill_(float("nan"))
         awake = anonymous_bytes()

@@ -2,6 +2,6 @@
 
 modules/ has the modules that nanoinfer lacks. It is the second folder of nanoinfer.__path__, so modules/inputs is found as
 nanoinfer.inputs. names.py has the names that nanoinfer and nanoinfer.config lack. Most names are objects of nanoinfer, and
-those of placeholders.py say in one sentence what to do instead. docs/vllm.md lists all of them. The rest of nanoinfer imports
-nothing of it until such a name is asked for.
+those of placeholders.py say in one sentence what to do instead. neutral.py does so for arguments and methods. docs/vllm.md
+lists all of them. But for the server, nanoinfer imports nothing of it until such a name is asked for.
 """

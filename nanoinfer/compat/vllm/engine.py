@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.arguments import check_argument_names
 from nanoinfer.async_llm import RequestStream
-from nanoinfer.engine.prompts import NEUTRAL_IN, PromptType
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
@@ -29,7 +29,7 @@ class VLLMEngine(LLM):
         """The requests whose last output was not returned, by id."""
         return {}
 
-    @check_argument_names("add_request()", NEUTRAL_IN["add_request()"])
+    @check_argument_names("add_request()")
     def add_request(
         self,
         request_id: str,
@@ -43,10 +43,8 @@ class VLLMEngine(LLM):
 
         Args:
             request_id: The request's name, for abort_request() and in the outputs. No unfinished request may have it.
-            prompt: A single prompt, as for LLM.generate.
+            prompt, lora_request, priority: As for AsyncLLM.generate.
             params: The sampling parameters. Their output_kind says what the outputs of step() hold.
-            lora_request: The adapter of this prompt, with enable_lora=True.
-            priority: The priority, with scheduling_policy="priority". Lower runs first.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
@@ -62,13 +60,16 @@ class VLLMEngine(LLM):
 
     def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
-        self.engine.inputs.adapter_of(lora_request)
+        from nanoinfer.features.adapters.adapters import adapter_of
+
+        adapter_of(self.engine.inputs, lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
-        adapters = self.engine.inputs.adapters
-        return adapters is not None and adapters.remove(lora_id)
+        from nanoinfer.features.adapters.adapters import remove_adapter
+
+        return remove_adapter(self.engine.inputs, lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute a step. Returns the outputs of all requests that have new output."""

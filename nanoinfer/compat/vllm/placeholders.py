@@ -2,9 +2,8 @@
 
 from typing import NoReturn
 
-from nanoinfer.config import NEUTRAL
+from nanoinfer.compat.vllm.neutral import METHODS, NEUTRAL
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.llm import METHODS
 
 
 class Placeholder:
@@ -33,6 +32,7 @@ class Placeholder:
     __ror__ = __or__
 
 
+_HINTS = NEUTRAL["LLM()"]
 _WEIGHTS = METHODS["init_weight_transfer_engine"]
 _DATASETS = "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench"
 
@@ -42,12 +42,12 @@ CompilationConfig = Placeholder(
     "CompilationConfig",
     "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
 )
-KVTransferConfig = Placeholder("KVTransferConfig", NEUTRAL["kv_transfer_config"][1])
+KVTransferConfig = Placeholder("KVTransferConfig", _HINTS["kv_transfer_config"][1])
 ModelRegistry = Placeholder("ModelRegistry", "use nanoinfer.register_model(name, Model), as notebook d5a does")
-ProfilerConfig = Placeholder("ProfilerConfig", NEUTRAL["profiler_config"][1])
+ProfilerConfig = Placeholder("ProfilerConfig", _HINTS["profiler_config"][1])
 PyNcclCommunicator = Placeholder("PyNcclCommunicator", _WEIGHTS)
 StatelessProcessGroup = Placeholder("StatelessProcessGroup", _WEIGHTS)
-StructuredOutputsConfig = Placeholder("StructuredOutputsConfig", NEUTRAL["structured_outputs_config"][1])
+StructuredOutputsConfig = Placeholder("StructuredOutputsConfig", _HINTS["structured_outputs_config"][1])
 Worker = Placeholder("Worker", METHODS["collective_rpc"])
 add_dataset_parser = Placeholder("add_dataset_parser", _DATASETS)
 fetch_image = Placeholder("fetch_image", "no model of nanoinfer reads images; use text prompts")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,6 @@ from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory
 
-if TYPE_CHECKING:
-    from nanoinfer.features.adapters.layers import AdaptedLayers
-
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +50,6 @@ def compile_model(
     quantization: str | None = None,
     *,
     weights: LoadedWeights | None = None,
-    adapters: "AdaptedLayers | None" = None,
     keeps_plain: bool = False,
     packs: Packs | None = None,
     pack: Callable[..., PackedLinear] = PackedLinear,
@@ -67,7 +63,6 @@ def compile_model(
         model: a model with its weights, or with StoredParameters, on a CPU.
         quantization: "int8" or "int4" rounds all weights, also the head's, to 8 or 4 bits. None: they stay as they are.
         weights: receives the weights as kernels read them. None: nobody replaces the weights.
-        adapters: the linear layers that requests may adapt. None: no layer.
         keeps_plain: whether to keep the plain weights, so that the model can also run plainly, or be compiled again.
         packs: layers that are laid out already, now or by an earlier start. It receives the others. None: there are none.
         pack: lays a layer out that is not rounded.
@@ -79,7 +74,7 @@ def compile_model(
     if quantization:
         check_sizes(model)
         pack = partial(PackedQuantizedLinear, bits=BITS[quantization], moments=packs.moments)
-    laid_out = partial(_lay_out, pack=partial(pack, adapters=adapters), packs=packs)
+    laid_out = partial(_lay_out, pack=pack, packs=packs)
     with torch.inference_mode(), progress_bar("packing weights", sum(type(one) is nn.Linear for one in model.modules())) as bar:
         _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are not compiled yet
@@ -211,7 +206,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(parent).register_module(name, module)
 
 
-def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "AdaptedLayers") -> Runtime:
+def accelerate_on_cpu(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels. Raises: UnsupportedError as compile_model does."""
     sizes = runtime.model.config
     try:
@@ -235,7 +230,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     rounds = config.quantization == "int4" or (drafts and config.bits_of_copy == BITS["int4"])
     moments = find_moments(runtime, compile_model) if rounds else None
     packs = Packs(model, config.quantization, head, moments)
-    compile_with = partial(compile_model, quantization=config.quantization, adapters=adapters, packs=packs)
+    compile_with = partial(compile_model, quantization=config.quantization, packs=packs)
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
@@ -247,7 +242,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig, adapters: "Adapted
     if drafts:
         rounded_to = f"int{config.bits_of_copy}"
         packs, drafter = Packs(model, rounded_to, moments=moments), _drafter_of(model, compiled.model)
-        drafter = compile_model(drafter, rounded_to, weights=runtime.weights, adapters=adapters, packs=packs).model
+        drafter = compile_model(drafter, rounded_to, weights=runtime.weights, packs=packs).model
         packs.keep()
         runtime = replace(runtime, rounded_copy=cast(Model, drafter))
     if compiled.num_plain_linears:

@@ -26,7 +26,6 @@ from nanoinfer.models.layers import Hidden, Ids, Untraced
 
 if TYPE_CHECKING:
     from nanoinfer.fast.cpu.lora import CPUAdapters
-    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 
@@ -48,7 +47,6 @@ class PackedLinear:
     """A linear layer in the layout of its kernel.
 
     Args:
-        adapters: the linear layers that requests may adapt. None: no layer.
         kept: the bytes of `arrays`, from an earlier start. Empty: the weights are laid out.
 
     Attributes:
@@ -65,13 +63,11 @@ class PackedLinear:
     _pointers: tuple[int | None, int | None, int | None]  # weight, scales and zeros
     _group_size, _bits = 0, 0  # of integers
 
-    def __init__(
-        self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None, kept: Sequence[UInt8[Tensor, " bytes"]] = ()
-    ) -> None:
+    def __init__(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]] = ()) -> None:
         self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, fused.linears[0].weight.dtype
         self._bias, self._activation = fused.merged_bias(), ACTIVATION_CODES[fused.activation]
         self._lay_out(fused, kept)
-        self._adapters = adapters_of(fused, self.dtype, adapters)
+        self._adapters = adapters_of(fused, self.dtype)
 
     def _lay_out(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]]) -> None:
         """Load the kernel, and lay out the weights for it."""
@@ -182,13 +178,15 @@ def write_outputs(tiles: Shaped[Tensor, "tiles columns tile *rest"], values: Sha
             by_output[i, first - i * tile : last - i * tile] = values[first - start : last - start]
 
 
-def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "CPUAdapters | None":
-    """Return the adapters of the layers. None: requests may adapt none of them."""
-    if not adapters or adapters.keys().isdisjoint(fused.linears):
+def adapters_of(fused: FusedLinear, dtype: torch.dtype) -> "CPUAdapters | None":
+    """Return the adapters of the layers, which are forward hooks. None: requests may adapt none of the layers."""
+    if not any(linear._forward_hooks for linear in fused.linears):
         return None
     from nanoinfer.fast.cpu.lora import CPUAdapters
+    from nanoinfer.features.adapters.layers import AdaptedLinear
 
-    return CPUAdapters(fused, dtype, [adapters.get(linear) for linear in fused.linears])
+    hooks = [[hook for hook in linear._forward_hooks.values() if isinstance(hook, AdaptedLinear)] for linear in fused.linears]
+    return CPUAdapters(fused, dtype, [hook[0] if hook else None for hook in hooks]) if any(hooks) else None
 
 
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:

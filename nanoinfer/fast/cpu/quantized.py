@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int, Int32, UInt8
@@ -33,9 +32,6 @@ from nanoinfer.fast.cpu.program import KernelCall, Program, fields, tile_definit
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import Moments, quantize, quantized, stored_integers
 from nanoinfer.loading.weights import QuantizedWeight, StoredParameter
-
-if TYPE_CHECKING:
-    from nanoinfer.features.adapters.layers import AdaptedLayers
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 
@@ -65,14 +61,13 @@ class PackedQuantizedLinear(PackedLinear):
         self,
         fused: FusedLinear,
         bits: int,
-        adapters: "AdaptedLayers | None" = None,
         kept: Sequence[UInt8[Tensor, " bytes"]] = (),
         moments: Moments | None = None,
     ) -> None:
         self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
         known = (moments or {}).get(first.source) if isinstance(first, StoredParameter) else None
         self._in_four_bits = None if known is None else partial(rounded, moments=known)
-        super().__init__(fused, adapters, kept)
+        super().__init__(fused, kept)
 
     def _lay_out(self, fused: FusedLinear, kept: Sequence[UInt8[Tensor, " bytes"]]) -> None:
         tiles = tile_definitions(torch.bfloat16, self.num_in)  # the products are those of integers, in any dtype

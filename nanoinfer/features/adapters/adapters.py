@@ -13,6 +13,7 @@ index. After a failure rank 0 sends adapters again. A rank keeps the part of A o
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature, RequestOptions, unread
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
+from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
@@ -30,7 +32,6 @@ from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.loading.loaded_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
-from nanoinfer.scheduling.sequence import RequestAdapter
 from nanoinfer.system.process import available_cpu_memory
 
 
@@ -46,8 +47,13 @@ class Adapter:
     updates: dict[str, LowRankUpdate]
     digest: str
 
+    def added_to(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Return the request with this adapter, whose digest separates its cached prefixes from others."""
+        salt = f"{self.digest}{prepared.cache_salt or ''}"
+        return replace(prepared, extras={**prepared.extras, "adapter": self}, cache_salt=salt)
 
-class Adapters:
+
+class Adapters(RequestFeature):
     """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
 
     An LM head and the experts of a mixture cannot be adapted.
@@ -56,7 +62,7 @@ class Adapters:
         shards: the ranks that share the model. None: this process has the whole model.
 
     Attributes:
-        layers: linear layer -> its AdaptedLinear, for the layers that can be adapted.
+        layers: path of a linear layer -> its AdaptedLinear, for the layers that can be adapted.
 
     Raises:
         InvalidValueError: max_loras active adapters take more memory than is free.
@@ -65,10 +71,10 @@ class Adapters:
     def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
         self._mapping = AdapterMapping(max_loras, max_rank)
+        self.limits = {"adapter": max_loras}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._layers: dict[str, AdaptedLinear] = {}
-        self.layers: dict[nn.Module, AdaptedLinear] = {}
+        self.layers: dict[str, AdaptedLinear] = {}
         self._shapes = {  # the shapes of whole layers, also with several ranks
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()
@@ -83,7 +89,7 @@ class Adapters:
         for path in self._shapes:
             module = modules[path]
             assert isinstance(module, nn.Linear | QuantizedLinear)
-            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._mapping)
+            self.layers[path] = AdaptedLinear(module, self._mapping)
             shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         free = available_cpu_memory() if is_cpu else torch.get_device_module(weight.device).mem_get_info(weight.device)[0]
@@ -95,7 +101,11 @@ class Adapters:
         self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
         self._indices: OrderedDict[str, int] = OrderedDict()  # digest -> adapter index, the least recently used first
 
-    def get(self, request: LoRARequest) -> Adapter:
+    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+        request = options.pop("lora_request", None)
+        return prepared if request is None else self.get(request).added_to(prepared)
+
+    def get(self, request: object) -> Adapter:
         """Return the adapter of a request. It is read and checked if its id is new.
 
         Raises:
@@ -146,19 +156,20 @@ class Adapters:
 
     def join(self, runtime: Runtime) -> Runtime:
         """Return the model's runtime with a runner that makes adapters active."""
+        hint = f", lower max_loras or max_lora_rank (the adapters take {self.num_bytes} bytes)"
         wrap = partial(AdapterRunner, adapters=self)
-        return replace(runtime, reserved_bytes=self.num_bytes, wrappers=(*runtime.wrappers, wrap))
+        return replace(runtime, reserved_bytes=self.num_bytes, reserved_hint=hint, wrappers=(*runtime.wrappers, wrap))
 
-    def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
+    def begin_step(self, runs: ExtraRuns, num_rows: int) -> ExtraRuns:
         """Make the adapters of a step active, and note its rows.
 
         Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
         """
         indices, for_others = [-1] * num_rows, []
-        used = {digest_of(adapter) for adapter, _, _ in runs}
-        for adapter, start, stop in runs:
-            digest = digest_of(adapter)
-            for_others.append((digest if digest in self._indices else adapter, start, stop))
+        used = {digest_of(extras) for extras, _, _ in runs}
+        for extras, start, stop in runs:
+            adapter, digest = extras["adapter"], digest_of(extras)
+            for_others.append(({"adapter": digest if digest in self._indices else adapter}, start, stop))
             if isinstance(adapter, Adapter) and digest not in self._indices:
                 try:
                     self._activate(adapter, used)
@@ -174,7 +185,7 @@ class Adapters:
         if len(self._indices) == self._mapping.max_loras:
             del self._indices[next(other for other in self._indices if other not in used)]
         index = min(set(range(self._mapping.max_loras)) - set(self._indices.values()))
-        for path, layer in self._layers.items():
+        for path, layer in self.layers.items():
             update = adapter.updates.get(path)
             if update is not None and self._shards is not None:
                 update = self._shards.shard_of_update(path, update)
@@ -184,8 +195,22 @@ class Adapters:
         self._indices[adapter.digest] = index
 
 
-def digest_of(adapter: RequestAdapter | str) -> str:
-    return adapter if isinstance(adapter, str) else adapter.digest
+def digest_of(extras: Mapping[str, object]) -> str:
+    adapter = extras["adapter"]
+    return adapter.digest if isinstance(adapter, Adapter) else str(adapter)
+
+
+def adapter_of(inputs: InputProcessor, lora_request: LoRARequest) -> Adapter:
+    """Return the adapter of a request. Raises: InvalidValueError without enable_lora, the errors of Adapters.get."""
+    for feature in inputs.features:
+        if isinstance(feature, Adapters):
+            return feature.get(lora_request)
+    raise unread("lora_request", lora_request)
+
+
+def remove_adapter(inputs: InputProcessor, lora_int_id: int) -> bool:
+    """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
+    return any(feature.remove(lora_int_id) for feature in inputs.features if isinstance(feature, Adapters))
 
 
 class AdapterRunner(RunnerWrapper):
@@ -196,5 +221,5 @@ class AdapterRunner(RunnerWrapper):
         self.adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        for_others = self.adapters.begin_step(batch.adapters, len(batch.input_ids))
-        return self.inner.forward(replace(batch, adapters=for_others))
+        for_others = self.adapters.begin_step(batch.extras, len(batch.input_ids))
+        return self.inner.forward(replace(batch, extras=for_others))

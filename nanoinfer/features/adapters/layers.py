@@ -6,7 +6,6 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. This file does not know requests or files.
 """
 
-from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -99,6 +98,3 @@ class AdaptedLinear(HookInKernels):
 def shape_of(linear: nn.Linear | QuantizedLinear) -> tuple[int, ...]:
     """Return the shape of a layer's weight, [out, in]."""
     return tuple((linear.weight.integers if isinstance(linear, QuantizedLinear) else linear.weight).shape)
-
-
-AdaptedLayers = Mapping[nn.Module, AdaptedLinear]

@@ -12,16 +12,19 @@ scores and end. Scores are added in float32, as there.
 """
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.inputs import PreparedRequest, as_list, with_prompt_index
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import NanoinferError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
-from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanoinfer.outputs import FinishReason
+from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 from nanoinfer.tokenization.detokenizer import without_incomplete_end
@@ -34,6 +37,9 @@ class BeamSearch:
 
     def __init__(self, engine: LLMEngine, prompts: object, params: BeamSearchParams) -> None:
         """Raises: UnsupportedError; InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
+        params = params.clone()
         if engine.config.stages is not None or engine.config.logits_processors:
             of_user = "stages" if engine.config.stages is not None else "logits_processors"
             raise UnsupportedError(
@@ -43,8 +49,9 @@ class BeamSearch:
         engine.check_accepting()
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # the blocks that other requests leave free
+        self._sampler = Sampler()  # without the engine's logprobs_mode, which may ask for other numbers
         self._searches = []
-        sampling_params = SamplingParams(detokenize=False)
+        sampling_params = SamplingParams(temperature=0.0, detokenize=False)
         for index, prompt in enumerate(as_list(prompts)):
             with with_prompt_index(index):
                 prepared = engine.inputs.prepare(prompt, sampling_params)
@@ -107,8 +114,7 @@ class BeamSearch:
                     "let one thread at a time use an LLM, or raise kv_cache_memory"
                 )
             copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
-        num_top = max(search.num_candidates for search in self._running)
-        plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
+        plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), sampler=self._sampler)
         executor = self._engine.executor
         self._engine.observer.step_launched(plan, None)
         step = executor.collect(executor.launch(plan, None))
@@ -140,6 +146,8 @@ class _PromptSearch:
         self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids | prepared.eos_token_ids
         # More candidates than width, since some end: if every beam ends with every EOS id, at least width others continue.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
+        num_logprobs = min(self.num_candidates, engine.executor.info.vocab_size)
+        self._beam_params = replace(prepared.params, logprobs=num_logprobs)
         num_prompt = len(prepared.prompt_token_ids)
         self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # the most tokens that can be generated
         self.most_blocks = engine.block_manager.num_blocks_for_forks(self.width, num_prompt, num_prompt + self.max_tokens)
@@ -202,7 +210,7 @@ class _PromptSearch:
     def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:
         self._num_beams += 1
         salt, index = self._prepared.cache_salt, self._num_beams - 1
-        return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=index, cache_salt=salt)
+        return Sequence(self._name, prompt_token_ids, self._beam_params, 0, max_num_tokens, index=index, cache_salt=salt)
 
     def _may_stop(self, scores: Floats, num_generated: int) -> bool:
         """Whether no running beam can still become one of the best `width` answers."""

@@ -13,10 +13,9 @@ from nanoinfer.execution.memory import peak_graph_bytes
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.checked import CheckedProposer
 from nanoinfer.features.drafts.config import SpeculativeConfig
-from nanoinfer.features.drafts.draft_model import DraftModelProposer
+from nanoinfer.features.drafts.draft_model import DraftModelProposer, QuantizedProposer
 from nanoinfer.features.drafts.mtp import MTPProposer, load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
-from nanoinfer.features.drafts.quantized import QuantizedProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.loading.loader import Loaded, load
 from nanoinfer.models.registry import Model
@@ -49,9 +48,8 @@ class Drafts:
         self, speculative: SpeculativeConfig, runtime: Runtime, config: EngineConfig, draft_model: Model | None
     ) -> None:
         """Make the runtime of the drafter: a model, a module of the model, or its rounded copy. draft_model: of load_draft."""
-        self._speculative, self._config = speculative, config
+        self._speculative, self._config, self.runtime = speculative, config, runtime
         self._draft: Runtime | None = None
-        self.runtime = runtime
         if speculative.method == "quantized":
             if runtime.rounded_copy is None:
                 raise UnsupportedError(
@@ -69,9 +67,9 @@ class Drafts:
                     "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
                     "layers, or use method 'ngram'"
                 )
-            kept_bytes = runtime.kept_bytes_per_token + draft.bytes_per_block // draft.block_size
-            step_bytes = peak_graph_bytes(draft, config, 0)
-            self._draft, self.runtime = draft, replace(runtime, kept_bytes_per_token=kept_bytes, kept_step_bytes=step_bytes)
+            kept, step_bytes = draft.bytes_per_block // draft.block_size, peak_graph_bytes(draft, config, 0)
+            kept += runtime.kept_bytes_per_token
+            self._draft, self.runtime = draft, replace(runtime, kept_bytes_per_token=kept, kept_step_bytes=step_bytes)
 
     def planner(self, target: LocalExecutor) -> Speculator:
         """Make the planner of the model's engine. target: computes with `runtime`."""
@@ -90,16 +88,10 @@ class Drafts:
         executor = make_executor(draft, config, num_blocks=num_blocks)
         target.graph_owners.append(executor)
         target.runner.cache.attached += executor.runner.cache.tensors()
-        proposer_cls = MTPProposer if method == "mtp" else DraftModelProposer
-        return proposer_cls(executor, config.scheduler)
+        return (MTPProposer if method == "mtp" else DraftModelProposer)(executor, config.scheduler)
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
-    return EngineConfig(
-        attention_backend=config.attention_backend,
-        enforce_eager=config.enforce_eager,
-        cudagraph_capture=config.cudagraph_capture,
-        screened_head=config.screened_head,
-        cache=config.cache,
-        scheduler=replace(config.scheduler, batch_invariant=False),
-    )
+    """Return the config without what is the model's own."""
+    scheduler = replace(config.scheduler, batch_invariant=False)
+    return replace(config, speculative=None, quantization=None, calibration=None, max_model_len=None, scheduler=scheduler)

@@ -12,7 +12,7 @@ from annotated_types import Ge, Interval
 from typing_extensions import Doc
 
 from nanoinfer.arguments import declared, read_fields
-from nanoinfer.config import EngineConfig, class_named
+from nanoinfer.config import BITS, EngineConfig, class_named
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_integer, is_one_of, shown
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MAX_ROWS = 256  # the limit of a step's rows, unless max_num_seqs is larger
 _METHODS = "'ngram', 'draft_model', 'mtp', 'quantized', or a class or its name, such as 'my_module:MyProposer'"
 
 
-@declared({})
+@declared
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.
@@ -81,8 +81,7 @@ class SpeculativeConfig:
         if config.stages is not None or config.logits_processors:
             of_user = "stages" if config.stages is not None else "logits_processors"
             raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
-        bits = (config.quantization or "").removeprefix("int")
-        if bits and self.bits_of_copy is not None and int(bits) <= self.bits_of_copy:
+        if config.quantization is not None and BITS[config.quantization] <= (self.bits_of_copy or 0):
             raise UnsupportedError(
                 f"speculative_config with method 'quantized' drafts in {self.bits_of_copy} bits, which saves no time with "
                 f"quantization={config.quantization!r}; leave one of the two out"

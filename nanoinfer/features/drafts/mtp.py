@@ -49,6 +49,7 @@ class QwenNextDrafter(nn.Module):
     Config = QwenNextConfig
     weight_rules = WeightRules(prefix="mtp.", embedding="", ignored=("model.", "lm_head."))
     target: tuple[QwenForCausalLM]  # in a tuple, so that its parameters are not this module's
+    kept: Tensor  # the model's hidden rows, [num_blocks, block_size, hidden], a row for each slot of its cache
 
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__()
@@ -99,37 +100,29 @@ def load_module(target: Loaded) -> Model:
     return cast(Model, module.to(weight.device).eval())
 
 
-class HiddenCache:
-    """The hidden rows of a model, [num_blocks, block_size, hidden], with a row for each slot of its cache."""
-
-    rows: Tensor
-
-
 def with_drafter(runtime: Runtime, drafter: Any) -> tuple[Runtime, Runtime]:
-    """Return the runtime of a model that keeps its hidden rows, and that of its drafter, which shares the embedding and LM
-    head.
-    """
-    drafter.target, kept = (runtime.model,), HiddenCache()
+    """Return the runtime of a model that keeps its hidden rows, and that of its drafter, which shares embedding and head."""
+    drafter.target = (runtime.model,)
     draft = replace(
         runtime,
         model=drafter,
         sizes=CacheSizes.of(drafter.config),
         weights=LoadedWeights(),
-        wrappers=(partial(DrafterRunner, kept=kept),),
+        wrappers=(partial(DrafterRunner, drafter=drafter),),
     )
     kept_bytes = runtime.model.config.hidden_size * runtime.dtype.itemsize
-    wrap = partial(KeepingRunner, kept=kept)
+    wrap = partial(KeepingRunner, drafter=drafter)
     return replace(runtime, wrappers=(*runtime.wrappers, wrap), kept_bytes_per_token=kept_bytes), draft
 
 
 class KeepingRunner(RunnerWrapper):
-    """Keeps the hidden row of each slot of the cache."""
+    """Keeps the hidden row of each slot of the cache for the drafter."""
 
-    def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
+    def __init__(self, inner: ModelRunner, drafter: QwenNextDrafter) -> None:
         super().__init__(inner)
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
-        kept.rows = self._kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
+        drafter.kept = self._kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
         self.cache.attached.append(self._kept)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
@@ -143,9 +136,9 @@ class KeepingRunner(RunnerWrapper):
 class DrafterRunner(RunnerWrapper):
     """The runner of a drafter, whose forward pass has an extra argument: the hidden row before each token."""
 
-    def __init__(self, inner: ModelRunner, kept: HiddenCache) -> None:
+    def __init__(self, inner: ModelRunner, drafter: QwenNextDrafter) -> None:
         super().__init__(inner)
-        self._kept = kept
+        self._drafter = drafter
         # Each sequence of the next step, with the slots of the model's rows that its tokens follow. An empty list: its token
         # follows the drafter's own row of the previous step.
         self.hidden_slots: list[tuple[Sequence, list[int]]] = []
@@ -153,10 +146,10 @@ class DrafterRunner(RunnerWrapper):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        kept = self._kept.rows.flatten(0, 1)
+        kept = self._drafter.kept.flatten(0, 1)
         before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in self.hidden_slots])
         attend = begin_step(self.backend, self.cache, batch)
-        hidden = self.model(batch.input_ids, batch.positions, attend, before)  # type: ignore[call-arg]
+        hidden: Tensor = self._drafter(batch.input_ids, batch.positions, attend, before)
         ends = batch.attention.query_start_loc_cpu[1:]
         self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(self.hidden_slots, ends, strict=True)}
         return hidden

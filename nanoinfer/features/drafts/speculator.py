@@ -18,7 +18,7 @@ only the distribution and not the tokens of a seed.
 
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
-
-if TYPE_CHECKING:
-    from nanoinfer.engine.llm_engine import LLMEngine
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
@@ -193,7 +190,7 @@ class Speculator(Planner):
         self._acceptance.pop(seq, None)
         self.proposer.forget(seq)
 
-    def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None:
+    def metrics_read(self, engine: object, metrics: list[Metric]) -> None:
         """Add the counts."""
         for name, count in asdict(self.counts).items():
             name = f"vllm:spec_decode_{name}"

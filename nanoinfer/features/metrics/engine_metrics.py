@@ -70,7 +70,7 @@ class EngineMetrics(Observer):
         for seq in request.sequences:
             self._last_times.pop(seq, None)
         output, first = request.output, request.sequences[0]
-        if output is None or first.reader is not None:
+        if output is None or not first.is_answered:
             return
         self._reasons.update(str(answer.finish_reason) for answer in output.outputs)
         times = request.metrics
@@ -138,8 +138,7 @@ def _totals_of(request: Request) -> dict[str, int]:
     """Return what a request adds to the counters. A prompt counts from its first generated token on."""
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
-    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # both need all rows of the prompt
-    num_queried = 0 if reads_prompt else num_prompt
+    num_queried = num_prompt if first.reader is None else 0  # a reader needs all rows of the prompt
     num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
     counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)
     return dict(zip(_TOTALS, counts, strict=True))

@@ -1,13 +1,14 @@
 """vLLM's V1 logits processors: classes that see all rows of a step. LLM(logits_processors=[...]) makes stages of them.
 
 In: the classes. Out: the sampler's stages with a BatchProcessor for each. A processor keeps state by row. Before each step it
-learns how the rows differ from the last step: which rows are gone, which are new, and which have moved.
+learns how the rows differ from the last step: which rows are gone, which are new, and which have moved. The functions at the
+end check the logits_processors of LLM and of SamplingParams.
 """
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
@@ -15,12 +16,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer import sampling_params
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, class_named
+from nanoinfer.errors import InvalidTypeError, shown
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import Stage
+from nanoinfer.sampling.sampler import STAGES, Stage
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling import sequence
+
+_SIGNATURES = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 T = TypeVar("T")
 
@@ -199,14 +206,56 @@ def difference(
     return BatchUpdate(len(new), removed, added, moved)
 
 
-def with_processors(
-    plain: tuple[Stage, ...], config: EngineConfig, device: torch.device, *, vocab_size: int, max_model_len: int
-) -> tuple[Stage, ...]:
+def with_processors(config: EngineConfig, device: torch.device, info: ExecutorInfo) -> EngineConfig:
     """Add a stage for each class of config.logits_processors: before the temperature, or after min_p if argmax-invariant."""
-    vllm_config = VllmConfig(ModelConfig(vocab_size, max_model_len), config.scheduler, config.cache)
+    plain = STAGES if config.stages is None else config.stages
+    vllm_config = VllmConfig(ModelConfig(info.vocab_size, info.max_model_len), config.scheduler, config.cache)
     before, after = list[Stage](), list[Stage]()
     for cls in config.logits_processors:
         processor: Any = cls(vllm_config, device, False)
         (after if processor.is_argmax_invariant() else before).append(BatchProcessor(processor))
     at, then = plain.index(stages.apply_temperature), plain.index(stages.keep_min_p) + 1
-    return (*plain[:at], *before, *plain[at:then], *after, *plain[then:])
+    return replace(config, stages=(*plain[:at], *before, *plain[at:then], *after, *plain[then:]))
+
+
+def processor_classes(given: object) -> tuple[type, ...]:
+    """Check LLM's logits_processors, a list of classes or their names. Returns the classes."""
+    methods = ("apply", "is_argmax_invariant", "update_state")
+    classes = [class_named("each of logits_processors", one) for one in given] if isinstance(given, list | tuple) else [None]
+    if not all(hasattr(one, name) for one in classes for name in methods):
+        raise InvalidTypeError(
+            f"logits_processors must be a list of classes with {', '.join(methods)}, or their names, got {shown(given)}; "
+            "a function is for one request: SamplingParams(logits_processors=[...])"
+        )
+    return tuple(one for one in classes if one is not None)
+
+
+@dataclass(frozen=True)
+class _WithoutPrompt:
+    """A logits processor (output_ids, logits) -> logits, called as the others are."""
+
+    processor: Callable[[list[int], Tensor], Tensor]
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
+        return self.processor(output_ids, logits)
+
+
+def processor_functions(processors: object) -> tuple[sampling_params.LogitsProcessor, ...]:
+    """Check the logits_processors of SamplingParams. Returns them as functions of three arguments."""
+    if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
+        raise InvalidTypeError(f"logits_processors must be a list of functions {_SIGNATURES}, got {shown(processors)}")
+    return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
+
+
+def _num_arguments(processor: Callable[..., Tensor]) -> int:
+    """Two if a processor requires exactly two arguments, else three."""
+    try:
+        signature = inspect.signature(processor)
+        required = [one for one in signature.parameters.values() if one.default is one.empty and one.kind in _POSITIONAL]
+        num_arguments = 2 if len(required) == 2 else 3
+        signature.bind(*range(num_arguments))
+    except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
+        raise InvalidTypeError(
+            f"each of logits_processors must be a function {_SIGNATURES}, got {shown(processor)} ({error}); wrap it in a lambda"
+        ) from None
+    return num_arguments

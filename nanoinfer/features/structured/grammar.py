@@ -27,7 +27,7 @@ import numpy as np
 
 from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.features.structured.json_schema import enforceable
-from nanoinfer.sampling_params import StructuredOutputsParams
+from nanoinfer.features.structured.params import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import os
 import reprlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from itertools import accumulate
@@ -29,7 +29,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanoinfer.engine.llm_engine import LLMEngine
 
-CHANGES: dict[Change, type[events.SomeBlocks]] = {
+CHANGES: dict[Change, Callable[..., events.Event]] = {
     "shared": events.BlocksShared,
     "allocated": events.BlocksAllocated,
     "cached": events.BlocksCached,
@@ -125,8 +125,8 @@ class TracingObserver(Observer):
         for index in packed.placeholders:
             packed.input_ids[index] = -1
         starts, rows = (0, *accumulate(packed.query_lens)), tuple(index for _, index in plan.rows)
-        numbers = map(tuple, (packed.seq_lens, packed.input_ids, packed.positions, packed.slots))
-        self.emit(events.BatchBuilt(_names(packed.sequences), starts, *numbers, rows))
+        ids, positions, slots = tuple(packed.input_ids), tuple(packed.positions), tuple(packed.slots)
+        self.emit(events.BatchBuilt(_names(packed.sequences), starts, tuple(packed.seq_lens), ids, positions, slots, rows))
 
     def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
         self._start_of_advance = time.perf_counter()

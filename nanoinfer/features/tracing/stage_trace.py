@@ -37,7 +37,7 @@ class _StageChange:
 
 
 class TracingSampler(Sampler):
-    """Does what a sampler does. For a tracer that wants stages, it runs them on every row, and emits a step's events after its draw.
+    """Does what a sampler does, stage by stage for every row, and emits the events of a step after its draw.
 
     Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
     row. `seconds` is the time spent on tracing a step.
@@ -48,7 +48,7 @@ class TracingSampler(Sampler):
         self._observer = observer
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
-        if not len(rows.hidden) or not self._observer.wants_stages:
+        if not len(rows.hidden):
             return super().__call__(rows, batch)
         self.begin()
         sampled = self._sample_by_stages(rows.logits, batch)

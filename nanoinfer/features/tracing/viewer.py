@@ -18,18 +18,16 @@ Row = dict[str, Any]
 _FOLDER = Path(__file__).with_name("page")
 
 
-def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None) -> str:
+def page(rows: Iterable[Row], *, differences: dict[str, dict[int, str | None]] | None = None) -> str:
     """Return the page of some events.
 
     Args:
         rows: the events as dicts {"event": its class, its fields ...}.
-        at: where the page opens, such as "step=17&token=4". The fragment of an address has precedence.
         differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
     """
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
         "/* DIFFERENCES */ null": as_script(differences),
-        "/* START */": at,
     }
     return fill(_FOLDER / "replay.html", values)
 

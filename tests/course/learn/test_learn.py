@@ -128,9 +128,9 @@ MUTANTS = {
         "keys": [("seq.prefix_keys += [key for _, key in full]", "pass")],
         "salt": [("seq.cache_salt)", "None)")],
         "off": [
-            ("if self.enable_prefix_caching and seq.reader is None else 0", ""),
-            ("self.enable_prefix_caching and seq.reader is None", "seq.reader is None"),
-            ("self.enable_prefix_caching and seq.reader is None", "self.enable_prefix_caching"),
+            ("if self.enable_prefix_caching and seq.is_answered else 0", ""),
+            ("self.enable_prefix_caching and seq.is_answered", "seq.is_answered"),
+            ("self.enable_prefix_caching and seq.is_answered", "self.enable_prefix_caching"),
         ],
     },
     "next_chunk": {

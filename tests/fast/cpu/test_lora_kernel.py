@@ -44,7 +44,7 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
     ranks = [3, 8]
     linears, mapping, adapters = layers(dtype, sizes, 50 if dtype is torch.float32 else 64, ranks)
     fused = FusedLinear(*linears, activation=activation)
-    kernel = KernelLinear(PackedLinear(fused, adapters), ["residual"])
+    kernel = KernelLinear(PackedLinear(fused), ["residual"])
     put_again(adapters, ranks)
     for indices in ([1], [0, 1, -1, 1, 0], [i % 3 - 1 for i in range(70)]):
         x = torch.randn(len(indices), fused.in_features).to(dtype)
@@ -69,7 +69,7 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
 def test_layers_in_8_and_4_bits_add_adapters_too(bits):
     linears, mapping, adapters = layers(torch.bfloat16, [48], 64, [4])
     fused = FusedLinear(*linears)
-    kernel = KernelLinear(PackedQuantizedLinear(fused, bits, adapters))
+    kernel = KernelLinear(PackedQuantizedLinear(fused, bits))
     put_again(adapters, [4])
     x = torch.randn(20, 64).to(torch.bfloat16)
     mapping.set([-1] * 20, torch.device("cpu"))

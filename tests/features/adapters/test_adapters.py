@@ -19,6 +19,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.execution import memory
 from nanoinfer.features.adapters import adapters as adapters_module
+from nanoinfer.features.adapters.adapters import Adapters, adapter_of
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -137,7 +138,8 @@ def test_no_step_has_more_adapters_than_max_loras_and_all_requests_end(qwen3):
     launch, seen = llm.engine.executor.launch, []
 
     def watched(plan, previous):
-        seen.append({item.sequence.adapter.request.lora_name for item in plan.scheduled if item.sequence.adapter})
+        adapters = (item.sequence.extras.get("adapter") for item in plan.scheduled)
+        seen.append({adapter.request.lora_name for adapter in adapters if adapter})
         return launch(plan, previous)
 
     llm.engine.executor.launch = watched
@@ -158,12 +160,14 @@ def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait(
             return super().__iter__()
 
     def num_passes(num_waiting):
-        scheduler = Scheduler(SchedulerConfig(), BlockManager(99, 4), max_adapters=2)
+        scheduler = Scheduler(SchedulerConfig(), BlockManager(99, 4))
+        scheduler.limits = {"adapter": 2}
         scheduler.running = Counting()
         for i, adapter in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
-            scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, adapter=adapter))
+            extras = {"adapter": adapter}
+            scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, extras=extras))
         plan = scheduler.schedule()
-        assert [item.sequence.adapter for item in plan.scheduled] == ["a", None, "b", "a", None]
+        assert [item.sequence.extras["adapter"] for item in plan.scheduled] == ["a", None, "b", "a", None]
         return scheduler.running.num_passes
 
     assert num_passes(30) == num_passes(1)
@@ -172,7 +176,7 @@ def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait(
 def test_the_least_recently_used_adapter_is_replaced(qwen3):
     base, adapters = qwen3
     llm = LLM(base, **ADAPTED | {"max_loras": 2})
-    known = llm.engine.inputs.adapters
+    known = next(feature for feature in llm.engine.inputs.features if isinstance(feature, Adapters))
     activated, activate = [], known._activate
     known._activate = lambda adapter, used: (activated.append(adapter.request.lora_name), activate(adapter, used))
     for i in (0, 1, 0, 2, 0, 1):
@@ -200,7 +204,7 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
         LLM(base, dtype="bfloat16", block_size=4, **settings)
         for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})
     )
-    update = next(iter(adapted.engine.inputs.adapters.get(adapters[2]).updates.values()))
+    update = next(iter(adapter_of(adapted.engine.inputs, adapters[2]).updates.values()))
     assert (len(update.a), update.a.dtype, update.b.dtype) == (6, torch.bfloat16, torch.bfloat16)
     matrices = load_file(f"{adapters[2].lora_path}/adapter_model.safetensors").values()
     num_bytes = 3 * 2 * sum(matrix.bfloat16().nbytes for matrix in matrices)  # 3 adapters, each as it was read and the kernels'
@@ -237,7 +241,7 @@ def test_blocks_are_shared_by_the_same_adapter_and_by_no_other(qwen3, tmp_path):
     same = LoRARequest("the same numbers", 9, adapters[0].lora_path)
     cached = [num_cached(one) for one in (None, adapters[0], adapters[1], None, adapters[0], same)]
     assert cached == [0, 0, 0, 28, 28, 28]
-    digest = llm.engine.inputs.adapters.get(adapters[0]).digest
+    digest = adapter_of(llm.engine.inputs, adapters[0]).digest
     assert [num_cached(None, cache_salt=salt) for salt in (digest, f"{digest}/")] == [0, 0]  # no salt names an adapter
     assert [num_cached(adapters[0], cache_salt="a"), num_cached(adapters[0], cache_salt="a")] == [0, 28]
 

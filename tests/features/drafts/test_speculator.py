@@ -9,6 +9,7 @@ from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.reasoning.thinking import ReasoningState
 from tests.helpers.fake_executor import FakeExecutor
 
@@ -37,8 +38,8 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    planner = Speculator(proposer, config.speculative)
-    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner)
+    planner, features = Speculator(proposer, config.speculative), [PromptLogprobs(executor.info.vocab_size, None)]
+    return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner, features=features)
 
 
 def params(**more):

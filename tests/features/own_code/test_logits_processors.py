@@ -1,5 +1,8 @@
 """vLLM's V1 logits processors: each one's rows are the rows of the step, however these change."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -177,3 +180,51 @@ def test_what_is_no_class_of_that_interface_is_refused(given, error, words):
 def test_drafts_are_refused():
     with pytest.raises(UnsupportedError, match="speculative_config with logits_processors"):
         LLM("no such model", logits_processors=[Target], speculative_config={"method": "ngram"})
+
+
+# ---- the functions of SamplingParams
+
+
+class Processor:
+    def __call__(self, output_ids, logits):
+        return torch.tensor([2, *output_ids])
+
+    def with_prompt(self, prompt_ids, output_ids, logits):
+        return torch.tensor([3, *prompt_ids, *output_ids])
+
+    @staticmethod
+    def any_number(*arguments):
+        return torch.tensor([len(arguments)])
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (Processor(), [2, 6]),
+        (Processor().with_prompt, [3, 5, 6]),
+        (Processor.any_number, [3]),
+        (lambda output_ids, logits, scale=2: torch.tensor([2, scale]), [2, 2]),
+        (lambda prompt_ids, output_ids, logits, scale=2: torch.tensor([3, scale]), [3, 2]),
+        (functools.partial(lambda added, output_ids, logits: torch.tensor([2, added]), 7), [2, 7]),
+    ],
+)
+def test_a_processor_gets_the_arguments_that_its_signature_requires(processor, expected):
+    params = SamplingParams(logits_processors=[processor])
+    for one in (params, params.clone(), copy.copy(params)):
+        assert one.logits_processors[0]([5], [6], torch.zeros(9)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lambda: None,
+        lambda logits: logits,
+        lambda a, b, c, d: d,
+        lambda output_ids, logits, *, scale: logits,
+        max,  # written in C, without a signature
+        int,
+    ],
+)
+def test_a_processor_with_a_different_number_of_arguments_is_refused(processor):
+    with pytest.raises(InvalidTypeError, match=r"logits_processors must be a function \(prompt_ids, output_ids, logits\) -> "):
+        SamplingParams(logits_processors=[print, processor])

@@ -28,7 +28,6 @@ from nanoinfer.features.tracing import (
     TokenDrawn,
     TokensDrafted,
 )
-from nanoinfer.features.tracing.recent import RecentRecorder
 from tests.helpers.contrast import POOR_CONTRASTS
 
 pytestmark = pytest.mark.slow
@@ -792,31 +791,6 @@ def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
     assert "hit" in page.locator(".block >> nth=0").inner_text()  # what the beams left behind is found
     page.keyboard.press("End")
     assert page.locator(".block.held").count() == 2
-
-
-def test_the_replay_of_one_request_opens_at_its_first_step(show, tmp_path):
-    recorder = RecentRecorder(max_size=400)
-    llm = LLM(tracer=recorder, block_size=8, seed=0)
-    add = lambda prompt, num: llm.engine.add_request(  # noqa: E731
-        llm.get_tokenizer().encode(prompt), SamplingParams(max_tokens=num, ignore_eos=True, n=2)
-    )
-    add(PREFIX, 90)
-    for _ in range(70):
-        llm.engine.step()
-    add("Lily was", 12)
-    while llm.engine.num_unfinished:
-        llm.engine.step()
-    (tmp_path / "replay.html").write_text(recorder.replay(["1"]), encoding="utf-8")
-    page = show(tmp_path / "replay.html", at="")
-    assert step_of(page) == 70
-    assert texts(page, "#timeline .owner") == ["0", "0.1", "1", "1.1"]  # what ran beside it is shown, too
-    assert page.locator(".drawn-token[aria-pressed=true]").get_attribute("title").endswith("step 70")
-    assert "begins in the middle of the run" in page.inner_text("#pool-counts")
-    assert page.locator(".block.held").count() > 10  # also those that the long request had before
-    page.keyboard.press("End")
-    assert step_of(page) == 81
-    page = show(tmp_path / "replay.html", at="#step=75")
-    assert step_of(page) == 75
 
 
 # ---- looks

@@ -77,7 +77,7 @@ function showLink() {
 
 /** Go where the address points. Returns whether it names a step. */
 function followLink() {
-  const link = new URLSearchParams(location.hash.slice(1) || START);
+  const link = new URLSearchParams(location.hash.slice(1));
   const step = run.steps.find(({ event }) => `${event.step}` === link.get("step"));
   if (step) goTo(step.index, run.sequences.get(link.get("token")) ?? null);
   return Boolean(step);

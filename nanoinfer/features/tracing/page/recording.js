@@ -4,7 +4,6 @@
 const EVENTS = /* EVENTS */ [];
 // Beside another run (viewer.py): for each sequence, the positions at which the other has another token, and its text.
 const DIFFERENCES = /* DIFFERENCES */ null;
-const START = "/* START */"; // where the page opens if its address does not say it, such as "step=17&token=4"
 
 // ---- small helpers
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
