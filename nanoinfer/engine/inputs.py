@@ -268,11 +268,11 @@ def one_per_prompt(
 
 def unread(name: str, given: object) -> InvalidValueError:
     """Return the error of an option that no feature of the engine reads."""
-    way_out = {
+    hints = {
         "lora_request": "needs a model loaded with enable_lora=True",
         "priority": "has no effect with this scheduler; leave it out, or load the model with scheduling_policy='priority'",
     }
-    return InvalidValueError(f"{name}={shown(given)} {way_out.get(name, 'is read by nothing; leave it out')}")
+    return InvalidValueError(f"{name}={shown(given)} {hints.get(name, 'is read by nothing; leave it out')}")
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int, error: type[NanoinferError] = InvalidValueError) -> None:

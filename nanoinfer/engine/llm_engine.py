@@ -59,7 +59,7 @@ class LLMEngine:
         Args:
             planner: completes the scheduler's plans, and observes. None: the plans are complete.
             store: receives cached blocks that leave the memory. None: they are dropped.
-            observer: is told what happens in the engine.
+            observer: sees what happens in the engine.
             features: what features make of each request, in their order.
         """
         self.executor = executor

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Observer(SchedulingObserver):
-    """Is told what happens in an engine. Each method does nothing, until a subclass overrides it.
+    """Sees what happens in an engine. Each method does nothing, until a subclass overrides it.
 
     During a step only flush may raise, because the other events come in the middle of changes.
     """
@@ -28,7 +28,7 @@ class Observer(SchedulingObserver):
     def step_launched(self, plan: StepPlan, previous: InFlight | None) -> None: ...  # just before. previous: not yet collected
     def step_collected(self, plan: StepPlan, output: StepOutput) -> None: ...  # before its first token is appended
     def token_appended(self, request: Request, seq: Sequence) -> None: ...
-    def sequence_finished(self, seq: Sequence) -> None: ...  # sometimes told twice
+    def sequence_finished(self, seq: Sequence) -> None: ...  # sometimes called twice
     def request_finished(self, request: Request) -> None: ...
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None: ...  # after its last token was appended
     def engine_closed(self) -> None: ...  # drops what is on the device
@@ -51,9 +51,9 @@ def together(*observers: Observer) -> Observer:
     passing_on = Observer()
     for event in dir(Observer):
         methods = [getattr(one, event) for one in observers if not event.startswith("_")]
-        told = [method for method in methods if getattr(method, "__func__", method) is not getattr(Observer, event)]
-        if told:
-            setattr(passing_on, event, told[0] if len(told) == 1 else partial(_tell, told))
+        calls = [method for method in methods if getattr(method, "__func__", method) is not getattr(Observer, event)]
+        if calls:
+            setattr(passing_on, event, calls[0] if len(calls) == 1 else partial(_tell, calls))
     return passing_on
 
 

@@ -1,4 +1,4 @@
-"""What scheduling tells those who watch it: which blocks change hands, and what a step contains."""
+"""What scheduling tells those who watch it: which blocks change their owner, and what a step contains."""
 
 from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +13,7 @@ Change = Literal["shared", "allocated", "cached", "released", "freed"]  # by a p
 
 
 class SchedulingObserver:
-    """Is told what happens, and changes nothing. Each method does nothing, until a subclass overrides it."""
+    """Sees what happens, and changes nothing. Each method does nothing, until a subclass overrides it."""
 
     def blocks_changed(self, change: Change, seq: Sequence, blocks: ListLike[int], group: int = 0) -> None: ...
     def blocks_forked(self, parent: Sequence, child: Sequence, blocks: ListLike[int]) -> None: ...

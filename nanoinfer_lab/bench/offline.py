@@ -4,8 +4,6 @@ In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py me
 """
 
 import time
-from collections.abc import Collection
-from itertools import cycle
 from typing import Any
 
 from nanoinfer.engine.observer import Observer, together
@@ -34,25 +32,20 @@ class TokenTimes(Observer):
         self.steps.append((time.perf_counter(), [out.sequence for out in output.sequences for _ in out.token_ids]))
 
 
-def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collection[object] = ()) -> list[RequestTiming]:
-    """Send each request at its time, and record when its tokens arrive.
-
-    Args:
-        run: selects the prompts.
-        lora_requests: the LoRARequests that the requests take round-robin. (): no request has an adapter.
-    """
+def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
+    """Send each request at its time, and record when its tokens arrive. run: selects the prompts."""
     engine = llm.engine
     prompts = workload.prompts(llm.info.vocab_size, run)
-    arrivals, adapters = workload.arrivals or [0.0] * len(prompts), cycle(lora_requests or [None])
-    waiting = list(zip(arrivals, prompts, workload.params(), adapters, strict=False))[::-1]  # the next request is the last item
+    arrivals = workload.arrivals or [0.0] * len(prompts)
+    waiting = list(zip(arrivals, prompts, workload.params(), strict=True))[::-1]  # the next request is the last item
     timings = dict[Sequence, tuple[Request, RequestTiming]]()
     before, times = engine.observer, TokenTimes()
     engine.observer = together(before, times)
     start = time.perf_counter()
     while waiting or engine.num_unfinished:
         while waiting and start + waiting[-1][0] <= time.perf_counter():
-            arrival, prompt, params, adapter = waiting.pop()
-            request = engine.submit(engine.inputs.prepare(prompt, params, lora_request=adapter))
+            arrival, prompt, params = waiting.pop()
+            request = engine.submit(engine.inputs.prepare(prompt, params))
             timings[request.sequences[0]] = request, RequestTiming(start + arrival, num_prompt_tokens=len(prompt))
         if engine.num_unfinished:
             engine.step()
@@ -70,7 +63,7 @@ def run_workload(llm: LLM, workload: Workload, run: int, lora_requests: Collecti
 
 
 def measure(
-    model: str | None, workloads: list[Workload], *, repeats: int, lora_requests: Collection[object] = (), **engine: Any
+    model: str | None, workloads: list[Workload], *, repeats: int, **engine: Any
 ) -> tuple[ExecutorInfo, list[Measurement[Figures]]]:
     """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments.
 
@@ -78,10 +71,10 @@ def measure(
     """
     llm = load(model, workloads, **engine)
     for workload in workloads:
-        run_workload(llm, workload, 0, lora_requests)
+        run_workload(llm, workload, 0)
 
     def measured(workload: Workload, run: int) -> Run[Figures]:
-        before, timings = _counters(llm), run_workload(llm, workload, run, lora_requests)
+        before, timings = _counters(llm), run_workload(llm, workload, run)
         return Run.of(figures(timings), timings, before, _counters(llm))
 
     return llm.info, [Measurement.of(one, [measured(one, run + 1) for run in range(repeats)]) for one in workloads]

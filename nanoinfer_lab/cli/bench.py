@@ -114,10 +114,6 @@ class RunOptions:
     """How the workloads run."""
 
     random_model: RandomModel = None
-    lora_request: Annotated[
-        list[str] | None,
-        typer.Option(help="A LoRA adapter for requests, with --enable-lora. They take several round-robin.", metavar="PATH"),
-    ] = None
     repeats: Repeats = 3
 
 
@@ -336,17 +332,13 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
     ) -> None:
         import torch
 
-        from nanoinfer.features.adapters.request import LoRARequest
         from nanoinfer_lab.bench import offline
         from nanoinfer_lab.bench.random_models import checkpoint_of
 
-        workloads, paths = pick_workloads(picked), run.lora_request or []
-        if paths and not batching.enable_lora:
-            raise InvalidValueError("--lora-request needs --enable-lora; add it, or leave --lora-request out")
-        adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
+        workloads = pick_workloads(picked)
         with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
             arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
-            chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, lora_requests=adapters, **arguments)
+            chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, **arguments)
         settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
         _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
 

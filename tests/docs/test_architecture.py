@@ -51,14 +51,9 @@ USERS = {
 BUILDERS = {"engine/build.py", "engine/load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
-    "config.py": {"nanoinfer.features.own_code.logits_processors"},
     "engine/inputs.py": {
         "nanoinfer.chat.messages",
-        "nanoinfer.features.adapters.adapters",
-        "nanoinfer.features.adapters.request",
     },
-    "engine/llm_engine.py": {"nanoinfer.features.adapters.adapters"},
-    "execution/runtime.py": {"nanoinfer.features.own_code.logits_processors"},
     "llm.py": {
         "nanoinfer.chat.messages",
         "nanoinfer.chat.tools",

@@ -70,7 +70,8 @@ def variants(case, server, bodies):
     yield case
     given, path = case.body, case.path_parameters
     if isinstance(given, dict) and case.path in bodies:
-        fields = [*given.items()]
+        case.body, fields = bodies[case.path], [*given.items()]
+        yield case
         for start, size in product(range(len(fields)), (1, 2)):
             case.body = bodies[case.path] | dict(fields[start : start + size])
             yield case

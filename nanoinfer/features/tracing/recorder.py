@@ -3,20 +3,17 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.tracing import viewer
-from nanoinfer.features.tracing.events import Candidate, EngineStarted, Event, Interval, StepScheduled
+from nanoinfer.features.tracing.events import EngineStarted, Event, StepScheduled
 
 E = TypeVar("E")
 
 MAX_FRAME_CHARS = 3_000_000  # the limit for a page in a notebook, which saves the page with the cell
-
-_EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
-_NESTED: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these classes
 
 
 class Recorder:
@@ -56,26 +53,6 @@ class Recorder:
         """Write an event per line, as {"event": its class, its fields ...}, in UTF-8."""
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(self.events))
-
-    @classmethod
-    def from_jsonl(cls, path: str | os.PathLike[str]) -> "Recorder":
-        """Return a recorder with the events that to_jsonl wrote.
-
-        Raises:
-            InvalidValueError: a line is not an event. The message names the line.
-        """
-        recorder = cls()
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    row = json.loads(line)
-                    kind = _EVENTS[row["event"]]
-                    recorder.emit(kind(**{field.name: _value(field.name, row[field.name]) for field in fields(kind)}))
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
-                    raise InvalidValueError(
-                        f"line {number} of {os.fspath(path)} is no event that Recorder.to_jsonl wrote: {error!r}"
-                    ) from error
-        return recorder
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that replays the recorded events: a single file, which needs no network and opens from a disk.
@@ -137,10 +114,3 @@ class Recorder:
 def rows(events: Iterable[Event]) -> Iterable[viewer.Row]:
     """Yield the events as plain dicts: {"event": its class, its fields ...}."""
     return ({"event": type(event).__name__} | asdict(event) for event in events)
-
-
-def _value(name: str, value: object) -> object:
-    """Return a field's value. Lists of JSON become tuples, of dataclasses in some fields."""
-    if isinstance(value, list):
-        return tuple(_NESTED[name](**nested) for nested in value) if name in _NESTED else tuple(value)
-    return value

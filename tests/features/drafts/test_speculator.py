@@ -1,5 +1,6 @@
 """Drafts in the engine, with an executor that counts upwards: a right draft is the next number."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -193,3 +194,17 @@ def test_a_step_has_no_more_rows_than_were_planned_for(monkeypatch):
     requests = [engine.add_request([i], params()) for i in (1, 101, 201)]
     finish(engine, *requests)
     assert max(len(plan.rows) for plan in engine.executor.launched) == 7
+
+
+def test_closing_the_engine_drops_the_proposer_which_may_hold_a_model():
+    engine = engine_with(CountingProposer())
+    proposer = weakref.ref(engine.planner.proposer)
+    engine.close()
+    assert proposer() is None
+
+
+def test_no_step_is_launched_before_the_tokens_of_the_previous_one_are_known():
+    executor, config = FakeExecutor(), EngineConfig(speculative=SpeculativeConfig(method="ngram"))
+    executor.info = replace(executor.info, device="cuda")
+    assert LLMEngine(executor, config).async_scheduling
+    assert not LLMEngine(executor, config, planner=Speculator(CountingProposer(), config.speculative)).async_scheduling

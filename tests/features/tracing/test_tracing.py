@@ -111,7 +111,7 @@ def test_a_tracer_changes_no_answer(stages, async_scheduling):
     assert traced == answers_of(llm_with(async_scheduling=async_scheduling))
 
 
-def test_every_kind_of_event_is_emitted_and_survives_json(recorded, tmp_path):
+def test_every_kind_of_event_is_emitted_and_becomes_a_line_of_json(recorded, tmp_path):
     recorder, answers = recorded
     drafting = Recorder()
     llm = llm_with(drafting, speculative_config={"method": "ngram", "adaptive": False})
@@ -119,17 +119,8 @@ def test_every_kind_of_event_is_emitted_and_survives_json(recorded, tmp_path):
     kinds = {type(event) for event in recorder.events + drafting.events}
     assert kinds | {tracing.BlocksReleased} == set(tracing.Event.__args__)  # that one: tests/scheduling/test_kv_groups.py
     recorder.to_jsonl(tmp_path / "run.jsonl")
-    assert Recorder.from_jsonl(tmp_path / "run.jsonl").events == recorder.events
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["event"] for row in rows] == [type(event).__name__ for event in recorder.events]
-
-
-@pytest.mark.parametrize("line", ["nonsense", "[]", '{"event": "BlockEvicted"}', '{"event": "Unheard"}', '{"block": 1}'])
-def test_a_line_that_is_not_an_event_is_refused_by_its_number(tmp_path, line):
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"event": "BlockEvicted", "block": 3}\n' + line)
-    with pytest.raises(InvalidValueError, match=r"line 2 of .*run\.jsonl is no event"):
-        Recorder.from_jsonl(path)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -160,6 +151,8 @@ def test_beams_have_ids_of_their_own_and_release_all_blocks():
     parents = {event.sequence_id: event.parent_id for event in recorder.of(BlocksForked)}
     assert len(parents) == len(recorder.of(BlocksForked)) > 20
     assert {name.split(".")[0] for name in parents} == {"beam0", "beam1"}
+    computed = {name.split(".")[0] for event in recorder.of(BatchBuilt) for name in event.sequence_ids}
+    assert computed == {"beam0", "beam1"}
 
 
 def test_batch_built_has_every_tokens_id_position_and_slot(recorded):

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from nanoinfer import LLM
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.tracing import Recorder, StepScheduled
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -27,7 +26,6 @@ from nanoinfer_lab.bench.workloads import Workload
 from nanoinfer_lab.cli import bench
 from nanoinfer_lab.simulate.costs import StepPart
 from tests.helpers import tiny_models
-from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -296,23 +294,6 @@ def test_a_run_has_what_the_counters_grew_by():
     good, failed = found.requests
     assert (good["arrival_s"], good["ttft_ms"], good["tpot_ms"]) == (0.5, 500.0, None)
     assert (failed["arrival_s"], failed["ttft_ms"], failed["error"]) == (0.0, None, "refused")
-
-
-def test_requests_take_adapters_in_turns(qwen3_path, tmp_path):
-    shapes = linear_shapes(qwen3_path)
-    for name in ("a", "b"):
-        write_adapter(tmp_path / name, shapes)
-    adapters = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("ab", start=1)]
-    with LLM(str(qwen3_path), enable_lora=True, max_loras=2, kv_cache_memory=2**22) as llm:
-        taken, prepare = [], llm.engine.inputs.prepare
-        llm.engine.inputs.prepare = lambda *args, **given: taken.append(given["lora_request"]) or prepare(*args, **given)
-        run_workload(llm, SMALL, 0, adapters)
-    assert taken == [adapters[0], adapters[1], adapters[0]]
-    arguments = ("--model", str(qwen3_path), *OWN[2:], "--lora-request", str(tmp_path / "a"))
-    assert run("throughput", *arguments, "--enable-lora").exit_code == 0
-    refused = run("throughput", *arguments)
-    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
-    assert "--lora-request needs --enable-lora; add it" in refused.stderr
 
 
 def test_throughput_is_a_table():
