@@ -143,10 +143,7 @@ def end_of_reasoning(tokenizer: Tokenizer | None, vocab_size: int) -> int | None
 
 
 def limit_thinking(inputs: InputProcessor, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
-    """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
-
-    So reasoning leaves room for the call or the format that an answer must have.
-    """
+    """Leave room for a required call or format: limit the reasoning, if it has no budget and can be held to one, to a share."""
     if params.thinking_token_budget is not None or end_of_reasoning(inputs.tokenizer, inputs.vocab_size) is None:
         return params
     num_tokens = params.max_tokens or inputs.max_model_len - len(prompt["prompt_token_ids"])

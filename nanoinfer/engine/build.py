@@ -59,6 +59,7 @@ def make_engine(
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
+    vocab_size = executor.info.vocab_size
     return LLMEngine(
         executor,
         config,
@@ -67,11 +68,7 @@ def make_engine(
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
         observer=make_observer(executor, config, tokenizer),
-        features=[
-            *adapters,
-            PromptLogprobs(executor.info.vocab_size, tokenizer),
-            ConstrainedAnswers(tokenizer, executor.info.vocab_size),
-        ],
+        features=[*adapters, PromptLogprobs(vocab_size, tokenizer), ConstrainedAnswers(tokenizer, vocab_size)],
     )
 
 
@@ -82,15 +79,16 @@ class ConstrainedAnswers(RequestFeature):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
-        params = prepared.params
+        params, constraints = prepared.params, list(prepared.constraints)
         if params.bad_words or params.no_repeat_ngram_size or params.repetition_detection:
             from nanoinfer.features.structured.words import word_constraints
 
-            prepared = prepared.constrained(*word_constraints(params, self._tokenizer, self._vocab_size))
+            constraints += word_constraints(params, self._tokenizer, self._vocab_size)
         if params.thinking_token_budget is not None:
-            from nanoinfer.features.reasoning.thinking import with_reasoning
+            from nanoinfer.features.reasoning.thinking import reasoning_of
 
-            prepared = with_reasoning(prepared, self._tokenizer, self._vocab_size)
+            constraints.append(reasoning_of(prepared, self._tokenizer, self._vocab_size))
+        prepared = replace(prepared, constraints=tuple(constraints)) if constraints else prepared
         if params.structured_outputs:
             form, grammars = params.structured_outputs, self._grammars
             prepared = replace(prepared, compile=partial(grammars.compile, form), check=partial(grammars.check, form))

@@ -69,9 +69,6 @@ class PreparedRequest:
     eos_token_ids: frozenset[int] = frozenset()
     extras: Mapping[str, object] = field(default_factory=dict)
 
-    def constrained(self, *constraints: Constraint) -> "PreparedRequest":
-        return replace(self, constraints=self.constraints + constraints)
-
 
 class RequestOptions(TypedDict, total=False):
     """What generate() and its like are given for a request besides its prompt and its parameters."""
@@ -147,7 +144,7 @@ class InputProcessor:
 
     def compile(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the constraint that must be compiled, if there is one. Raises: the errors of its compiler."""
-        return prepared.constrained(prepared.compile()) if prepared.compile else prepared
+        return replace(prepared, constraints=(*prepared.constraints, prepared.compile())) if prepared.compile else prepared
 
     def prepare_all(
         self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: object

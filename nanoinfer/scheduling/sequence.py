@@ -133,8 +133,7 @@ class Sequence:
             return 0
         if not self.constraints:
             return sys.maxsize
-        index = self.num_tokens - len(self.prompt_token_ids)
-        return min([constraint.num_free(index) for constraint in self.constraints])
+        return min([each.num_free(self.num_tokens - len(self.prompt_token_ids)) for each in self.constraints])
 
     @property
     def num_tokens(self) -> int:

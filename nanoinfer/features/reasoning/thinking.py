@@ -55,8 +55,8 @@ class ReasoningState(Constraint):
         return sys.maxsize if self.is_over else max(begin + self.budget - 1 - index, 0)
 
 
-def with_reasoning(prepared: PreparedRequest, tokenizer: Tokenizer | None, vocab_size: int) -> PreparedRequest:
-    """Return a request with the constraint of its thinking_token_budget. Raises: InvalidValueError if no token can end it."""
+def reasoning_of(prepared: PreparedRequest, tokenizer: Tokenizer | None, vocab_size: int) -> ReasoningState:
+    """Return the constraint of a request's thinking_token_budget. Raises: InvalidValueError if no token can end it."""
     budget, form = prepared.params.thinking_token_budget, prepared.params.structured_outputs
     end_id = end_of_reasoning(tokenizer, vocab_size)
     if tokenizer is None or end_id is None or budget is None:
@@ -67,4 +67,4 @@ def with_reasoning(prepared: PreparedRequest, tokenizer: Tokenizer | None, vocab
     end = tokenizer.decode(prepared.prompt_token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
     begin = 0 if opens_thinking(end) else None
     is_over = closes_thinking(end) or (form is not None and form.kind != "grammar")  # only a grammar may have reasoning
-    return prepared.constrained(ReasoningState(tokenizer.token_bytes, end_id, budget, begin, is_over))
+    return ReasoningState(tokenizer.token_bytes, end_id, budget, begin, is_over)
