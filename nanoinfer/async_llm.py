@@ -155,7 +155,7 @@ class AsyncLLM:
         """Queue a request, and return its stream, which the caller must close in any case. Raises: the errors of generate.
 
         Args:
-            prepare: called in another thread, returns the request without its grammar, as InputProcessor.prepare_prompt does.
+            prepare: called in another thread, returns the request before it is compiled, as InputProcessor.prepare_prompt does.
             has_news: an event that is set when the stream has deltas. Several streams may share it, and be read by take().
             num_answers: the n of the request. Each answer is a sequence, which counts towards the limit.
             request_id: as in generate.
@@ -175,13 +175,13 @@ class AsyncLLM:
         try:
             stream.prepared = await self.threads.run(prepare, is_large=is_large)
             try:
-                self.engine.inputs.check_grammar(stream.prepared.params)
+                stream.prepared.check()
             except InvalidValueError:  # clients repeat such requests at once, and many in a row would slow the engine's thread
                 await asyncio.sleep(REFUSAL_SECONDS)
                 raise
-            if stream.prepared.params.structured_outputs is not None:
-                compile_grammar = self.engine.inputs.compile_grammar
-                stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_grammar, stream.prepared)
+            if stream.prepared.compile:
+                compile_request = self.engine.inputs.compile
+                stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_request, stream.prepared)
             self.check_health()
         except BaseException:
             del self._streams[stream.request_id]
@@ -336,7 +336,7 @@ class AsyncLLM:
         for stream in streams:
             if (deltas := stream.deliver()) and deltas[-1].output is not None:
                 del self._streams[stream.request_id]
-                if stream.prepared.grammar is not None:
+                if stream.prepared.compile:
                     self.threads.return_memory_later()
                 self.on_finished(stream)
 

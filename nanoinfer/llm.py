@@ -201,7 +201,10 @@ class LLM:
             UnsupportedError: the template has no place for tools.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        prompts, constrained = self.engine.inputs.render_chats(
+        from nanoinfer.chat.messages import render_chats
+
+        prompts, constrained = render_chats(
+            self.engine.inputs,
             messages,
             params,
             tools=tools,

@@ -239,8 +239,7 @@ class SamplingParams(CheckedParams):
     @property
     def needs_sampling_state(self) -> bool:
         """Whether a stage reads this sequence's history, or a list of ids."""
-        has_list = self.allowed_token_ids is not None or self.logit_bias is not None
-        return self.has_penalty or has_list or self.no_repeat_ngram_size > 0
+        return self.has_penalty or self.allowed_token_ids is not None or self.logit_bias is not None
 
     @property
     def has_penalty(self) -> bool:

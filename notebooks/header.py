@@ -124,7 +124,7 @@ NOTEBOOKS = {
     "09_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         45,
-        ("sampling_params.py", "features/structured/grammar.py", "features/structured/grammar_mask.py"),
+        ("sampling_params.py", "features/structured/grammar.py", "sampling/batch.py"),
         ("grammar", "sampler"),
         ("07", "08"),
         former="16",

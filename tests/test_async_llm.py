@@ -62,7 +62,8 @@ def test_a_grammar_that_has_failed_is_refused_after_a_wait_since_clients_repeat_
     form = StructuredOutputsParams(regex="a")
 
     async def scenario(async_llm):
-        async_llm.engine.inputs._grammars._refuse(form, "a limit")
+        prepared = async_llm.engine.inputs.prepare_prompt("x", SamplingParams(structured_outputs=form))
+        prepared.compile.func.__self__._refuse(form, "a limit")
         monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, waits.append(seconds)))
         with pytest.raises(InvalidValueError, match="it has just reached a limit"):
             await submit(async_llm, "x", SamplingParams(structured_outputs=form))

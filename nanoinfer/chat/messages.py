@@ -7,18 +7,26 @@ ids, and new SamplingParams.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanoinfer.chat.harmony import MARKS, begun_message
+from nanoinfer.chat.harmony import FINAL, MARKS, begun_message
+from nanoinfer.chat.parsing import END_THINK, THINK, opens_thinking
 from nanoinfer.chat.template import apply_chat_template
-from nanoinfer.chat.tools import Tool, ToolChoice, requires_call, tool_call_grammar, tool_schemas, with_tool_arguments
+from nanoinfer.chat.tools import (
+    Tool,
+    ToolChoice,
+    after_thinking,
+    requires_call,
+    tool_call_grammar,
+    tool_schemas,
+    with_tool_arguments,
+)
+from nanoinfer.engine.inputs import InputProcessor, check_params, one_per_prompt, with_prompt_index
+from nanoinfer.engine.prompts import ChatPrompt, TokensPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
 from nanoinfer.features.structured.params import StructuredOutputsParams
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanoinfer.engine.prompts import ChatPrompt
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's. A chat template may name further roles
@@ -35,7 +43,7 @@ def render_chat(
     tools: Sequence[Tool] | None = None,
     max_tokens: int | None = None,
     answer_begin: str = "",
-) -> "ChatPrompt":
+) -> ChatPrompt:
     """Render one conversation as a prompt. It ends with answer_begin, the beginning of the answer.
 
     The tokenizer's EOS ends the answer, besides the model's EOS ids, if the template writes it.
@@ -83,6 +91,66 @@ def render_chat(
     if end_id is not None and (end in text or "eos_token" in template):  # perhaps only after the answer
         prompt["eos_token_ids"] = [end_id]
     return prompt
+
+
+def render_chats(
+    inputs: InputProcessor,
+    messages: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    tools: Sequence[Tool] | None = None,
+    tool_choice: ToolChoice = "auto",
+    **rendering: Any,
+) -> tuple[list[ChatPrompt], list[SamplingParams]]:
+    """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
+
+    A structured output follows the reasoning that the prompt has begun, or that a thinking_token_budget allows. For gpt-oss
+    the prompt begins the final message. A grammar of the user's own constrains the whole answer.
+
+    Raises: the errors of render_chat and constrain_calls, with the conversation's index.
+    """
+    is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+    chats = messages if is_batch else [messages]
+    schemas, must_call = tool_schemas(tools or []), requires_call(tool_choice)
+    prompts, constrained = [], []
+    for index, (chat, given) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
+        with with_prompt_index(index):
+            check_params(given)
+            arguments = {"tools": None if tool_choice == "none" else schemas, **rendering}
+            prompt = inputs.render_chat(chat, **arguments)
+            form = given.structured_outputs
+            if must_call or (form is not None and form.grammar is not None):
+                form = None
+            if form is not None and (begun := begun_message(prompt["prompt"] or "")) and not begun[1]:
+                prompt = inputs.render_chat(chat, **arguments, answer_begin=FINAL)
+            prompts.append(prompt)
+            text = prompt["prompt"] or ""
+            assert inputs.tokenizer is not None, "it has rendered the prompt"
+            template = inputs.tokenizer.get_chat_template(rendering.get("chat_template"), has_tools=bool(schemas))
+            has_begun = opens_thinking(text)
+            thinks = has_begun or THINK in template or END_THINK in template
+            limited = limit_thinking(inputs, given, prompt) if thinks and (must_call or (has_begun and form)) else given
+            if form is not None and (has_begun or (thinks and limited.thinking_token_budget is not None)):
+                limited = replace(limited, structured_outputs=after_thinking(form, text))
+            constrained.append(constrain_calls(limited, text, schemas, tool_choice, inputs.tokenizer, thinks=thinks))
+    return prompts, constrained
+
+
+def end_of_reasoning(tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
+    """Return the token that ends reasoning, which thinking_token_budget needs. None: the model has none."""
+    token_id = None if tokenizer is None else tokenizer.backend.token_to_id(END_THINK)
+    return token_id if token_id is not None and token_id < vocab_size else None
+
+
+def limit_thinking(inputs: InputProcessor, params: SamplingParams, prompt: TokensPrompt, share: float = 0.25) -> SamplingParams:
+    """Return params with a share of the answer's tokens as thinking_token_budget, if they have none and it can be held.
+
+    So reasoning leaves room for the call or the format that an answer must have.
+    """
+    if params.thinking_token_budget is not None or end_of_reasoning(inputs.tokenizer, inputs.vocab_size) is None:
+        return params
+    num_tokens = params.max_tokens or inputs.max_model_len - len(prompt["prompt_token_ids"])
+    return replace(params, thinking_token_budget=int(max(num_tokens, 0) * share))
 
 
 def with_text_content(messages: Any) -> list[dict[str, object]]:

@@ -55,7 +55,9 @@ def generate(
     params = options.resolve_sampling_params(llm, sampling, **given)
     request: PromptType = text
     if chat:
-        [request], [params] = llm.engine.inputs.render_chats([{"role": "user", "content": text}], params)
+        from nanoinfer.chat.messages import render_chats
+
+        [request], [params] = render_chats(llm.engine.inputs, [{"role": "user", "content": text}], params)
     if echo and not as_json:
         print(text, end="", flush=True)
     if n == 1 and not as_json:

@@ -4,9 +4,12 @@ Each function imports torch when it is called, so that the rest of this folder r
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOptions
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
+    from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.loading.loaded_weights import LoadedWeights
     from nanoinfer.models.registry import Model
 
@@ -63,8 +67,40 @@ def make_engine(
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
         observer=make_observer(executor, config, tokenizer),
-        features=[*adapters, PromptLogprobs(executor.info.vocab_size, tokenizer)],
+        features=[
+            *adapters,
+            PromptLogprobs(executor.info.vocab_size, tokenizer),
+            ConstrainedAnswers(tokenizer, executor.info.vocab_size),
+        ],
     )
+
+
+class ConstrainedAnswers(RequestFeature):
+    """Constrains the answers of requests whose parameters ask for it. A feature is imported for the first of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+        params = prepared.params
+        if params.bad_words or params.no_repeat_ngram_size or params.repetition_detection:
+            from nanoinfer.features.structured.words import word_constraints
+
+            prepared = prepared.constrained(*word_constraints(params, self._tokenizer, self._vocab_size))
+        if params.thinking_token_budget is not None:
+            from nanoinfer.features.reasoning.thinking import with_reasoning
+
+            prepared = with_reasoning(prepared, self._tokenizer, self._vocab_size)
+        if params.structured_outputs:
+            form, grammars = params.structured_outputs, self._grammars
+            prepared = replace(prepared, compile=partial(grammars.compile, form), check=partial(grammars.check, form))
+        return prepared
+
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        from nanoinfer.features.structured.grammar import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer, self._vocab_size)
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "list[Adapters]":

@@ -3,7 +3,6 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
-import copy
 import hashlib
 import logging
 import math
@@ -152,9 +151,7 @@ class LLMEngine:
                 seed=(seed + index) % 2**64,
                 max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
                 eos_token_ids=self.eos_token_ids | prepared.eos_token_ids,
-                bad_words=prepared.bad_words,
-                grammar=None if prepared.grammar is None else prepared.grammar.copy(),
-                reasoning=copy.copy(prepared.reasoning),
+                constraints=tuple([constraint.copy() for constraint in prepared.constraints]),
                 reader=prepared.reader,
                 is_answered=prepared.is_answered,
                 index=index,

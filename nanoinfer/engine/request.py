@@ -115,7 +115,7 @@ class _Answer:
     """A sequence of the request as text. stop: why it ended. None: it runs."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
-        self.seq, self._tokenizer = seq, tokenizer
+        self.seq = seq
         self.stop: Stop | None = None
         self.shown = ""  # the text that the newest token released
         self.masks: list[list[int]] = []
@@ -128,8 +128,8 @@ class _Answer:
         if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
             self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
         self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
-        params, state = seq.params, (seq.grammar, seq.reasoning, self.detokenizer, self._logprobs)
-        reads_tokens = streaming or params.stop or params.return_sampling_mask or params.repetition_detection
+        params, state = seq.params, (self.detokenizer, self._logprobs)
+        reads_tokens = streaming or params.stop or params.return_sampling_mask or seq.constraints
         # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
         self.ending_ids: frozenset[int] | None = None
         if not reads_tokens and all(reader is None for reader in state):
@@ -144,13 +144,13 @@ class _Answer:
         stop = check_token_ids(seq)
         if examine and token_id in self._special_stops and (stop is None or stop.finish_reason != "stop"):
             stop = Stop("stop", self._special_stops[token_id])
-        if seq.reasoning is not None and self._tokenizer is not None:
-            seq.reasoning.advance(self._tokenizer.token_bytes(token_id))
         ended_by_id = stop is not None and stop.finish_reason == "stop"
-        if seq.grammar is not None and not ended_by_id:
-            seq.grammar.advance(token_id)
-            if seq.grammar.is_complete and not seq.stop_ids:  # a model without EOS has no id left to draw
-                stop = Stop("stop")
+        for constraint in () if ended_by_id else seq.constraints:
+            reason = constraint.advance(token_id)
+            if constraint.is_complete and not seq.stop_ids:  # a model without EOS has no id left to draw
+                reason = "stop"
+            if reason and (reason == "stop" or not stop):
+                stop = Stop(reason)
         text = ""
         if self.detokenizer and (seq.params.include_stop_str_in_output or not ended_by_id):
             text = self.detokenizer.push(token_id)

@@ -3,7 +3,6 @@
 In: the ids and the text so far. Out: a Stop, or None, for request.py.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Strings
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ class Stop:
 
 
 def check_token_ids(seq: Sequence) -> Stop | None:
-    """Check whether the newest id ends the sequence: EOS first, then stop ids, then the length, then a repetition.
+    """Check whether the newest id ends the sequence: EOS first, then stop ids, then the length.
 
     The sampler forbids EOS and stop ids until min_tokens is reached.
     """
@@ -32,12 +31,6 @@ def check_token_ids(seq: Sequence) -> Stop | None:
         return Stop("stop", newest)
     if len(seq.token_ids) >= seq.max_num_tokens:
         return Stop("length")
-    detection = seq.params.repetition_detection
-    if detection is not None and not isinstance(detection, Mapping) and seq.num_output_tokens >= seq.params.min_tokens:
-        longest = detection.max_pattern_size * detection.min_count
-        start = max(len(seq.prompt_token_ids), len(seq.token_ids) - longest)
-        if detection.ends(seq.token_ids[start:]):
-            return Stop("repetition")
     return None
 
 

@@ -128,7 +128,7 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
 
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
-    if not any([item.sequence.state_writes for item in plan.scheduled]):
+    if not [item for item in plan.scheduled if item.sequence.state_writes]:
         return ()
     updates, start = [], 0
     for item in plan.scheduled:

@@ -200,8 +200,9 @@ class Sampler:
 
         Users' functions are not run again, since they may count their calls. They are named if no stage removed the token.
         """
-        if batch.entries.grammar is not None and row in batch.entries.grammar.errors:
-            return batch.entries.grammar.errors[row]
+        for constraint in batch.sequences[row].constraints:
+            if constraint.error:
+                return constraint.error
         users = [stage for stage in self.stages if stage not in STAGES]
         if row in batch.with_processors:
             users.append(stages.apply_logits_processors)

@@ -1,7 +1,7 @@
-"""Per-sequence state of the stages: token counts and n-grams. Each new token is added once, and nothing is recounted.
+"""Per-sequence state of the stages: token counts. Each new token is added once, and nothing is recounted.
 
-In: a sequence's ids, as they grow. Out: the distinct ids with their counts, the ids that would repeat an n-gram, and the lists
-of ids among the parameters as arrays. It is plain Python. A preempted sequence keeps its state, since it keeps its tokens.
+In: a sequence's ids, as they grow. Out: the distinct ids with their counts, and the lists of ids among the parameters as
+arrays. It is plain Python. A preempted sequence keeps its state, since it keeps its tokens.
 """
 
 from array import array
@@ -15,7 +15,6 @@ class SamplingState:
     def __init__(self, seq: Sequence) -> None:
         params = seq.params
         self.token_counts = TokenCounts() if params.has_penalty else None
-        self.ngrams = NGrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
         self.allowed_ids = None if params.allowed_token_ids is None else array("q", sorted(set(params.allowed_token_ids)))
         self.bias_ids = array("q", params.logit_bias) if params.logit_bias else None
         self.bias_values = array("f", params.logit_bias.values()) if params.logit_bias else None
@@ -26,17 +25,11 @@ class SamplingState:
         """Return the sequence's state, updated to its newest token."""
         if not isinstance(sampling_state := seq.sampling_state, cls):
             seq.sampling_state = sampling_state = cls(seq)
-        if sampling_state.token_counts is not None or sampling_state.ngrams is not None:
-            sampling_state._catch_up(seq)
+        if (counts := sampling_state.token_counts) is not None:
+            for i in range(sampling_state._num_known, len(seq.token_ids)):
+                counts.add(seq.token_ids[i], is_output=i >= len(seq.prompt_token_ids))
+            sampling_state._num_known = len(seq.token_ids)
         return sampling_state
-
-    def _catch_up(self, seq: Sequence) -> None:
-        for i in range(self._num_known, len(seq.token_ids)):
-            if self.token_counts is not None:
-                self.token_counts.add(seq.token_ids[i], is_output=i >= len(seq.prompt_token_ids))
-            if self.ngrams is not None:
-                self.ngrams.add(seq.token_ids, i)
-        self._num_known = len(seq.token_ids)
 
 
 class TokenCounts:
@@ -60,29 +53,3 @@ class TokenCounts:
             self.ids.append(token_id)
             self.output_counts.append(0)
         self.output_counts[index] += is_output
-
-
-class NGrams:
-    """The ids that have followed each run of size - 1 ids.
-
-    >>> ngrams, token_ids = NGrams(2), [5, 6, 5]
-    >>> for i in range(3):
-    ...     ngrams.add(token_ids, i)
-    >>> ngrams.banned(token_ids)
-    {6}
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._followers: dict[tuple[int, ...], set[int]] = {}
-
-    def add(self, token_ids: list[int], index: int) -> None:
-        """Add the token at this index. All tokens before it have been added."""
-        start = index - self._size + 1
-        if start >= 0:
-            self._followers.setdefault(tuple(token_ids[start:index]), set()).add(token_ids[index])
-
-    def banned(self, token_ids: list[int]) -> set[int]:
-        """Return the ids that would complete the last size - 1 ids to an n-gram that occurred before."""
-        start = len(token_ids) - self._size + 1
-        return self._followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()

@@ -3,12 +3,13 @@
 Each field's comment names its only writer.
 """
 
+import copy
 import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self
 
 from nanoinfer.sampling_params import SamplingParams
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from nanoinfer.execution.executor import PromptReader
-    from nanoinfer.features.reasoning.thinking import ReasoningState
+    from nanoinfer.outputs import FinishReason
     from nanoinfer.scheduling.step_plan import ScheduledSequence
 
 
@@ -27,15 +28,39 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-class Grammar(Protocol):
-    """The state of an answer in its grammar, for params.structured_outputs (sampling/grammar.py)."""
+class Constraint:
+    """What limits the tokens of an answer, as a parameter of its request asks (features/). A subclass says what it limits."""
+
+    has_mask = False  # whether write_forbidden is called before each token
 
     @property
-    def is_complete(self) -> bool: ...
+    def is_complete(self) -> bool:
+        """Whether no token can follow. EOS then comes next, also before min_tokens. Without EOS the answer ends there."""
+        return False
+
     @property
-    def error(self) -> str | None: ...
-    def advance(self, token_id: int) -> None: ...
-    def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
+    def error(self) -> str | None:
+        """Why the constraint cannot be followed further. None: it can."""
+        return None
+
+    def copy(self) -> Self:
+        """Return a copy for one of the request's answers."""
+        return copy.copy(self)
+
+    def advance(self, token_id: int) -> "FinishReason | None":
+        """Append a token that did not end the answer by its id. Returns the reason if the answer ends with it."""
+        return None
+
+    def entries(self, seq: "Sequence", index: int) -> Mapping[str, Iterable[int]]:
+        """Return the ids of fields of StageEntries (sampling/batch.py), for the token at this index of the answer."""
+        return {}
+
+    def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None:
+        """Write 0 for each id that may follow, and 1 for all others. forbidden: [vocab], uint8, written in place."""
+
+    def num_free(self, index: int) -> int:
+        """Return how many tokens after this index of the answer can be sampled before the tokens up to them are known."""
+        return 0
 
 
 @dataclass(eq=False, slots=True)  # eq=False: sequences are compared by identity
@@ -57,9 +82,7 @@ class Sequence:
     seed: int
     max_num_tokens: int  # of prompt and output, at which the answer ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: Grammar | None = None  # the state of params.structured_outputs. request.py advances it
-    reasoning: "ReasoningState | None" = None  # the state of params.thinking_token_budget. request.py advances it
+    constraints: tuple[Constraint, ...] = ()  # what limits its tokens. request.py advances them
     reader: "PromptReader | None" = None  # the executor calls it with the prompt's rows, so none is taken from the cache
     is_answered: bool = True  # False: the prompt is only read. The token that ends it is not counted, and no block is cached
     index: int = 0  # the index of this answer among the prompt's n answers
@@ -103,13 +126,15 @@ class Sequence:
     def num_free_tokens(self) -> int:
         """How many tokens after the next can be sampled before the tokens up to them are known.
 
-        0 if the sampling reads the output other than through the logits, as a reasoning budget does where the reasoning ends.
+        0 if the sampling reads the output other than through the logits.
         """
         params = self.params
-        reads_output = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
-        if reads_output or self.bad_words or params.logits_processors:
+        if params.has_penalty or params.logits_processors:
             return 0
-        return sys.maxsize if self.reasoning is None else self.reasoning.num_free(self.num_tokens - len(self.prompt_token_ids))
+        if not self.constraints:
+            return sys.maxsize
+        index = self.num_tokens - len(self.prompt_token_ids)
+        return min([constraint.num_free(index) for constraint in self.constraints])
 
     @property
     def num_tokens(self) -> int:

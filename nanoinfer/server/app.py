@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.chat.messages import end_of_reasoning
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.adapters.adapters import adapter_of
@@ -160,7 +161,8 @@ class GenerationEndpoints:
 
     async def messages(self, http: StrictRequest, body: MessagesRequest) -> Response:
         model = self.models.check_body(body)
-        to_chat = partial(messages_to_chat, body, ends_reasoning=self.inputs.end_of_reasoning is not None)
+        end_id = end_of_reasoning(self.inputs.tokenizer, self.inputs.vocab_size)
+        to_chat = partial(messages_to_chat, body, ends_reasoning=end_id is not None)
         chat = await self.async_llm.threads.run(to_chat, is_large=http.is_large)
         return await self._chat(http, chat, MessagesReply(body, chat, self.chat_format, model))
 

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
-from nanoinfer.chat.messages import constrain_calls, with_text_content
+from nanoinfer.chat.messages import constrain_calls, limit_thinking, with_text_content
 from nanoinfer.chat.parsing import END_THINK, THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
@@ -102,9 +102,9 @@ class ChatFormat:
             params = replace(params, skip_special_tokens=False)
         elif self.reasoning:
             if request.reasoning_effort == "none":
-                params = inputs.limit_thinking(params, prompt, share=0)
+                params = limit_thinking(inputs, params, prompt, share=0)
             if is_structured or requires_call(tool_choice):
-                params = inputs.limit_thinking(params, prompt)
+                params = limit_thinking(inputs, params, prompt)
             if is_structured and params.structured_outputs is not None:
                 params = replace(params, structured_outputs=after_thinking(params.structured_outputs, text))
         params = constrain_calls(

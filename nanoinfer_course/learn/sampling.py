@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.features.structured.grammar_mask import GrammarMask
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries, TokenMask
 from nanoinfer_course.learn.check import Case, calling
 
 INF = float("inf")
@@ -123,7 +122,7 @@ def _mask_cases() -> Iterator[Case]:
         rows = torch.randperm(num_rows, generator=generator)[: 1 + seed % num_rows].sort().values
         forbidden = torch.rand(len(rows), vocab, generator=generator) < 0.5
         given: dict[str, object] = {"grammar.rows": rows, "grammar.forbidden": forbidden}
-        entries = StageEntries(grammar=GrammarMask(rows, forbidden))
+        entries = StageEntries(grammar=TokenMask(rows, forbidden))
         yield _of_batch(_logits(seed, num_rows, vocab), given, exact=True, entries=entries)
     yield _of_batch(torch.ones(1, 2), {"batch.entries.grammar": None}, exact=True)
 

@@ -33,6 +33,7 @@ GUESTS = {
     "chat": {"features.structured"},
     "embedding": set(),
     "features.drafts": {"features.tracing"},
+    "features.reasoning": {"chat"},
     "fast": {"features.adapters"},
     "distributed": {"fast"},
     "training": {"fast", "features.logprobs"},
@@ -51,12 +52,7 @@ BUILDERS = {"engine/build.py", "engine/load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
     "engine/inputs.py": {
-        "nanoinfer.chat.harmony",
         "nanoinfer.chat.messages",
-        "nanoinfer.chat.parsing",
-        "nanoinfer.chat.tools",
-        "nanoinfer.features.reasoning.thinking",
-        "nanoinfer.features.structured.grammar",
     },
     "llm.py": {
         "nanoinfer.chat.messages",
@@ -68,8 +64,6 @@ NAMED = {
         "nanoinfer.training",
         "nanoinfer.training.rollouts",
     },
-    "sampling/batch.py": {"nanoinfer.features.structured.grammar_mask"},
-    "scheduling/sequence.py": {"nanoinfer.features.reasoning.thinking"},
 }
 
 

@@ -60,3 +60,11 @@ def test_the_changelog_and_the_citation_have_the_version():
     headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == ("Unreleased" if "dev" in version else version)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_wheel_has_every_file_of_the_packages():
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    included = {file.distribution_path for file in builder.recurse_included_files()}
+    files = [path for path in ROOT.glob("nanoinfer*/**/*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len(files) > 200
+    assert {path.relative_to(ROOT).as_posix() for path in files} - included == set()

@@ -115,13 +115,11 @@ def test_it_serves_is_measured_and_is_calibrated(installed):
     with start(installed, "serve", "tiny-qwen3", "--port", "0", stdout=subprocess.DEVNULL) as server:
         try:
             url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
-            for number, concurrency in enumerate((1, 4)):
-                limited = (
-                    f"bench serve --url {url} --num-prompts 4 --input-len 8 --output-len 8 --max-concurrency {concurrency}"
-                )
-                run(installed, f"{limited} --json > served{number}.json", '"results"')
+            for num in (1, 4):
+                limited = f"{SHORT} --max-concurrency {num} --json > served{num}.json"
+                run(installed, f"bench serve --url {url} {limited}", '"results"')
         finally:
-            server.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGTERM)
             server.stderr.read()
     assert server.returncode == 0
     hardware = Path(installed / "here.json")
@@ -148,5 +146,5 @@ def test_a_workbook_is_solved_checked_run_measured_and_exported(installed):
     assert speed.returncode == 1  # its five files are not written yet
     with start(installed, "learn", "watch", cwd=book) as watching:
         assert any("Save a file" in line for line in watching.stdout)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(60) == 130
+        watching.terminate()
+        assert watching.wait(60) == 128 + signal.SIGTERM

@@ -35,32 +35,6 @@ def test_eos_goes_before_stop_ids_and_both_before_the_length(newest, num_left, p
     assert check_token_ids(seq) == expected
 
 
-TWICE = {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}
-
-
-@pytest.mark.parametrize(
-    ("output", "params", "expected"),
-    [
-        ([8, 9, 8], TWICE, None),
-        ([8, 9, 8, 9], TWICE, Stop("repetition")),
-        ([9, 8, 8], TWICE, Stop("repetition")),
-        ([8, 9, 1, 8, 9, 1], TWICE, None),  # the pattern has three tokens
-        ([STOP_ID], TWICE, None),  # the prompt ends with it, and does not count
-        ([8, 8], TWICE | {"min_tokens": 3}, None),
-        ([9, 8, 8], TWICE | {"min_tokens": 3}, Stop("repetition")),
-        ([8, 8], {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 2, "min_count": 2}}, None),
-        ([8, 9, 8, 9], {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, None),
-        ([EOS, EOS], TWICE, Stop("stop")),  # EOS before a repetition
-        ([8, 9, 1, 8, 9, 5, 5], TWICE, Stop("length")),  # the length before a repetition
-        ([8, 8], {"repetition_detection": {}}, None),
-    ],
-)
-def test_a_pattern_in_a_row_ends_the_answer_last_of_all(output, params, expected):
-    seq = Sequence("r", [OTHER, STOP_ID], SamplingParams(**params), 0, 9, frozenset([EOS]))
-    seq.token_ids += output
-    assert check_token_ids(seq) == expected
-
-
 def stream(stops, pieces, *, include=False, num_unexamined=0):
     """Push the pieces up to the one that completes a stop string. Returns the match, the releases and the StopStrings."""
     text, releases = StopStrings(stops, include_in_output=include), []

@@ -9,6 +9,7 @@ from triton.runtime.jit import KernelInterface
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.features.structured.words import BadWords, NGrams
 from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import _listed_and_likeliest
@@ -25,7 +26,6 @@ EVERYTHING = {  # one parameter of each stage, in a row of its own
     "repetition_penalty": 1.5,
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
-    "no_repeat_ngram_size": 1,
     "logits_processors": [lambda prompt, output, logits: logits * 2],
     "temperature": 0.5,
     "min_p": 0.1,
@@ -86,7 +86,7 @@ def no_values(monkeypatch):
 def sequences():
     params = [SamplingParams(**{name: value}) for name, value in EVERYTHING.items()]
     params += [SamplingParams(temperature=0), SamplingParams(temperature=0.7, top_p=0.8, top_k=20), SamplingParams()]
-    rest = {"eos_token_ids": frozenset([0]), "bad_words": ((3,),)}
+    rest = {"eos_token_ids": frozenset([0]), "constraints": (BadWords(((3,),)), NGrams(1))}
     return [Sequence("r", [1, 2, 2], its, seed, 99, **rest) for seed, its in enumerate(params)]
 
 

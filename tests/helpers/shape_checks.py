@@ -19,7 +19,7 @@ ARITHMETIC = """
     models.registry models.layers models.rope models.gpt2 models.qwen models.llama models.qwen_moe
     loading.loader loading.quantization loading.weights
     execution.forward_batch execution.model_runner execution.local_executor execution.runtime
-    sampling features.structured.grammar features.structured.grammar_mask features.structured.json_schema
+    sampling features.structured.grammar features.structured.json_schema
     features.tracing.stage_trace features.own_code distributed.split_sampling
     fast.fuse fast.cpu.attention fast.cpu.linear fast.cpu.quantized fast.cuda.compile fast.cuda.graphs fast.sampling
 """.split()

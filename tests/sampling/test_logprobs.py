@@ -167,7 +167,7 @@ def test_the_comparison_notices(fault):
 
 ACTING = {  # rows whose processed logits differ from the model's
     "greedy": {"temperature": 0, "repetition_penalty": 1.5, "logit_bias": {3: 9}},
-    "penalties": {"repetition_penalty": 2, "frequency_penalty": 1, "presence_penalty": -1, "no_repeat_ngram_size": 1},
+    "penalties": {"repetition_penalty": 2, "frequency_penalty": 1, "presence_penalty": -1},
     "temperature": {"temperature": 0.5},
     "all": {
         "temperature": 2,

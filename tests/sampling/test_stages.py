@@ -12,6 +12,7 @@ from transformers.generation import logits_process as oracle
 
 from nanoinfer import SamplingParams
 from nanoinfer.errors import InvalidTypeError
+from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import integer_weights
@@ -32,7 +33,9 @@ def batch_of(*rows, vocab_size=6, eos=frozenset()):
 
 
 def sequence(prompt, output=(), *, bad_words=(), eos=frozenset(), **params):
-    seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), 0, 999, eos, bad_words=bad_words)
+    params = SamplingParams(max_tokens=None, bad_words=bad_words, **params)
+    constraints = tuple(word_constraints(params, None, 1000))
+    seq = Sequence("r", list(prompt), params, 0, 999, eos, constraints=constraints)
     seq.token_ids += output
     return seq
 
@@ -321,10 +324,10 @@ def test_allowed_token_ids_mask_what_transformers_suppresses():
 def test_bad_words_mask_what_transformers_masks_given_the_output_alone():
     def oracle_of(params, seq):
         # Before 5.18 the oracle skips a word that is longer than the ids. Ids that match nothing before them prevent that.
-        no_match = [-1] * max(map(len, seq.bad_words))
-        return oracle.NoBadWordsLogitsProcessor([list(word) for word in seq.bad_words]), no_match + seq.output_token_ids
+        no_match = [-1] * max(map(len, params.bad_words))
+        return oracle.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]), no_match + seq.output_token_ids
 
-    compare(stages.mask_bad_words, lambda params, seq: seq.bad_words, equal_to(oracle_of))
+    compare(stages.mask_bad_words, lambda params, seq: params.bad_words, equal_to(oracle_of))
 
 
 @pytest.mark.slow

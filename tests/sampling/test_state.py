@@ -1,4 +1,4 @@
-"""A sequence's counts and n-grams: grown token by token they equal a recount, and each token is read once."""
+"""A sequence's counts: grown token by token they equal a recount, and each token is read once."""
 
 from collections import Counter
 from dataclasses import fields, is_dataclass
@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.state import NGrams, SamplingState, TokenCounts
+from nanoinfer.sampling.state import SamplingState, TokenCounts
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 
 
 def sequence(prompt, output=(), **params):
-    seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), seed=0, max_num_tokens=9999)
+    params = SamplingParams(max_tokens=None, **params)
+    constraints = tuple(word_constraints(params, None, 9999))
+    seq = Sequence("r", list(prompt), params, seed=0, max_num_tokens=9999, constraints=constraints)
     seq.token_ids += output
     return seq
 
@@ -27,12 +30,6 @@ def recount(seq):
     """{id: how often it is in the output} for every id of prompt + output."""
     counts = Counter(seq.output_token_ids)
     return {token_id: counts[token_id] for token_id in seq.token_ids}
-
-
-def completing(token_ids, size):
-    """The ids that would make the last `size` ids an n-gram that occurs already, found by trying all ids."""
-    ngrams = {tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)}
-    return {x for x in set(token_ids) if len(token_ids) >= size - 1 and (*token_ids[len(token_ids) - size + 1 :], x) in ngrams}
 
 
 def known(state):
@@ -49,30 +46,6 @@ def test_token_counts_hold_each_id_once_in_order_of_appearance_and_count_the_out
     assert list(state.token_counts.output_counts) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("size", "token_ids", "banned"),
-    [
-        (1, [5, 6, 5], {5, 6}),
-        (2, [5, 6, 5], {6}),
-        (2, [5, 6, 5, 4, 5], {4, 6}),
-        (2, [5, 5, 5], {5}),
-        (2, [5, 6], set()),
-        (3, [1, 2, 3, 1, 2], {3}),
-        (3, [1, 2], set()),  # a suffix, but nothing that it began
-        (4, [1, 1, 1], set()),
-        (4, [1, 1, 1, 1], {1}),
-        (4, [1], set()),
-        (9, [1], set()),
-    ],
-)
-def test_ngrams_ban_what_followed_the_last_ids_before(size, token_ids, banned):
-    ngrams = NGrams(size)
-    for i in range(len(token_ids)):
-        ngrams.add(token_ids, i)
-    assert ngrams.banned(token_ids) == banned
-    assert completing(token_ids, size) == banned  # the brute force that the tests below trust
-
-
 def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
     state = SamplingState.of(sequence([1], allowed_token_ids=[9, 4, 9], logit_bias={8: 0.5, 3: -2}))
     assert list(state.allowed_ids) == [4, 9]
@@ -80,10 +53,9 @@ def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
 
 
 def test_a_field_that_the_parameters_do_not_use_is_none():
-    for params in ({"no_repeat_ngram_size": 2}, {"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
+    for params in ({"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
         state = SamplingState.of(sequence([1, 2], **params))
         fields = {
-            "no_repeat_ngram_size": state.ngrams,
             "frequency_penalty": state.token_counts,
             "allowed_token_ids": state.allowed_ids,
             "logit_bias": state.bias_ids,
@@ -103,11 +75,10 @@ def test_tokens_are_counted_for_each_of_the_three_penalties_alone(params):
 @given(
     token_ids=st.lists(st.integers(0, 4), min_size=1, max_size=40),
     num_prompt=st.integers(1, 40),
-    size=st.integers(1, 5),
     steps=st.lists(st.integers(1, 4), min_size=40, max_size=40),  # a step may find several new tokens
 )
-def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids, num_prompt, size, steps):
-    params = {"frequency_penalty": 1, "no_repeat_ngram_size": size}
+def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids, num_prompt, steps):
+    params = {"frequency_penalty": 1}
     prompt, output = token_ids[:num_prompt], token_ids[num_prompt:]
     grown = sequence(prompt, **params)
     while True:
@@ -118,21 +89,18 @@ def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids
             at_once.token_counts.output_counts,
         )
         assert known(state) == recount(grown)
-        banned = state.ngrams.banned(grown.token_ids)
-        assert banned == at_once.ngrams.banned(grown.token_ids) == completing(grown.token_ids, size)
         if grown.output_token_ids == output:
             break
         grown.token_ids += output[grown.num_output_tokens :][: steps.pop()]
 
 
 def test_the_comparison_notices_a_state_that_misses_a_token():
-    seq = sequence([1, 2, 1], frequency_penalty=1, no_repeat_ngram_size=2)
+    seq = sequence([1, 2, 1], frequency_penalty=1)
     state = SamplingState.of(seq)
     seq.token_ids += [1, 3, 1]
     state._num_known += 1  # the injected fault: one token is skipped
     SamplingState.of(seq)
     assert known(state) != recount(seq)
-    assert state.ngrams.banned(seq.token_ids) != completing(seq.token_ids, 2)
 
 
 def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
@@ -149,7 +117,7 @@ def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
 def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
     """Blocks for one and a half sequences: the scheduler preempts the younger one, and recomputes it later."""
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4), BlockManager(7, 2))
-    sequences = [sequence([i, 1, 2], frequency_penalty=1, no_repeat_ngram_size=2) for i in (3, 4)]
+    sequences = [sequence([i, 1, 2], frequency_penalty=1) for i in (3, 4)]
     for i, seq in enumerate(sequences):
         seq.request_id, seq.max_num_tokens = str(i), 10
         scheduler.add(seq)
@@ -160,7 +128,6 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
         for seq, _ in plan.rows:
             state = SamplingState.of(seq)
             assert known(state) == recount(seq)
-            assert state.ngrams.banned(seq.token_ids) == completing(seq.token_ids, 2)
             scheduler.append(seq, 1 + len(seq.token_ids) % 3)
             if len(seq.token_ids) == 10:
                 scheduler.finish(seq)
@@ -174,26 +141,16 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
 
 @pytest.mark.parametrize("length", [10, 1000])
 def test_a_step_adds_each_new_token_once_however_long_the_history(length, monkeypatch):
-    def counting(of, name):
-        original = getattr(of, name)
-
-        def call(self, *args, **kwargs):
-            calls.append(of)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(of, name, call)
-
-    calls = []
-    counting(TokenCounts, "add")
-    counting(NGrams, "add")
-    seq = sequence(range(length), repetition_penalty=1.1, no_repeat_ngram_size=3)
+    add, added = TokenCounts.add, []
+    monkeypatch.setattr(TokenCounts, "add", lambda self, *token, **kind: added.append(token) or add(self, *token, **kind))
+    seq = sequence(range(length), repetition_penalty=1.1)
     SamplingBatch.build([seq], 2000, torch.device("cpu"))
-    assert Counter(calls) == {TokenCounts: length, NGrams: length}
+    assert len(added) == length
     for num_new in (1, 1, 1, 5, 0):
-        calls.clear()
+        added.clear()
         seq.token_ids += [3] * num_new
         SamplingBatch.build([seq], 2000, torch.device("cpu"))
-        assert Counter(calls) == ({TokenCounts: num_new, NGrams: num_new} if num_new else {})
+        assert len(added) == num_new
 
 
 def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():

@@ -54,7 +54,7 @@ def test_the_first_answer_alone_needs_all_rows_of_its_prompt_and_once():
         ({}, False),
         ({"top_k": 3, "logit_bias": {1: 2.0}}, False),
         ({"frequency_penalty": 1.0}, True),
-        ({"no_repeat_ngram_size": 2}, True),
+        ({"logits_processors": [print]}, True),
     ],
 )
 def test_the_next_token_waits_for_this_one_only_if_sampling_reads_the_output(params, reads):

@@ -90,7 +90,7 @@ def test_behind_a_think_block_the_format_begins(answer_format, answer, llm):
     """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
     tokenizer = llm.get_tokenizer()
     params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
-    state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).grammar.copy()
+    state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).constraints[0].copy()
     for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
         state.advance(token_id)
         assert state.error is None
@@ -249,7 +249,7 @@ def test_a_grammar_that_reaches_a_limit_while_answering_is_the_clients_error(ser
     found = json.loads(event.removeprefix("data: "))
     kind = found["response"]["error"]["code"] if path == "/v1/responses" else found["error"]["type"]
     assert kind == ("invalid_prompt" if path == "/v1/responses" else "invalid_request_error")
-    monkeypatch.setattr(server.async_llm.engine.inputs, "compile_grammar", None)  # from now on refused before any work
+    monkeypatch.setattr(server.async_llm.engine.inputs, "compile", None)  # from now on refused before any work
     for again in (body, streamed):
         response = server.post(path, again)
         assert response.status_code == 400

@@ -103,7 +103,7 @@ def test_a_call_has_no_thought_where_reasoning_is_not_parsed(tool_server, reason
         tool_choice="required",
     )
     prepared = ChatFormat(reasoning, tool_calls=True).prepare(request, inputs, SamplingParams(max_tokens=40))
-    state = inputs.compile_grammar(prepared).grammar
+    state = inputs.compile(prepared).constraints[-1]
     for token_id in tokenizer.encode("Hm." if begun else "<think>Hm.", add_special_tokens=False):
         state.advance(token_id)
     assert (state.error is None) == reasoning

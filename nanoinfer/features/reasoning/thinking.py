@@ -1,59 +1,70 @@
 """The reasoning at the beginning of an answer, which ends after thinking_token_budget tokens.
 
-In: the bytes of each token of the answer. Out: whether the next token must end the reasoning, for the stage end_thinking. The
-reasoning is the text between two tags, as chat/parsing.py shows it.
+In: the tokens of the answer. Out: whether the next token must end the reasoning, for the stage end_thinking. The reasoning is
+the text between two tags, as chat/parsing.py shows it.
 """
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from nanoinfer.chat.messages import end_of_reasoning
+from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
+from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.scheduling.sequence import Constraint, Sequence
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+_BEGIN, _END = THINK.encode(), END_THINK.encode()
 
 
 @dataclass(slots=True)
-class ReasoningState:
-    """The reasoning of one answer, as it grows.
+class ReasoningState(Constraint):
+    """The reasoning of one answer, as it grows."""
 
-    >>> reasoning = ReasoningState(b"<think>", b"</think>", end_id=7, budget=2)
-    >>> for data in (b"<think>", b"One,", b" two."):
-    ...     reasoning.advance(data)
-    >>> reasoning.must_end(2), reasoning.must_end(3)
-    (False, True)
-
-    Attributes:
-        begin_tag, end_tag: the bytes before and after the reasoning.
-        end_id: the token that is end_tag.
-        budget: the most tokens of the reasoning.
-        begin: the number of tokens of the answer before the reasoning. None: the answer has not begun it.
-        is_over: whether the reasoning has ended, or the answer has none.
-    """
-
-    begin_tag: bytes
-    end_tag: bytes
-    end_id: int
-    budget: int
-    begin: int | None = None
-    is_over: bool = False
+    token_bytes: Callable[[int], bytes]
+    end_id: int  # the token that is the tag after the reasoning
+    budget: int  # the most tokens of the reasoning
+    begin: int | None = None  # the number of tokens of the answer before the reasoning. None: the answer has not begun it
+    is_over: bool = False  # whether the reasoning has ended, or the answer has none
     _num_tokens: int = 0  # of the answer
     _newest: bytes = b""  # the newest bytes, which may contain a part of a tag
 
-    def advance(self, data: bytes) -> None:
-        """Append a token with these bytes."""
+    def advance(self, token_id: int) -> None:
         if self.is_over:
             return
         self._num_tokens += 1
-        self._newest += data
+        self._newest += self.token_bytes(token_id)
         if self.begin is not None:
-            self.is_over = self.end_tag in self._newest
-            self._newest = self._newest[1 - len(self.end_tag) :]
-        elif (answer := self._newest.lstrip()).startswith(self.begin_tag):
+            self.is_over = _END in self._newest
+            self._newest = self._newest[1 - len(_END) :]
+        elif (answer := self._newest.lstrip()).startswith(_BEGIN):
             self.begin, self._newest = self._num_tokens, b""
         else:
-            self.is_over = not self.begin_tag.startswith(answer)
+            self.is_over = not _BEGIN.startswith(answer)
 
     def must_end(self, index: int) -> bool:
         """Whether the token at this index of the answer must be end_id. All tokens before it have been appended."""
         return not self.is_over and self.begin is not None and index >= self.begin + self.budget
 
+    def entries(self, seq: Sequence, index: int) -> Mapping[str, Iterable[int]]:
+        return {"end_thinking": [self.end_id]} if self.must_end(index) else {}
+
     def num_free(self, index: int) -> int:
-        """Return how many tokens after this index of the answer can be sampled before the tokens up to them are known."""
         begin = self._num_tokens + 1 if self.begin is None else self.begin  # the next token may begin the reasoning
         return sys.maxsize if self.is_over else max(begin + self.budget - 1 - index, 0)
+
+
+def with_reasoning(prepared: PreparedRequest, tokenizer: Tokenizer | None, vocab_size: int) -> PreparedRequest:
+    """Return a request with the constraint of its thinking_token_budget. Raises: InvalidValueError if no token can end it."""
+    budget, form = prepared.params.thinking_token_budget, prepared.params.structured_outputs
+    end_id = end_of_reasoning(tokenizer, vocab_size)
+    if tokenizer is None or end_id is None or budget is None:
+        raise InvalidValueError(
+            f"thinking_token_budget={budget} needs a tokenizer with the token {END_THINK}, which this model lacks; "
+            "leave it out, and limit max_tokens, or set reasoning_effort to 'low' for gpt-oss, which thinks in a channel"
+        )
+    end = tokenizer.decode(prepared.prompt_token_ids[-16:], skip_special_tokens=False)  # whitespace may follow the tag
+    begin = 0 if opens_thinking(end) else None
+    is_over = closes_thinking(end) or (form is not None and form.kind != "grammar")  # only a grammar may have reasoning
+    return prepared.constrained(ReasoningState(tokenizer.token_bytes, end_id, budget, begin, is_over))

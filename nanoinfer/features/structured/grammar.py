@@ -28,6 +28,7 @@ import numpy as np
 from nanoinfer.errors import TRY_LATER, InvalidValueError, QueueFullError, UnsupportedError, first_line
 from nanoinfer.features.structured.json_schema import enforceable
 from nanoinfer.features.structured.params import StructuredOutputsParams
+from nanoinfer.scheduling.sequence import Constraint
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -114,8 +115,10 @@ class _Request:
     refuse: Callable[[str], None]  # called with the reason if an answer reaches a limit
 
 
-class GrammarState:
+class GrammarState(Constraint):
     """The state of an answer in its grammar."""
+
+    has_mask = True
 
     def __init__(self, request: _Request) -> None:
         self._request = request
@@ -131,13 +134,12 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         """Return a copy with a whole budget. Copies share the lexer and its states, until one needs more."""
-        state = copy.copy(self)
+        state = super().copy()
         state._token_ids, state._matcher = list(self._token_ids), self._matcher.deep_copy()
         state._seconds_left = self._request.most_seconds
         return state
 
     def advance(self, token_id: int) -> None:
-        """Append a token that is neither EOS nor a stop id."""
         start = time.thread_time()
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
@@ -160,10 +162,7 @@ class GrammarState:
         return has_more and self._matcher.is_error() and "too many states" in self._matcher.get_error()
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
-        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
-
-        forbidden: [vocab], uint8, written in place.
-        """
+        """Write the mask of the next token. stop_ids may follow if the answer may end here."""
         start = time.thread_time()
         mask = self._matcher.compute_bitmask()
         while self._lacks_states and not self._refusal:
@@ -182,7 +181,6 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer must end here, because no token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property

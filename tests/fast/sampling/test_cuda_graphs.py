@@ -8,6 +8,7 @@ import torch
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.features.tracing import TokenDrawn, TracingObserver
 from nanoinfer.features.tracing.stage_trace import TracingSampler
 from nanoinfer.sampling.batch import SamplingBatch
@@ -69,9 +70,10 @@ class SimulatedCapture:
         return replay, out
 
 
-def sequence(seed=0, bad_words=(), **params):
+def sequence(seed=0, **params):
     params = SamplingParams(max_tokens=None, **params)
-    return Sequence("r", [1, 2], params, seed, 9999, bad_words=bad_words, eos_token_ids=frozenset([0]))
+    constraints = tuple(word_constraints(params, None, 1000))
+    return Sequence("r", [1, 2], params, seed, 9999, constraints=constraints, eos_token_ids=frozenset([0]))
 
 
 def random_steps(vocab_size, num_steps, max_num_rows, groups=SUPPORTED):
@@ -212,7 +214,7 @@ def test_a_size_and_kind_is_captured_on_first_use_after_the_largest_size_of_the_
 def test_a_step_with_a_row_that_is_not_supported_runs_without_a_graph(name):
     capture = SimulatedCapture()
     sampler = sampling_by(SamplerGraphs(8, capture))
-    more = sequence(1, bad_words=((3,),)) if name == "bad_words" else sequence(1, **{name: NOT_SUPPORTED[name]})
+    more = sequence(1, **{name: NOT_SUPPORTED[name]})
     batch = batch_of([sequence(0), more, sequence(2, temperature=0)], 400)
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
     ours, theirs = (s(logits.clone(), batch).read() for s in (sampler, PLAIN))

@@ -1,5 +1,6 @@
 """Drafts in the engine, with an executor that counts upwards: a right draft is the next number."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -98,9 +99,7 @@ def test_an_aborted_and_a_finished_sequence_are_forgotten():
     assert set(proposer.forgotten) == {"0", "1"}
 
 
-@pytest.mark.parametrize(
-    "more", [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 2}, {"logits_processors": [lambda p, o, logits: logits]}]
-)
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.1}, {"logits_processors": [lambda p, o, logits: logits]}])
 def test_a_sequence_whose_sampling_reads_its_output_drafts_nothing(more):
     engine = engine_with(CountingProposer())
     assert finish(engine, engine.add_request([1, 2], params(max_tokens=3, **more))) == [[3, 4, 5]]
@@ -110,7 +109,7 @@ def test_a_sequence_whose_sampling_reads_its_output_drafts_nothing(more):
 def test_a_draft_ends_before_the_token_that_ends_reasoning():
     engine = engine_with(CountingProposer(), num_drafts=8)
     request = engine.add_request([1, 2, 3], params())
-    request.sequences[0].reasoning = ReasoningState(b"<think>", b"</think>", end_id=9, budget=5, begin=0)
+    request.sequences[0].constraints = (ReasoningState(bytes, end_id=9, budget=5, begin=0),)
     assert finish(engine, request) == [list(range(4, 13))]
     assert drafts_of(engine)[:3] == [[()], [(5, 6, 7)], [()]]  # at index 5 the reasoning must end
 
@@ -195,3 +194,17 @@ def test_a_step_has_no_more_rows_than_were_planned_for(monkeypatch):
     requests = [engine.add_request([i], params()) for i in (1, 101, 201)]
     finish(engine, *requests)
     assert max(len(plan.rows) for plan in engine.executor.launched) == 7
+
+
+def test_closing_the_engine_drops_the_proposer_which_may_hold_a_model():
+    engine = engine_with(CountingProposer())
+    proposer = weakref.ref(engine.planner.proposer)
+    engine.close()
+    assert proposer() is None
+
+
+def test_no_step_is_launched_before_the_tokens_of_the_previous_one_are_known():
+    executor, config = FakeExecutor(), EngineConfig(speculative=SpeculativeConfig(method="ngram"))
+    executor.info = replace(executor.info, device="cuda")
+    assert LLMEngine(executor, config).async_scheduling
+    assert not LLMEngine(executor, config, planner=Speculator(CountingProposer(), config.speculative)).async_scheduling

@@ -15,7 +15,7 @@ END = 3
 
 
 def reasoning_of(*tokens, budget=2, **begun):
-    reasoning = ReasoningState(b"<think>", b"</think>", END, budget, **begun)
+    reasoning = ReasoningState(bytes, END, budget, **begun)
     for token in tokens:
         reasoning.advance(token)
     return reasoning
@@ -63,7 +63,7 @@ def test_free_tokens_are_those_before_the_earliest_end(seed):
 def test_the_stage_leaves_the_end_alone_unless_it_is_forbidden():
     def sequence(budget, output=(b"a",), **params):
         reasoning = reasoning_of(*output, budget=budget, begin=0)
-        seq = Sequence("r", [0], SamplingParams(**params), 0, 99, reasoning=reasoning)
+        seq = Sequence("r", [0], SamplingParams(**params), 0, 99, constraints=(reasoning,))
         seq.token_ids += [5] * len(output)
         return seq
 

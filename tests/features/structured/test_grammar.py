@@ -76,7 +76,7 @@ def params(seed=1, max_tokens=40, **answer_format):
 def sequence_with(state, **more):
     """A sequence whose prompt is one token, at the beginning of its grammar."""
     seq = Sequence("r", [0], SamplingParams(**more), 0, 999, frozenset({EOS}))
-    seq.grammar = state
+    seq.constraints = () if state is None else (state,)
     return seq
 
 
@@ -241,7 +241,7 @@ def test_only_rows_with_a_grammar_are_masked_and_stop_ids_wait_for_the_end(compi
     assert torch.equal(masked[[0, 2]], logits[[0, 2]])
     assert masked[1].isfinite().nonzero()[:, 0].tolist() == [ord("a")]
     assert masked[1, ord("a")] == logits[1, ord("a")]
-    bound.grammar.advance(ord("a"))
+    bound.constraints[0].advance(ord("a"))
     assert kept_ids(bound) == {ord("a"), EOS, IM_END}
 
 

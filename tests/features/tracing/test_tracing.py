@@ -151,6 +151,8 @@ def test_beams_have_ids_of_their_own_and_release_all_blocks():
     parents = {event.sequence_id: event.parent_id for event in recorder.of(BlocksForked)}
     assert len(parents) == len(recorder.of(BlocksForked)) > 20
     assert {name.split(".")[0] for name in parents} == {"beam0", "beam1"}
+    computed = {name.split(".")[0] for event in recorder.of(BatchBuilt) for name in event.sequence_ids}
+    assert computed == {"beam0", "beam1"}
 
 
 def test_batch_built_has_every_tokens_id_position_and_slot(recorded):
