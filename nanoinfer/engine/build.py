@@ -13,7 +13,6 @@ from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOpti
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ def make_engine(
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
-    vocab_size = executor.info.vocab_size
     return LLMEngine(
         executor,
         config,
@@ -68,18 +66,22 @@ def make_engine(
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
         observer=make_observer(executor, config, tokenizer),
-        features=[*adapters, PromptLogprobs(vocab_size, tokenizer), ConstrainedAnswers(tokenizer, vocab_size)],
+        features=[*adapters, ParameterFeatures(tokenizer, executor.info.vocab_size)],
     )
 
 
-class ConstrainedAnswers(RequestFeature):
-    """Constrains the answers of requests whose parameters ask for it. A feature is imported for the first of them."""
+class ParameterFeatures(RequestFeature):
+    """Adds to a request what features do for its parameters. A feature is imported for the first request that asks for it."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
+        if params.prompt_logprobs is not None:
+            from nanoinfer.features.logprobs.prompt_logprobs import reader_of
+
+            prepared = replace(prepared, reader=reader_of(params, self._tokenizer, self._vocab_size))
         if params.bad_words or params.no_repeat_ngram_size or params.repetition_detection:
             from nanoinfer.features.structured.words import word_constraints
 

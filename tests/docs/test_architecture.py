@@ -51,9 +51,7 @@ USERS = {
 BUILDERS = {"engine/build.py", "engine/load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
-    "engine/inputs.py": {
-        "nanoinfer.chat.messages",
-    },
+    "engine/inputs.py": {"nanoinfer.chat.messages"},
     "llm.py": {
         "nanoinfer.chat.messages",
         "nanoinfer.chat.tools",

@@ -29,8 +29,8 @@ OPTIONAL = """
     models/gated_delta.py engine/reading.py scheduling/stored_blocks.py execution/block_files.py attention/states.py
     scheduling/state_slots.py
 """.split()
-# Of these, what every run imports: an engine always counts.
-ALWAYS = ("features/__init__.py", "features/metrics/")
+# Of these, what every run imports: an engine always counts, and each request may ask for prompt_logprobs.
+ALWAYS = ("features/__init__.py", "features/metrics/", "features/logprobs/")
 
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {

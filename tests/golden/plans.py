@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.build import ParameterFeatures
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
@@ -22,7 +23,6 @@ from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOut
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -325,7 +325,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         planner=planner,
         store=store,
         observer=TracingObserver(events, load.block_size),
-        features=[*([Adapters(load.max_loras)] if load.max_loras else []), PromptLogprobs(VOCAB_SIZE, None)],
+        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, VOCAB_SIZE)],
     )
 
 

@@ -3,14 +3,13 @@
 In: the hidden rows of a prompt, as steps compute them. Out: RequestOutput.prompt_logprobs.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.request import with_token_texts
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.outputs import LogprobsOnePosition, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -24,21 +23,13 @@ if TYPE_CHECKING:
 PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time: 16 MB
 
 
-class PromptLogprobs(RequestFeature):
-    """Gives a request with params.prompt_logprobs the reader that computes them."""
-
-    def __init__(self, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-        self._vocab_size, self._tokenizer = vocab_size, tokenizer
-
-    def prepare(self, prepared: PreparedRequest, options: Any) -> PreparedRequest:
-        num, vocab_size = prepared.params.prompt_logprobs, self._vocab_size
-        if num is None:
-            return prepared
-        if num > vocab_size:
-            raise InvalidValueError(f"prompt_logprobs must be at most the vocabulary's {vocab_size}, got {num}; use -1 for all")
-        tokenizer = self._tokenizer if prepared.params.detokenize else None
-        reader = PromptLogprobsReader(vocab_size if num == -1 else num, tokenizer=tokenizer)
-        return replace(prepared, reader=reader)
+def reader_of(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> "PromptLogprobsReader":
+    """Make the reader for params.prompt_logprobs. Raises: InvalidValueError if it exceeds the vocabulary."""
+    num = params.prompt_logprobs
+    assert num is not None, "the request asks for them"
+    if num > vocab_size:
+        raise InvalidValueError(f"prompt_logprobs must be at most the vocabulary's {vocab_size}, got {num}; use -1 for all")
+    return PromptLogprobsReader(vocab_size if num == -1 else num, tokenizer=tokenizer if params.detokenize else None)
 
 
 class PromptLogprobsReader(PromptReader):

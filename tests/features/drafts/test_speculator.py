@@ -7,10 +7,10 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.build import ParameterFeatures
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
 from nanoinfer.features.reasoning.thinking import ReasoningState
 from tests.helpers.fake_executor import FakeExecutor
 
@@ -39,7 +39,7 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    planner, features = Speculator(proposer, config.speculative), [PromptLogprobs(executor.info.vocab_size, None)]
+    planner, features = Speculator(proposer, config.speculative), [ParameterFeatures(None, executor.info.vocab_size)]
     return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner, features=features)
 
 

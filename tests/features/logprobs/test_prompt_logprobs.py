@@ -9,9 +9,8 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import CacheConfig, EngineConfig
 from nanoinfer.engine.build import make_executor, make_runtime
-from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.features.logprobs import prompt_logprobs
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobs
+from nanoinfer.features.logprobs.prompt_logprobs import reader_of
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.outputs import TokenLogprobs
@@ -20,12 +19,8 @@ from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPl
 from tests.helpers.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4, 1, 5, 9]
+ASKED = SamplingParams(prompt_logprobs=1)
 FOX = [0xF0, 0x9F, 0x98, 0x80, 257]  # 😀the
-
-
-def reader_of(prompt, tokenizer=None):
-    prepared = PreparedRequest(None, prompt, SamplingParams(prompt_logprobs=1))
-    return PromptLogprobs(vocab_size=300, tokenizer=tokenizer).prepare(prepared, {}).reader
 
 
 @pytest.mark.parametrize("prompt_logits", [2**22, 1])
@@ -39,7 +34,7 @@ def test_they_are_the_models_however_many_rows_are_computed_at_a_time_and_each_i
         expected = model.compute_logits(hidden).log_softmax(-1)
     cache = CacheConfig(kv_cache_memory=2**20, block_size=4)
     config = EngineConfig(attention_backend="reference", enforce_eager=True, cache=cache)
-    executor, reader = make_executor(make_runtime(model, config), config), reader_of(PROMPT)
+    executor, reader = make_executor(make_runtime(model, config), config), reader_of(ASKED, None, 300)
     seq = Sequence("r", list(PROMPT), SamplingParams(temperature=0), 0, 99, reader=reader)
     seq.block_table = [2, 0, 1]
     for num_computed, num_tokens, num_read in ((0, 4, 4), (0, 4, 4), (4, 2, 5)):  # it is preempted after its first chunk
@@ -57,7 +52,7 @@ def test_they_are_the_models_however_many_rows_are_computed_at_a_time_and_each_i
 def test_the_text_of_a_piece_of_a_character_is_what_it_adds(monkeypatch):
     entries = [TokenLogprobs([i, ord("y")], [-1.0, -2.0], [1, 2]) for i in FOX[1:]]
     monkeypatch.setattr("nanoinfer.sampling.logprobs.token_logprobs", lambda *_: entries)
-    reader, seq = reader_of(FOX, byte_tokenizer()), Sequence("r", FOX, SamplingParams(), 0, 99)
+    reader, seq = reader_of(ASKED, byte_tokenizer(), 300), Sequence("r", FOX, SamplingParams(), 0, 99)
     rows = SimpleNamespace(logits=entries)  # as many as there are entries
     executor = SimpleNamespace(info=SimpleNamespace(vocab_size=300), runner=SimpleNamespace(head_rows=lambda *_: rows))
     reader.read(executor, None, PromptRows(seq, 0, len(FOX) - 1, 0), None, None)

@@ -4,7 +4,9 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.execution.executor import PromptReader
 from nanoinfer.features.metrics.engine_metrics import BOUNDS, EngineMetrics
 from tests.helpers.fake_executor import FakeExecutor
 
@@ -45,6 +47,16 @@ def test_a_second_prompt_with_the_same_beginning_hits_the_cache():
             engine.step()
     found = read(engine)
     assert (found["prefix_cache_queries"].value, found["prefix_cache_hits"].value) == (18, 8)
+
+
+def test_a_prompt_that_is_only_read_counts_as_a_prompt_and_as_no_answer():
+    engine = engine_with_metrics()
+    request = engine.submit(reading.prepare(engine.inputs, list(range(9)), PromptReader(), engine.max_model_len))
+    while request.output is None:
+        engine.step()
+    found = read(engine)
+    assert {name for name, one in found.items() if getattr(one, "value", 0)} == {"prompt_tokens"}
+    assert found["e2e_request_latency_seconds"].count == 0
 
 
 def test_a_bucket_counts_what_took_at_most_its_bound():
