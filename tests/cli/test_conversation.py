@@ -11,14 +11,14 @@ from nanoinfer.errors import NanoinferError
 MAX_MODEL_LEN = 40
 
 
-def render(messages):
+def render(messages, **more):
     """One token for each word."""
     words = [word for message in messages for word in message["content"].split()]
     return {"prompt": " ".join(words), "prompt_token_ids": list(range(len(words)))}
 
 
 def conversation(system=None):
-    return Conversation(SimpleNamespace(max_model_len=MAX_MODEL_LEN, render=render), system)
+    return Conversation(SimpleNamespace(info=SimpleNamespace(max_model_len=MAX_MODEL_LEN), render_chat=render), system)
 
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_keeps_the_system_message():
