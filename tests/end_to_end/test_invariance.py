@@ -38,11 +38,11 @@ def logits_of(llm, prompts, watched, params=PARAMS):
             Watching.sequences = list(sequences)
             return build(sequences, *arguments)
 
-    def watching(head_rows, batch, watch):
+    def watching(head_rows, batch):
         for row, seq in enumerate(Watching.sequences):
             if seq is watched:
                 rows[seq.num_output_tokens] = head_rows.logits[row].clone()
-        return sampler(head_rows, batch, watch)
+        return sampler(head_rows, batch)
 
     watching.has_user_stages = sampler.has_user_stages
     llm.engine.executor.sampler = watching
