@@ -6,6 +6,7 @@ Each function imports torch when it is called, so that the rest of this folder r
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
@@ -75,6 +76,7 @@ class ParameterFeatures(RequestFeature):
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
     def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
@@ -92,7 +94,8 @@ class ParameterFeatures(RequestFeature):
             constraints.append(reasoning_of(prepared, self._tokenizer, self._vocab_size))
         prepared = replace(prepared, constraints=tuple(constraints)) if constraints else prepared
         if params.structured_outputs:
-            form, grammars = params.structured_outputs, self._grammars
+            with self._lock:
+                form, grammars = params.structured_outputs, self._grammars
             prepared = replace(prepared, compile=partial(grammars.compile, form), check=partial(grammars.check, form))
         return prepared
 

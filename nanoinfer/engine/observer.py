@@ -37,7 +37,10 @@ class Observer(SchedulingObserver):
 
 
 class Planner(Observer):
-    """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one."""
+    """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one.
+
+    It is told of the engine's events, not of the scheduler's and the block manager's.
+    """
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
         return scheduler.schedule()

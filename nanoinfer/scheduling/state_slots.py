@@ -125,6 +125,6 @@ class StateSlots:
 
 
 def _unknown(seq: Sequence, num_new_tokens: int) -> range:
-    """Return the number of tokens after each token beyond those that the sequence knows: a draft."""
+    """Return, for each new token that is not known yet, such as a draft, the sequence's number of tokens with it."""
     end = seq.num_computed_tokens + num_new_tokens
     return range(min(end, seq.num_tokens) + 1, end + 1)

@@ -8,6 +8,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.build import make_adapters, make_engine, make_runtime
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.features.drafts.build import draft_config
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -54,3 +55,10 @@ def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
     drafting = EngineConfig(cache=CACHE, enforce_eager=True, speculative=SpeculativeConfig(method="ngram"))
     assert isinstance(make_engine(model, drafting).planner.proposer, NGramProposer)
     assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True))[0].layers
+
+
+def test_a_drafter_has_no_adapters_and_so_keeps_its_kernels_on_a_gpu():
+    config = EngineConfig(
+        cache=CACHE, enable_lora=True, max_loras=2, speculative=SpeculativeConfig(method="draft_model", model="m")
+    )
+    assert draft_config(config) == EngineConfig(cache=CACHE)

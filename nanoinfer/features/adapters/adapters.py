@@ -166,6 +166,7 @@ class Adapters(RequestFeature):
         Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
         """
         indices, for_others = [-1] * num_rows, []
+        runs = tuple(run for run in runs if "adapter" in run[0])
         used = {digest_of(extras) for extras, _, _ in runs}
         for extras, start, stop in runs:
             adapter, digest = extras["adapter"], digest_of(extras)

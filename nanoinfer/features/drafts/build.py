@@ -61,7 +61,7 @@ class Drafts:
             if speculative.method == "mtp":
                 runtime, draft = with_drafter(runtime, draft_model)
             else:
-                draft = make_runtime(draft_model, _draft_config(config))
+                draft = make_runtime(draft_model, draft_config(config))
             if draft.sizes.num_state_layers:
                 raise UnsupportedError(
                     "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
@@ -77,7 +77,7 @@ class Drafts:
 
     def _make_proposer(self, target: LocalExecutor) -> Proposer:
         """A rounded copy shares the cache of `target`. The cache of another drafter is attached to it, for as many tokens."""
-        method, draft, config = self._speculative.method, self._draft, _draft_config(self._config)
+        method, draft, config = self._speculative.method, self._draft, draft_config(self._config)
         if isinstance(method, type):
             return CheckedProposer(method(self._speculative), target.info.vocab_size)
         if draft is None:
@@ -91,7 +91,13 @@ class Drafts:
         return (MTPProposer if method == "mtp" else DraftModelProposer)(executor, config.scheduler)
 
 
-def _draft_config(config: EngineConfig) -> EngineConfig:
-    """Return the config without what is the model's own."""
-    scheduler = replace(config.scheduler, batch_invariant=False)
-    return replace(config, speculative=None, quantization=None, calibration=None, max_model_len=None, scheduler=scheduler)
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """Return the settings that a drafter shares with the model."""
+    return EngineConfig(
+        attention_backend=config.attention_backend,
+        enforce_eager=config.enforce_eager,
+        cudagraph_capture=config.cudagraph_capture,
+        screened_head=config.screened_head,
+        cache=config.cache,
+        scheduler=replace(config.scheduler, batch_invariant=False),
+    )

@@ -52,7 +52,7 @@ class PromptLogprobsReader(PromptReader):
             logits = executor.runner.head_rows(hidden, slice(start, min(start + num_together, end))).logits
             if self._temperature != 1.0:
                 logits = divided(logits, logits.new_full((len(logits),), self._temperature))
-            following = token_ids[len(self.positions) :][: len(logits)]
+            following = token_ids[len(self.positions) : len(self.positions) + len(logits)]
             for entry in token_logprobs(logits, following, [self._num_top] * len(logits)):
                 if self._detokenizer is not None:
                     self._detokenizer.push(token_ids[len(self.positions) - 1])

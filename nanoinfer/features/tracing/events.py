@@ -1,8 +1,8 @@
 """The events that a Tracer receives, in the order of a token's journey.
 
-An event holds plain numbers and strings, never a tensor and never a live object. observer.py makes the events, and only an
-engine with a tracer has it, so running without costs nothing. A tracer whose attribute `wants_stages` is true also receives
-StageApplied and TokenDrawn.
+An event holds plain numbers and strings, never a tensor and never a live object. observer.py and stage_trace.py make them. Only
+an engine with a tracer has them, so running without costs nothing. A tracer whose attribute `wants_stages` is true also
+receives StageApplied and TokenDrawn.
 
 The events of a step are emitted when the step has ended, in order. Others follow the load of a model, an abort and a beam
 search. An exception of the tracer ends the engine's call. If a stage of the sampler raises, that step emits no StageApplied.
@@ -126,7 +126,7 @@ class TokensDrafted:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The tensors of a step were built. A sequence with drafts is repeated for each draft, as a row with a single token."""
+    """A step is about to be built. A sequence with drafts is repeated for each draft, as a row with a single token."""
 
     sequence_ids: tuple[str, ...]
     query_start_loc: tuple[int, ...]  # sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1
