@@ -14,13 +14,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 import typer
 
 from benchmarks import program
 from nanoinfer.cli.options import AsJson, print_table
+from nanoinfer.engine.observer import Observer
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.llm import LLM
@@ -73,6 +74,7 @@ def run(llm: LLM, repeats: int) -> list[Result]:
 def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requests: int) -> Result:
     engine, speculator = llm.engine, llm.engine.planner
     assert isinstance(speculator, Speculator)
+    plain_observer, observer = cast(Observer, engine.scheduler.observer), engine.observer  # without and with the speculator
     workload = Workload(
         name=name,
         input_lens=(PROMPT_LEN,) * num_requests,
@@ -85,12 +87,12 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
-                engine.planner = speculator if is_drafting else None
+                engine.planner, engine.observer = (speculator, observer) if is_drafting else (None, plain_observer)
                 speed = figures(run_workload(llm, workload, repeat)).output_tokens_per_s
                 if repeat:  # the first run warms up
                     speeds[is_drafting].append(speed)
     finally:
-        engine.planner = speculator
+        engine.planner, engine.observer = speculator, observer
         speculator.proposer = proposer
     drafted, accepted = speculator.counts.num_draft_tokens - before[0], speculator.counts.num_accepted_tokens - before[1]
     plain, drafting = (statistics.median(speeds[is_drafting]) for is_drafting in (False, True))

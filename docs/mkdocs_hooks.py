@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 from base64 import b64decode
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -34,9 +33,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
 from gallery import write  # noqa: E402
 from header import NOTEBOOKS, number_of, title_of  # noqa: E402
 from interactive import python_archive, with_data  # noqa: E402
-from parameters import table  # noqa: E402
+from parameters import reference  # noqa: E402
 
-import nanoinfer  # noqa: E402
 from tools.address import REPOSITORY  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
@@ -108,14 +106,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     found.append(File.generated(config, "gallery/index.md", content=write(gallery)))
     for path in sorted(gallery.glob("*.html")):
         found.append(file(path, gallery.parent))
-    names = []
-    for name, module in nanoinfer._PUBLIC.items():
-        names.append(f"::: {module}.{name}")
-        if is_dataclass(public := getattr(nanoinfer, name)) and isinstance(public, type) and "Args:" in (public.__doc__ or ""):
-            names.append(table(public))  # "Args: as declared below", which the reader of the source does not see
     for stem in NOTEBOOKS:
         found.append(File.generated(config, f"notebooks/solutions/{stem}.md", content=solution_page(stem)))
-    found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *names])))
+    found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *reference()])))
     for name, content in python_files(Path(config.site_dir).parent).items():
         found.append(File.generated(config, f"python/{name}", content=content))
     return found

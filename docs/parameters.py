@@ -4,9 +4,10 @@
 """
 
 import re
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 
+import nanoinfer
 from nanoinfer.arguments import declarations
 from nanoinfer.sampling_params import SamplingParams
 
@@ -22,6 +23,17 @@ def table(arguments: type) -> str:
         text = " ".join(one.sentences).replace("|", r"\|")
         rows.append(f"| `{name}` | {default} | {text} |")
     return "\n".join(["| parameter | default | what it does |", "|---|---|---|", *rows])
+
+
+def reference() -> list[str]:
+    """The parts of the API reference: each public name, whose docstring mkdocstrings reads, and the table of its arguments."""
+    parts = []
+    for name in nanoinfer.__all__[1:]:
+        public = getattr(nanoinfer, name)
+        parts.append(f"::: {nanoinfer._MODULES[name]}.{name}")
+        if is_dataclass(public) and isinstance(public, type) and "Args:" in (public.__doc__ or ""):
+            parts.append(table(public))  # "Args: as declared below", which the reader of the source does not see
+    return parts
 
 
 def with_table(text: str) -> str:

@@ -313,7 +313,7 @@ class EngineArgs:
         'Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats earlier text. '
         '{"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, {"method": "mtp"} '
         """a layer of Qwen3.5's own checkpoint, {"method": "quantized"} the model itself in 4 bits, and """
-        '{"method": "my_module:MyProposer"} your own class. More keys: nanoinfer.config.SpeculativeConfig. The tokens are '
+        '{"method": "my_module:MyProposer"} your own class. More keys: nanoinfer.SpeculativeConfig. The tokens are '
         "those of plain decoding (see `LLM.batch_independent`).")] = None
     seed: Annotated[int | None, Interval(ge=0, le=2**64 - 1), Allowed("in 0 .. 2**64 - 1"), Doc(
         "For requests without their own seed. The same seed and the same calls give the same answers. None draws a seed from "

@@ -18,13 +18,15 @@ MOVED = {
     "nanoinfer.engine.beam_search": "nanoinfer.features.beam_search.search",
     "nanoinfer.engine.metrics": "nanoinfer.features.metrics.engine_metrics",
     "nanoinfer.engine.speculative": "nanoinfer.features.drafts",
+    "nanoinfer.engine.speculative.drafter": "nanoinfer.features.drafts.draft_model",
+    "nanoinfer.engine.speculative.quantized": "nanoinfer.features.drafts.draft_model",
     "nanoinfer.sampling.grammar": "nanoinfer.features.structured.grammar",
     "nanoinfer.sampling.logits_processors": "nanoinfer.features.own_code.logits_processors",
 }
 
 
 class _OldModule(ModuleType):
-    """A module at its old path, with the names of the module at its new path."""
+    """A module at its old path, with the names of the module at its new path. `import *` finds none."""
 
     def __init__(self, name: str, new: str):
         super().__init__(name)

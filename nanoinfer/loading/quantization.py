@@ -40,7 +40,7 @@ class QuantizedLinear(nn.Module):
         pieces = [(piece.integers, piece.scales, piece.zeros) for piece in quantized([linear.weight], bits)]
         self.weight = QuantizedWeight(bits, *map(torch.cat, zip(*pieces, strict=True)))
         self.bias = linear.bias
-        self._forward_hooks = linear._forward_hooks  # so that an adapter's hooks (lora/) stay
+        self._forward_hooks = linear._forward_hooks  # so that an adapter's hooks (features/adapters) stay
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         return F.linear(x, self.weight.widened().to(x.dtype), self.bias)

@@ -23,7 +23,7 @@ from nanoinfer.training import rollouts
 
 
 class UpdateRequest(Body):
-    """The body of /update_weights as JSON. path: a checkpoint of the same model, or a .safetensors file."""
+    """The body of /update_weights. path: a checkpoint of the same model, or a .safetensors file."""
 
     path: str
 

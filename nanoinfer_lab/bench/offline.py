@@ -42,16 +42,18 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
     before, times = engine.observer, TokenTimes()
     engine.observer = together(before, times)
     start = time.perf_counter()
-    while waiting or engine.num_unfinished:
-        while waiting and start + waiting[-1][0] <= time.perf_counter():
-            arrival, prompt, params = waiting.pop()
-            request = engine.submit(engine.inputs.prepare(prompt, params))
-            timings[request.sequences[0]] = request, RequestTiming(start + arrival, num_prompt_tokens=len(prompt))
-        if engine.num_unfinished:
-            engine.step()
-        else:
-            time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
-    engine.observer = before
+    try:
+        while waiting or engine.num_unfinished:
+            while waiting and start + waiting[-1][0] <= time.perf_counter():
+                arrival, prompt, params = waiting.pop()
+                request = engine.submit(engine.inputs.prepare(prompt, params))
+                timings[request.sequences[0]] = request, RequestTiming(start + arrival, num_prompt_tokens=len(prompt))
+            if engine.num_unfinished:
+                engine.step()
+            else:
+                time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
+    finally:
+        engine.observer = before
     for now, sequences in times.steps:
         for seq in sequences:
             timings[seq][1].token_times.append(now)

@@ -20,6 +20,8 @@ OLD = {
     "tracing": "Recorder",
     "tracing.events": "StepScheduled",
     "engine.speculative.ngram": "NGramIndex",
+    "engine.speculative.drafter": "DrafterProposer",
+    "engine.speculative.quantized": "QuantizedProposer",
     "engine.beam_search": "BeamSearch",
     "engine.metrics": "EngineMetrics",
     "sampling.grammar": "GrammarCompiler",
@@ -39,6 +41,14 @@ def test_an_old_path_gives_the_same_object_and_says_the_new_path(module, name):
         exec(f"from {old} import {name}", given)
     assert [one.filename for one in warned] == ["<string>"]  # where the import stands
     assert given[name] is getattr(importlib.import_module(new_path(old)), name)
+
+
+def test_the_old_module_of_metrics_has_the_classes_that_it_had():
+    import nanoinfer.engine.metrics
+
+    for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector"):
+        with pytest.warns(DeprecationWarning, match="has moved to"):
+            assert getattr(nanoinfer.engine.metrics, name) is getattr(nanoinfer.outputs, name)
 
 
 def test_a_submodule_is_an_attribute_of_its_package_and_an_unknown_one_is_no_module():
@@ -65,6 +75,7 @@ def test_what_stays_says_nothing():
 
         from nanoinfer.testing import check_proposer, check_scheduler
         from nanoinfer.testing.machines import check_random_loads
+        from nanoinfer.testing.schedules import Abort, Arrive, Explored, Reset, RunStep  # noqa: F401
     assert LoRARequest.__module__ == "nanoinfer.features.adapters.request"
     for check in (check_proposer, check_scheduler, check_random_loads):
         assert check.__module__.startswith("nanoinfer_lab.testing.")

@@ -20,7 +20,7 @@ DOCS = PACKAGE.parent / "docs"
 # The sentences with the numbers, by their page.
 SENTENCES = {
     DOCS / "reading.md": re.compile(r"[\d,]+ lines in \d+ modules"),
-    DOCS / "faq.md": re.compile(r"about [\d,]+ lines of Python and [\d,]+ of C\+\+. The core is [\d,]+ of them"),
+    DOCS / "faq.md": re.compile(r"about [\d,]+ lines of Python, [^|]+ of lab and course"),
 }
 # Parts that are imported when they are used.
 OPTIONAL = """
@@ -29,8 +29,8 @@ OPTIONAL = """
     models/gated_delta.py engine/reading.py scheduling/stored_blocks.py execution/block_files.py attention/states.py
     scheduling/state_slots.py
 """.split()
-# Of these, what every run imports: an engine always counts, and each request may ask for prompt_logprobs.
-ALWAYS = ("features/__init__.py", "features/metrics/", "features/logprobs/")
+# Of these, what every run imports, because an engine always counts.
+ALWAYS = ("features/__init__.py", "features/metrics/")
 
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
@@ -61,10 +61,11 @@ def with_sizes(page: Path) -> str:
     """The text of a page with today's numbers: those of the core, or those of the package in thousands."""
     core = num_lines(PACKAGE / file for file in imported())
     python, cpp = (num_lines(path for kind in kinds for path in PACKAGE.rglob(kind)) for kinds in (["*.py"], ["*.cpp", "*.h"]))
+    lab_and_course = num_lines(path for one in ("lab", "course") for path in PACKAGE.parent.glob(f"nanoinfer_{one}/**/*.py"))
     sentence = f"{core:,} lines in {len(imported())} modules"
     if page.stem == "faq":
-        rounded = [f"{round(num, -3):,}" for num in (python, cpp, core)]
-        sentence = "about {} lines of Python and {} of C++. The core is {} of them".format(*rounded)
+        rounded = [f"{round(num, -3):,}" for num in (python, core, cpp, lab_and_course)]
+        sentence = "about {} lines of Python, {} of them the core, {} of C++, and {} of lab and course".format(*rounded)
     return SENTENCES[page].sub(sentence, page.read_text(encoding="utf-8"))
 
 

@@ -10,7 +10,7 @@ from tests.helpers import shape_checks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "structure.md"
-ROOMS = {
+PARTS = {
     "The public interface": "llm.py config.py sampling_params.py outputs.py errors.py arguments.py",
     "The machine": "engine/ scheduling/ execution/ attention/ models/ sampling/ tokenization/ loading/ system/",
     "The features": "features/ chat/ embedding/ training/ distributed/",
@@ -38,7 +38,7 @@ def rows_of(path: Path) -> list[str]:
 
 
 def page() -> str:
-    places = {title: [ROOT / "nanoinfer" / name for name in names.split()] for title, names in ROOMS.items()}
+    places = {title: [ROOT / "nanoinfer" / name for name in names.split()] for title, names in PARTS.items()}
     places["In the same wheel"] = [ROOT / "nanoinfer_lab", ROOT / "nanoinfer_course"]
     tables = (
         f"\n## {title}\n\n| where | what |\n|---|---|\n" + "\n".join(row for path in paths for row in rows_of(path))
@@ -51,9 +51,9 @@ def test_the_page_is_that_of_todays_docstrings():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/docs/test_structure.py"
 
 
-def test_every_folder_of_the_package_has_its_room_and_every_folder_of_code_its_docstring():
+def test_every_folder_of_the_package_belongs_to_a_part_and_every_folder_of_code_its_docstring():
     entries = {path.name + "/" * path.is_dir() for path in (ROOT / "nanoinfer").iterdir()}
-    assert {name for name in entries if name[0] not in "_." and name != "py.typed"} == set(" ".join(ROOMS.values()).split())
+    assert {name for name in entries if name[0] not in "_." and name != "py.typed"} == set(" ".join(PARTS.values()).split())
     listed = set(re.findall(r"^\| \[([^]]+)/\]", page(), re.MULTILINE))
     folders = {
         path.parent.relative_to(ROOT).as_posix()

@@ -19,6 +19,7 @@ from nanoinfer.outputs import BeamSearchSequence
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.sampling_params import StructuredOutputsParams
+from nanoinfer_lab.testing.schedules import World
 
 
 def double(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -53,6 +54,7 @@ for delta in llm.stream(prompt, llm.get_default_sampling_params()):
 beams: list[BeamSearchSequence] = found.sequences
 scores: list[tuple[str, float]] = [(beam.text, beam.score) for beam in found.sequences]
 steps: list[StepScheduled] = recorder.of(StepScheduled)
+blocks: int = World(num_requests=2).num_blocks
 
 with LLM("tiny-qwen3") as closing:
     sizes: tuple[int, str] = (closing.info.max_model_len, closing.info.device)

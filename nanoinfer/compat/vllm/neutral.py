@@ -1,7 +1,7 @@
 """vLLM's arguments, methods and attributes that nanoinfer lacks, and what happens where a script uses them.
 
 In: a name that the called function or the object does not know. Out: nanoinfer's name for it, or an error that says what to do
-instead. arguments.py and llm.py import this file when they meet an unknown name. docs/vllm.md lists all of them.
+instead. Who meets an unknown name gets these functions from nanoinfer/__init__.py. docs/vllm.md lists all names.
 """
 
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from nanoinfer.engine.observer import Observer
 from nanoinfer.engine.request import Request
 from nanoinfer.execution.executor import StepOutput
-from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric
+from nanoinfer.outputs import Counter, FinishReason, Gauge, Histogram, Metric, Vector  # noqa: F401 (engine.metrics had it)
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 

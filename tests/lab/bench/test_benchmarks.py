@@ -87,8 +87,16 @@ def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
     monkeypatch.setattr(speculation, "PROMPT_LEN", 4)
     monkeypatch.setattr(speculation, "OUTPUT_LEN", 40)
     monkeypatch.setattr(speculation, "CASES", (("one id", [5], 1), ("two streams", None, 2)))
+    run_workload, runs = speculation.run_workload, set()
+
+    def watched(llm, *arguments):
+        runs.add((llm.engine.planner is None, llm.engine.observer is llm.engine.scheduler.observer))
+        return run_workload(llm, *arguments)
+
+    monkeypatch.setattr(speculation, "run_workload", watched)
     result = CliRunner().invoke(speculation.app, ["--repeats", "1", "--json"])
     assert result.exit_code == 0, result.output
+    assert runs == {(True, True), (False, False)}  # without drafts the speculator does not observe either
     repeating, _ = json.loads(result.stdout)
     assert repeating["name"] == "one id"
     assert repeating["accepted"] == repeating["drafted"] > 30  # two runs of 39 tokens, nearly all of them drafted
