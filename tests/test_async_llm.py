@@ -459,15 +459,15 @@ def test_an_abort_while_the_prompt_is_prepared_is_not_lost(monkeypatch):
     async def scenario(async_llm):
         has_begun, may_end, prepare = threading.Event(), threading.Event(), async_llm.engine.inputs.prepare_prompt
 
-        def waiting(*args):
+        def waiting(*args, **options):
             has_begun.set()
             may_end.wait(120)
-            return prepare(*args)
+            return prepare(*args, **options)
 
         monkeypatch.setattr(async_llm.engine.inputs, "prepare_prompt", waiting)
         generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True), "mine")
         first = asyncio.create_task(anext(generator))
-        await asyncio.to_thread(has_begun.wait)
+        assert await asyncio.to_thread(has_begun.wait, 120)
         await async_llm.abort("mine")
         may_end.set()
         return [await first, *[output async for output in generator]]
