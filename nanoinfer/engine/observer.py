@@ -39,7 +39,7 @@ class Observer(SchedulingObserver):
 class Planner(Observer):
     """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one.
 
-    It is told of the engine's events, not of the scheduler's and the block manager's.
+    It receives the engine's events, not those of the scheduler and the block manager.
     """
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
