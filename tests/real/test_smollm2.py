@@ -9,7 +9,7 @@ import transformers
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_tokenizer, open_weights
-from nanoinfer_lab.cli import verify
+from nanoinfer_lab import verify
 from tests.helpers import http_server, tool_cases
 from tests.real.texts import TEXTS
 
