@@ -97,7 +97,7 @@ class Sampler:
         Raises:
             InvalidValueError: a stage of STAGES is missing.
         """
-        if missing := [_name(stage) for stage in STAGES if stage not in stages]:
+        if missing := [stage_name(stage) for stage in STAGES if stage not in stages]:
             raise InvalidValueError(
                 f"stages lacks {', '.join(missing)}, so parameters would be ignored; use [*STAGES, mine], STAGES being in "
                 "nanoinfer.sampling.sampler"
@@ -149,7 +149,8 @@ class Sampler:
             processed = stage(logits, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
                 got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
-                raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
+                name = stage_name(stage)
+                raise InvalidTypeError(f"stage {name} must return logits of shape {tuple(logits.shape)}, got {got}")
             logits = processed.contiguous()
         return logits
 
@@ -211,9 +212,9 @@ class Sampler:
             if stage is not stages.apply_logits_processors:
                 blank = stage(blank, batch)
             if not blank[row].amax().isfinite():
-                return f"no token is left to draw after {_name(stage)}; loosen the parameters that it reads"
+                return f"no token is left to draw after {stage_name(stage)}; loosen the parameters that it reads"
         if users:
-            names = " and ".join(_name(stage) for stage in users)
+            names = " and ".join(stage_name(stage) for stage in users)
             return f"no token is left to draw after {names}; leave one logit finite, and make none infinite or NaN"
         return NOT_FINITE
 
@@ -227,7 +228,8 @@ def _choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     return torch.where(is_chosen, token_ids, draw(logits, batch.u))
 
 
-def _name(stage: Stage) -> str:
+def stage_name(stage: Stage) -> str:
+    """Return the name of a stage in errors and traces."""
     return getattr(stage, "__name__", repr(stage))
 
 

@@ -18,7 +18,7 @@ from nanoinfer.features.tracing.observer import TracingObserver
 from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage
+from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage, stage_name
 from nanoinfer.sampling.stages import Logits
 
 NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
@@ -61,7 +61,7 @@ class TracingSampler(Sampler):
         self.after_stage("model", logits)
         for stage in stages:
             logits = super()._apply((stage,), logits, batch)
-            self.after_stage(getattr(stage, "__name__", repr(stage)), logits)
+            self.after_stage(stage_name(stage), logits)
         return logits
 
     def begin(self) -> None:
