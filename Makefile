@@ -91,7 +91,7 @@ golden: .venv/installed-test
 # reports that load (vectors.h) writes its own variable after its scope, so scopes are left out.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize-address-use-after-scope
 SANITIZED_TESTS := tests/fast/cpu tests/fast/sampling/test_kernels.py tests/attention/test_cpu.py
-SANITIZED_TESTS += tests/distributed/test_shared_memory.py
+SANITIZED_TESTS += tests/features/distributed/test_shared_memory.py
 sanitize: .venv/installed-test
 	LD_PRELOAD="$(foreach library,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(library).so))" ASAN_OPTIONS=detect_leaks=0 \
 		CXX="g++ $(SANITIZERS)" $(BIN)/python -m pytest $(SANITIZED_TESTS)

@@ -15,10 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM as AsyncLLM
     from nanoinfer.attention.base import register_backend as register_backend
-    from nanoinfer.chat.parsing import ChatParser as ChatParser
-    from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.compat.vllm.neutral import argument_of_vllm as argument_of_vllm
     from nanoinfer.compat.vllm.neutral import missing_attribute as missing_attribute
     from nanoinfer.compat.vllm.parser import add_cli_arguments as add_cli_arguments
@@ -32,6 +29,8 @@ if TYPE_CHECKING:
     from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
     from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
+    from nanoinfer.features.chat.parsing import ChatParser as ChatParser
+    from nanoinfer.features.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
     from nanoinfer.features.own_code.logits_processors import processor_classes as processor_classes
     from nanoinfer.features.own_code.logits_processors import processor_functions as processor_functions
@@ -44,13 +43,14 @@ if TYPE_CHECKING:
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
+    from nanoinfer.server.async_llm import AsyncLLM as AsyncLLM
 
 __version__ = "0.3.0.dev0"
 
 # Public name -> its module, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _NAMES = {
     "llm": "LLM",
-    "async_llm": "AsyncLLM",
+    "server.async_llm": "AsyncLLM",
     "config": "EngineArgs AsyncEngineArgs",
     "sampling_params": "SamplingParams",
     "features.beam_search.params": "BeamSearchParams BeamSearchOutput",
@@ -60,7 +60,7 @@ _NAMES = {
     "errors": "NanoinferError",
     "features.drafts.config": "SpeculativeConfig",
     "features.tracing": "Recorder",
-    "chat.parsing": "ChatParser parse_chat_answer",
+    "features.chat.parsing": "ChatParser parse_chat_answer",
     "models.registry": "register_model",
     "attention.base": "register_backend",
 }

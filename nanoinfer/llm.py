@@ -20,22 +20,22 @@ from nanoinfer.config import EngineArgs
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred, interrupt_handler
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.prompts import PromptType, TokensPrompt
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
+from nanoinfer.load import load_engine
 from nanoinfer.outputs import Delta, Metric, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoinfer.chat.messages import Message
-    from nanoinfer.chat.tools import Tool, ToolChoice
-    from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.features.adapters.request import LoRARequest
-    from nanoinfer.training.rollouts import Tag
+    from nanoinfer.features.chat.messages import Message
+    from nanoinfer.features.chat.tools import Tool, ToolChoice
+    from nanoinfer.features.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
+    from nanoinfer.features.training.rollouts import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class LLM:
             UnsupportedError: the template has no place for tools.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        from nanoinfer.chat.messages import render_chats
+        from nanoinfer.features.chat.messages import render_chats
 
         prompts, constrained = render_chats(
             self.engine.inputs,
@@ -333,7 +333,7 @@ class LLM:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
             UnsupportedError: The checkpoint says that something else is to be computed.
         """
-        from nanoinfer.embedding import pooling
+        from nanoinfer.features.embedding import pooling
 
         params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
         return pooling.embed(self, prompts, params, use_tqdm)
@@ -358,11 +358,11 @@ class LLM:
             use_tqdm: as in embed.
             pooling_params: as in embed.
             truncate_prompt_tokens: as in embed.
-            instruction: The criterion by which a reranker judges. None: INSTRUCTION of embedding/pooling.py.
+            instruction: The criterion by which a reranker judges. None: INSTRUCTION of features/embedding/pooling.py.
 
         Raises: As embed does.
         """
-        from nanoinfer.embedding import pooling
+        from nanoinfer.features.embedding import pooling
 
         params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
         return pooling.score(self, queries, documents, params, instruction, use_tqdm)
@@ -387,7 +387,7 @@ class LLM:
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The weights are rounded, or have adapters merged into them.
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         return rollouts.update_weights(self.engine, pairs)
 
@@ -400,7 +400,7 @@ class LLM:
 
         Returns, Raises: As update_weights, and as LLM() does for missing and corrupted files.
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         return rollouts.update_weights_from_path(self.engine, path)
 
@@ -411,7 +411,7 @@ class LLM:
             mode: What happens to running requests. "wait" completes their answers, which open streams then yield. "abort" ends
                 them with finish_reason "abort".
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         rollouts.refuse_requests(self.engine, mode)
         while self.engine.num_unfinished:
@@ -432,7 +432,7 @@ class LLM:
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         rollouts.sleep(self.engine, level)
 
@@ -442,13 +442,13 @@ class LLM:
         Args:
             tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         rollouts.wake_up(self.engine, tags)
 
     def is_sleeping(self) -> bool:
         """Whether sleep() has freed memory that wake_up() has not taken back."""
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         return rollouts.is_sleeping(self.engine)
 
@@ -473,7 +473,7 @@ class LLM:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for a prompt with too many tokens.
             NanoinferError: The model's numbers are not finite.
         """
-        from nanoinfer.training import rollouts
+        from nanoinfer.features.training import rollouts
 
         return rollouts.compute_logprobs(self, prompts, temperature)
 

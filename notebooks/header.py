@@ -100,7 +100,7 @@ NOTEBOOKS = {
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
         55,
-        ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
+        ("async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
         ("server",),
         ("05",),
         former="15",
@@ -140,7 +140,7 @@ NOTEBOOKS = {
     "11_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         45,
-        ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
+        ("features/distributed/sharding.py", "features/distributed/runner.py", "features/distributed/communicator.py"),
         ("devices", "weights"),
         ("00a", "02", "04"),
         former="14",
@@ -225,7 +225,12 @@ NOTEBOOKS = {
     "d7_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
         70,
-        ("scheduling/block_manager.py", "scheduling/state_slots.py", "attention/kv_cache.py", "models/gated_delta.py"),
+        (
+            "scheduling/block_manager.py",
+            "features/hybrid/state_slots.py",
+            "attention/kv_cache.py",
+            "features/hybrid/gated_delta.py",
+        ),
         ("block tables", "KV cache"),
         ("03", "10"),
         former="18",
@@ -233,7 +238,7 @@ NOTEBOOKS = {
     "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
         40,
-        ("training/policy.py", "training/functions.py", "training/rollouts.py"),
+        ("features/training/policy.py", "features/training/functions.py", "features/training/rollouts.py"),
         ("weights", "sampler", "kernels"),
         ("07", "d2"),
         former="19",

@@ -67,7 +67,7 @@ DRIVERS = {
     "delta": _delta(20, 24, 2, 4, "BF16"),
     "program": Driver("fast/cpu/vectors.h", "program", ("BF16", "LANES=16"), (1,)),
     "sampling": Driver("fast/sampling/kernels.cpp", "sampling", counted_rows=(1,)),
-    "exchange": Driver("distributed/exchange.cpp", "exchange", (), (9,)),
+    "exchange": Driver("features/distributed/exchange.cpp", "exchange", (), (9,)),
 }
 
 _DTYPES = {"float32": (), "bfloat16": ("BF16",), "float16": ("FP16",)}

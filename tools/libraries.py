@@ -15,8 +15,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from nanoinfer.distributed.communicator import EXCHANGE
 from nanoinfer.fast.cpu import native
+from nanoinfer.features.distributed.communicator import EXCHANGE
 
 # head_dim -> query heads that share a KV head
 HEADS = {32: (1, 2), 64: (1, 2, 3, 4, 5, 7, 8), 80: (1, 4), 96: (1, 3), 128: (1, 2, 3, 4, 5, 6, 7, 8), 256: (1, 2, 4, 8)}

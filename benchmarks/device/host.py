@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.device.parts import Results, Setup
 from benchmarks.device.watch import Watch
+from nanoinfer.build import make_executor
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.build import make_executor
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.fast.compile import CompiledModel

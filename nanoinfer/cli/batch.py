@@ -22,7 +22,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM
+    from nanoinfer.server.async_llm import AsyncLLM
     from nanoinfer.server.batch import Manifest, ResultFile
 
 

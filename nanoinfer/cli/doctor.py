@@ -21,18 +21,18 @@ import nanoinfer
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.build import make_runtime
 from nanoinfer.cli.bits import SAME, compare
 from nanoinfer.cli.options import print_table
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.build import make_runtime
 from nanoinfer.errors import UnsupportedError, first_line
-from nanoinfer.execution import block_files
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import describe_graphs, memory_for_cache, size_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
+from nanoinfer.features.disk_cache import block_files
 from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system import environment

@@ -55,7 +55,7 @@ def generate(
     params = options.resolve_sampling_params(llm, sampling, **given)
     request: PromptType = text
     if chat:
-        from nanoinfer.chat.messages import render_chats
+        from nanoinfer.features.chat.messages import render_chats
 
         [request], [params] = render_chats(llm.engine.inputs, [{"role": "user", "content": text}], params)
     if echo and not as_json:

@@ -38,8 +38,8 @@ from nanoinfer.sampling_params import SamplingParams, over_default
 from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.llm import LLM
+    from nanoinfer.server.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -306,8 +306,8 @@ def check_chat_template(engine: EngineOptions) -> None:
 
     Only small files are read, and the beginning of a GGUF file. Making the tokenizer twice would take a second.
     """
+    from nanoinfer.features.formats.gguf import MAX_METADATA_BYTES
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL, check_file, locate
-    from nanoinfer.loading.formats.gguf import MAX_METADATA_BYTES
 
     name, revision = (engine.tokenizer, None) if engine.tokenizer else (engine.model or DEFAULT_MODEL, engine.revision)
     path = locate(name, revision, with_weights=False)
@@ -341,7 +341,7 @@ def load_llm(engine: EngineOptions, *, needs_chat_template: bool = False, **more
 def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
     """Make an AsyncLLM, as load_llm makes an LLM."""
     with busy("Starting"):
-        from nanoinfer.async_llm import AsyncLLM
+        from nanoinfer.server.async_llm import AsyncLLM
 
     return _load(AsyncLLM, engine, more)
 

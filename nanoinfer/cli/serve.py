@@ -20,7 +20,7 @@ from nanoinfer.server.listen import bind, bind_uds, cannot_listen, host_names, r
 from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM
+    from nanoinfer.server.async_llm import AsyncLLM
 
 DEFAULT_ADDRESS = "127.0.0.1", 8000
 API_KEY_VARIABLE = "NANOINFER_API_KEY"

@@ -78,7 +78,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class RequestFeature(Protocol):
-    """What a feature (features/) makes of each request. engine/build.py lists those of an engine, in their order."""
+    """What a feature (features/) makes of each request. build.py lists those of an engine, in their order."""
 
     limits: Mapping[str, int] = {}  # for the scheduler, which explains them
 
@@ -163,7 +163,7 @@ class InputProcessor:
 
     def render_chat(self, messages: object, **rendering: Any) -> ChatPrompt:
         """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
-        from nanoinfer.chat.messages import render_chat
+        from nanoinfer.features.chat.messages import render_chat
 
         return render_chat(self.tokenizer, messages, **{"max_tokens": self.max_model_len} | rendering)
 

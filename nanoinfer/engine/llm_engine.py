@@ -28,7 +28,7 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.scheduling.stored_blocks import BlockStore
+    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class LLMEngine:
         return [first, *forks]
 
     def check_accepting(self) -> None:
-        """Raises: EnginePausedError if the engine is paused or asleep (training/rollouts.py)."""
+        """Raises: EnginePausedError if the engine is paused or asleep (features/training/rollouts.py)."""
         for refusal in self.refusals.values():
             raise type(refusal)(*refusal.args)  # a new exception, because each keeps its traceback
 

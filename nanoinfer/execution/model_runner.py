@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
@@ -92,11 +92,11 @@ def begin_step(backend: AttentionBackend, cache: KVCache, batch: ForwardBatch) -
     """Return the object with which all layers of the step attend and keep their states."""
     attend = backend.begin_step(cache, batch.attention)
     if batch.further_groups:
-        from nanoinfer.attention.groups import GroupedAttend
+        from nanoinfer.features.hybrid.groups import GroupedAttend
 
         attend = GroupedAttend(cache, backend, (batch.attention, *batch.further_groups))
     if cache.states is not None:
-        from nanoinfer.attention.states import AttendWithStates
+        from nanoinfer.features.hybrid.states import AttendWithStates
 
         attend = AttendWithStates(attend, cache.states, batch.attention)
     return attend

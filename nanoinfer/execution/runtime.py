@@ -1,6 +1,6 @@
 """The runtime of a model: the textbook's, which `fast/` may replace by a faster one with the same result.
 
-In: a model with its weights. Out: a Runtime, from which engine/build.py makes an executor.
+In: a model with its weights. Out: a Runtime, from which build.py makes an executor.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, Replayer
-from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler

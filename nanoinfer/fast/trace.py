@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from nanoinfer.loading.loaded_weights import HookInKernels
+from nanoinfer.features.training.loaded_weights import HookInKernels
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, Untraced, ZeroCentredRMSNorm
 
 # The forward passes of modules that stay a single call. A subclass counts as such unless it overrides forward.

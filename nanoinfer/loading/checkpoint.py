@@ -15,7 +15,7 @@ from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_lin
 from nanoinfer.loading.folders import BUNDLED, bundled_models, list_bundled, list_folder
 
 if TYPE_CHECKING:
-    from nanoinfer.loading.formats.gguf import GGUFFile
+    from nanoinfer.features.formats.gguf import GGUFFile
 
 DEFAULT_MODEL = "tiny-qwen3"
 
@@ -83,8 +83,8 @@ class Checkpoint:
 
     @classmethod
     def _open_gguf(cls, path: Path) -> "Checkpoint":
-        from nanoinfer.loading.formats.gguf import read_gguf
-        from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
+        from nanoinfer.features.formats.gguf import read_gguf
+        from nanoinfer.features.formats.gguf_families import to_config, to_generation_config
 
         check_file(path)
         file = read_gguf(path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from nanoinfer.loading.formats.gguf import GGUFFile
+    from nanoinfer.features.formats.gguf import GGUFFile
 
 PAGE = 4096  # bytes
 MAX_PAGES = 512

@@ -26,15 +26,15 @@ from nanoinfer.errors import (
     first_line,
     shown,
 )
+from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin, Shards
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint, check_file, locate
-from nanoinfer.loading.loaded_weights import LoadedWeights, Origin, Shards
 from nanoinfer.loading.weights import Identity, WeightFiles, Weights, dtype_of, fill, head_is_tied, place_weights
 from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import available_cpu_memory, set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanoinfer.loading.formats.gguf import GGUFFile
+    from nanoinfer.features.formats.gguf import GGUFFile
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def load_configured(
     model, weights = on_meta(checkpoint)
     num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
     if config.lora:
-        from nanoinfer.loading.formats.lora import LoraWeights
+        from nanoinfer.features.adapters.lora import LoraWeights
 
         weights = LoraWeights(weights, config.lora, model.weight_rules)
     sizes = model.config
@@ -199,8 +199,8 @@ def _compare_memory(model: nn.Module, config: EngineConfig, num_stored_bits: flo
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:
     """Return the tokenizer of a folder or a GGUF file, or None if it has none. file: the header. None: not read yet."""
     if file is not None or path.is_file():
-        from nanoinfer.loading.formats.gguf import read_gguf
-        from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
+        from nanoinfer.features.formats.gguf import read_gguf
+        from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
     # Refuse files on which transformers would hang or spend a long time. It chooses among many names.
@@ -222,13 +222,13 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
 def open_weights(checkpoint: Checkpoint) -> Weights:
     """Return the checkpoint's tensors under the model's names, whatever the format in which they are stored."""
     if checkpoint.gguf is not None:
-        from nanoinfer.loading.formats.gguf_weights import GGUFWeights
+        from nanoinfer.features.formats.gguf_weights import GGUFWeights
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
     files: Weights = WeightFiles(checkpoint.weight_files, checkpoint.weight_map)
     if settings:
-        from nanoinfer.loading.formats.packed import open_packed
+        from nanoinfer.features.formats.packed import open_packed
 
         files = open_packed(files, settings, checkpoint.config_path)
     return divided(files, find_model(checkpoint.config).weight_rules)
@@ -238,7 +238,7 @@ def divided(weights: Weights, rules: WeightRules) -> Weights:
     """Return the same tensors, after dividing those that hold several parameters in checkpoints of this family."""
     if rules.fused_experts is None:
         return weights
-    from nanoinfer.loading.formats.experts import ExpertWeights
+    from nanoinfer.features.formats.experts import ExpertWeights
 
     return ExpertWeights(weights, rules.fused_experts)
 

@@ -7,7 +7,7 @@
     RoPE      YaRN whose ramp may begin and end between two pairs (truncate=false)
 
 Source: https://arxiv.org/abs/2508.10925. Its checkpoints store all experts of a layer in a single tensor, which
-loading/formats/experts.py divides. The other names are those of the checkpoints.
+features/formats/experts.py divides. The other names are those of the checkpoints.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class WeightRules:
         transpose: name endings of tensors stored as [in, out], which a linear layer has as [out, in].
         skip: name endings of tensors that are not weights.
         ignored: name beginnings of weights of something else, such as a model that drafts tokens.
-        fused_experts: the layout of tensors that hold all experts of a layer (loading/formats/experts.py).
+        fused_experts: the layout of tensors that hold all experts of a layer (features/formats/experts.py).
     """
 
     prefix: str
@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[str, str]] = {
     "Qwen2MoeForCausalLM": ("qwen2_moe", "nanoinfer.models.qwen_moe:QwenMoeForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "nanoinfer.models.qwen:QwenForCausalLM"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "nanoinfer.models.qwen_moe:QwenMoeForCausalLM"),
-    "Qwen3NextForCausalLM": ("qwen3_next", "nanoinfer.models.qwen_next:Qwen3NextForCausalLM"),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM"),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "nanoinfer.features.hybrid.qwen_next:Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "nanoinfer.features.hybrid.qwen_next:Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "nanoinfer.features.hybrid.qwen_next:Qwen3_5ForCausalLM"),
 }
 _registered: dict[str, type[nn.Module]] = {}
 

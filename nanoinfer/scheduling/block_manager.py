@@ -43,7 +43,7 @@ from nanoinfer.scheduling.prefix_index import CacheGroup, Prefix, PrefixIndex, f
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanoinfer.scheduling.stored_blocks import BlockStore
+    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,12 @@ class BlockManager:
         groups = [CacheGroup(window, self.blocks) for window in layout.windows]
         self.state_slots = self.stored = None
         if layout.num_state_slots:
-            from nanoinfer.scheduling.state_slots import WINDOW, StateSlots
+            from nanoinfer.features.hybrid.state_slots import WINDOW, StateSlots
 
             groups.append(CacheGroup(WINDOW, Pool(layout.num_state_slots)))
         self.index = PrefixIndex(groups, block_size, b"" if store is None else store.fingerprint)
         if store is not None:
-            from nanoinfer.scheduling.stored_blocks import StoredBlocks
+            from nanoinfer.features.disk_cache.stored_blocks import StoredBlocks
 
             self.stored = StoredBlocks(store, self.index)
         if layout.num_state_slots:

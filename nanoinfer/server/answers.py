@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import TRY_LATER
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
+from nanoinfer.server.async_llm import AsyncLLM, RequestStream
 from nanoinfer.server.errors import ContextLengthError, RequestError, subject, without_paths
 from nanoinfer.server.protocol import JsonObject
 

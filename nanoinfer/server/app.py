@@ -14,15 +14,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from nanoinfer import __version__
-from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.chat.messages import end_of_reasoning
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.adapters.adapters import adapter_of
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.chat.messages import end_of_reasoning
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.choices import (
     ChatFormat,
     ChatReply,

@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic_core import to_json
 
-from nanoinfer.async_llm import RequestStream
-from nanoinfer.chat.parsing import ChatDelta, ChatParser, ToolCall
+from nanoinfer.features.chat.parsing import ChatDelta, ChatParser, ToolCall
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Reply
+from nanoinfer.server.async_llm import RequestStream
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest, JsonObject
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from nanoinfer.async_llm import RequestStream
-from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
-from nanoinfer.chat.messages import constrain_calls, limit_thinking, with_text_content
-from nanoinfer.chat.parsing import END_THINK, THINK, ChatParser, calls_as_hermes
-from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.chat.harmony import CHANNEL, FINAL, HarmonyParser
+from nanoinfer.features.chat.messages import constrain_calls, limit_thinking, with_text_content
+from nanoinfer.features.chat.parsing import END_THINK, THINK, ChatParser, calls_as_hermes
+from nanoinfer.features.chat.tools import after_thinking, requires_call
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Reply
+from nanoinfer.server.async_llm import RequestStream
 from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import (
     MAX_TOKENIZED,

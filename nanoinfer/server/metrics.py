@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from nanoinfer import outputs
-from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.server.async_llm import AsyncLLM
 
 
 class Metrics(Collector):

@@ -7,9 +7,9 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from nanoinfer.arguments import declarations
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.features.tracing import viewer
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.async_llm import AsyncLLM
 
 _CHATS = [f"Tell me a story about {name}" for name in ("Lily", "Tom", "Felix")]  # what the bundled models can do
 _TEXTS = ["Once upon a time", "Lily was"]

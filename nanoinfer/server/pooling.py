@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from starlette.responses import Response
 
-from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.features.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.server.answers import Answers, respond_whole
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
 from nanoinfer.server.protocol import (

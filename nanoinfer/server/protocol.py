@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from nanoinfer.arguments import declarations
-from nanoinfer.chat.tools import requires_call
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.features.chat.tools import requires_call
 from nanoinfer.features.structured.params import StructuredOutputsParams
 from nanoinfer.sampling_params import SamplingParams, over_default
 from nanoinfer.server.errors import RequestError, invalid_body

@@ -23,7 +23,7 @@ from nanoinfer.server.run import share_the_process
 from nanoinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM
+    from nanoinfer.server.async_llm import AsyncLLM
 
 MAX_DEATHS = 2
 BATCHES_PER_ACTOR = 2  # batches in flight, so that the engine has requests while a batch ends

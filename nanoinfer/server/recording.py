@@ -9,8 +9,8 @@ import secrets
 from array import array
 from hashlib import blake2b
 
-from nanoinfer.async_llm import RequestStream
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.server.async_llm import RequestStream
 
 BLOCK_TOKENS = 512  # Mooncake's
 

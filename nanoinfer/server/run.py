@@ -15,8 +15,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import create_app
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 from nanoinfer.server.listen import url_of
 from nanoinfer.server.settings import ServerSettings

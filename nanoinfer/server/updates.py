@@ -15,11 +15,11 @@ from typing import Literal
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.training import rollouts
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.errors import RequestError, text_body
 from nanoinfer.server.protocol import Body, JsonObject
-from nanoinfer.training import rollouts
 
 
 class UpdateRequest(Body):

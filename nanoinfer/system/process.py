@@ -6,12 +6,12 @@ logger `nanoinfer`:
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process. A server returns what large requests freed (`return_freed_memory`).
     number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
-                           made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
+                           made, and divided among the ranks of tensor_parallel_size (features/distributed/launch.py). If
                            OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has a single thread.
                            If it sets more before it makes an engine, the kernels take them (`prepare_threads`, below).
     threads of kernels     the kernels' team keeps its threads, asleep, until the process ends. fast/cpu/program.cpp.
     current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
-                           when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
+                           when features/distributed connects the ranks, and when loading/loader.py loads a model.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
                            threads pass through. fast/trace.py.
     exponentials           a kernel with the same bits computes those of sampling/exponentials.py on a CPU.
@@ -21,7 +21,7 @@ logger `nanoinfer`:
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
                            is restored after each step.
 
-Commands (cli/, nanoinfer_lab/, nanoinfer_course/cli.py) and the ranks above 0 (distributed/worker.py) own their process, and
+Commands (cli/, nanoinfer_lab/, nanoinfer_course/cli.py) and the ranks above 0 (features/distributed) own their process, and
 change more of it. A command configures logging, and its option --threads sets torch's threads. A benchmark of a random
 model seeds torch's generators. The ranks above 0 log errors only, and take over rank 0's number of threads and its precision of
 float32 products. `nanoinfer serve`, `nanoinfer batch` and replicas of Ray (server/run.py) also set the interpreter's switch

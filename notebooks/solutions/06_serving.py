@@ -11,8 +11,8 @@ import torch
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.features.tracing import StepScheduled
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from nanoinfer.server.settings import ServerSettings

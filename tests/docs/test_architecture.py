@@ -30,37 +30,35 @@ CORE = {
 }
 # The features, with a folder of features/ or of the package, and fast/. They may import the machine. A folder -> what else.
 FEATURES = {
-    "chat": {"features.structured"},
-    "embedding": set(),
+    "features.chat": {"features.structured"},
     "features.drafts": {"features.tracing"},
-    "features.reasoning": {"chat"},
+    "features.reasoning": {"features.chat"},
     "fast": {"features.adapters"},
-    "distributed": {"fast"},
-    "training": {"fast", "features.logprobs"},
+    "features.distributed": {"fast"},
+    "features.training": {"fast", "features.logprobs"},
 }
 # Who uses all of them -> which of these it may import besides.
 USERS = {
-    "async_llm": set(),
-    "compat": {"async_llm"},
-    "server": {"async_llm", "compat"},
-    "cli": {"async_llm", "server"},
+    "compat": {"server"},
+    "server": {"compat"},
+    "cli": {"server"},
     "testing": set(),
 }
 
 # The files that put an engine together, and may name every feature.
-BUILDERS = {"engine/build.py", "engine/load.py"}
+BUILDERS = {"build.py", "load.py"}
 # What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
 NAMED = {
-    "engine/inputs.py": {"nanoinfer.chat.messages"},
+    "engine/inputs.py": {"nanoinfer.features.chat.messages"},
     "llm.py": {
-        "nanoinfer.chat.messages",
-        "nanoinfer.chat.tools",
-        "nanoinfer.embedding",
-        "nanoinfer.embedding.pooling",
+        "nanoinfer.features.chat.messages",
+        "nanoinfer.features.chat.tools",
+        "nanoinfer.features.embedding",
+        "nanoinfer.features.embedding.pooling",
         "nanoinfer.features.adapters.request",
         "nanoinfer.features.beam_search.search",
-        "nanoinfer.training",
-        "nanoinfer.training.rollouts",
+        "nanoinfer.features.training",
+        "nanoinfer.features.training.rollouts",
     },
 }
 
@@ -150,9 +148,7 @@ def test_an_import_that_points_upwards_would_be_seen():
 
 
 def test_only_build_opens_the_entry_point_to_fast():
-    assert {module for module in imports_of(FILES["engine/build.py"]) if folder_of(module) == "fast"} == {
-        "nanoinfer.fast.accelerate"
-    }
+    assert {module for module in imports_of(FILES["build.py"]) if folder_of(module) == "fast"} == {"nanoinfer.fast.accelerate"}
 
 
 def test_the_page_names_every_file_and_folder():

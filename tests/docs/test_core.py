@@ -24,10 +24,8 @@ SENTENCES = {
 }
 # Parts that are imported when they are used.
 OPTIONAL = """
-    features/ fast/ chat/ embedding/ training/ distributed/ async_llm.py server/ cli/ compat/ loading/formats/ loading/hub.py
-    models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py models/qwen_next.py
-    models/gated_delta.py engine/reading.py scheduling/stored_blocks.py execution/block_files.py attention/states.py
-    scheduling/state_slots.py
+    features/ fast/ server/ cli/ compat/ loading/hub.py engine/reading.py
+    models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py
 """.split()
 # Of these, what every run imports, because an engine always counts.
 ALWAYS = ("features/__init__.py", "features/metrics/")

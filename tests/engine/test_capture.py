@@ -8,9 +8,9 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.server.engine_thread import EngineThread
 from tests.helpers.fake_executor import FakeExecutor
 
 PARAMS = SamplingParams(max_tokens=2, detokenize=False)

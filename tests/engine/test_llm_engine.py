@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.build import make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.build import make_engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.features.tracing import RequestFinished, StepScheduled, StepTimed
 from nanoinfer.loading import loader

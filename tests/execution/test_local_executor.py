@@ -5,8 +5,8 @@ import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
-from nanoinfer.engine.build import make_executor, make_runtime
 from nanoinfer.execution.executor import Executor
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model

@@ -14,8 +14,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+from nanoinfer.build import ParameterFeatures
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.build import ParameterFeatures
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError

@@ -87,12 +87,12 @@ INJECTED = {
         ("a hit is a block shorter", "range(len(keys), 0, -1)", "range(len(keys) - 1, 0, -1)"),
         ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
     ],
-    "scheduling/state_slots.py": [
+    "features/hybrid/state_slots.py": [
         ("the last free slot is for no checkpoint", "keeps and self.pool.num_free:", "keeps and self.pool.num_free > 1:"),
         ("the newest checkpoint is taken", "next(iter(self.pool.reusable))", "next(reversed(self.pool.reusable))"),
         ("older checkpoints of a text stay", "self.pool.reusable.move_to_end(before, last=False)", "pass"),
     ],
-    "scheduling/stored_blocks.py": [
+    "features/disk_cache/stored_blocks.py": [
         ("what was read is held the other way round", "sorted(held, reverse=True)", "sorted(held)"),
         ("the store loses the start of a prompt", "for key in reversed(prefix.keys)", "for key in prefix.keys"),
         ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),

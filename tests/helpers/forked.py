@@ -108,7 +108,7 @@ def _cells(sources):
 @contextmanager
 def ranks():
     """LLM(tensor_parallel_size=N) forks its other ranks, in place of starting a new Python for each."""
-    with patch("nanoinfer.distributed.launch.start_python", Rank):
+    with patch("nanoinfer.features.distributed.launch.start_python", Rank):
         yield
 
 
@@ -150,7 +150,7 @@ def _received(duplicate):
 
 
 def _rank(arguments, stdin, descriptors):
-    from nanoinfer.distributed import worker
+    from nanoinfer.features.distributed import worker
 
     os.dup2(stdin.number, 0)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}

@@ -38,7 +38,12 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("distributed/exchange.cpp", "memcpy(buffer, source, num_bytes)", "memcpy(buffer, source, num_bytes + 1)", "exchange"),
+    Fault(
+        "features/distributed/exchange.cpp",
+        "memcpy(buffer, source, num_bytes)",
+        "memcpy(buffer, source, num_bytes + 1)",
+        "exchange",
+    ),
     Fault("fast/sampling/kernels.cpp", "(LANES, stop - i)", "(LANES, stop - i + 1)", "sampling"),
     Fault("fast/sampling/kernels.cpp", "i < num; i++) {", "i <= num; i++) {", "sampling"),
     Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),

@@ -29,7 +29,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True
 
 _MEASURE = """
 import json, sys
-import nanoinfer.attention.cpu, nanoinfer.fast.cpu.accelerate, nanoinfer.loading.formats, nanoinfer.models.qwen
+import nanoinfer.attention.cpu, nanoinfer.fast.cpu.accelerate, nanoinfer.features.formats, nanoinfer.models.qwen
 from nanoinfer import LLM
 
 def resident_bytes(name):

@@ -65,7 +65,7 @@ FAULTS = {
         ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
         ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
     ],
-    "scheduling/state_slots.py": [
+    "features/hybrid/state_slots.py": [
         (
             "the slot of the step before stays held",
             "self.pool.drop([slot for slot in slots if slot not in",
@@ -78,7 +78,7 @@ FAULTS = {
         ),
         ("a shared state is written", "slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (", "slot == NO_SLOT or ("),
     ],
-    "scheduling/stored_blocks.py": [
+    "features/disk_cache/stored_blocks.py": [
         ("a state is read from another group", "self.store.find((key, group))", "self.store.find((key, 0))"),
         ("what is hit is not held while others are read", "groups[group].pool.hold([block])", "pass"),
         ("what was read stays held", "groups[group].pool.drop([block])", "pass"),

@@ -13,11 +13,11 @@ import pytest
 from openai.types.chat import ChatCompletion
 from typer.testing import CliRunner
 
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.cli.main import app as commands
 from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.loading.checkpoint import file_digests
 from nanoinfer.server.app import create_app
+from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.batch import (
     BatchRequest,
     Manifest,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nanoinfer.chat.parsing import ChatParser
+from nanoinfer.features.chat.parsing import ChatParser
 from nanoinfer.server.blocks import Blocks
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

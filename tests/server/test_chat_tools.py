@@ -7,7 +7,7 @@ import pydantic
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from nanoinfer.chat.harmony import HarmonyParser
+from nanoinfer.features.chat.harmony import HarmonyParser
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server

@@ -5,7 +5,7 @@ import json
 import httpx2
 import pytest
 
-from nanoinfer import async_llm
+from nanoinfer.server import async_llm
 from tests.helpers.limited_steps import limited_steps
 
 COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "logprobs": 1})

@@ -7,7 +7,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
 from nanoinfer import AsyncLLM
-from nanoinfer.chat.harmony import FINAL, HarmonyParser
+from nanoinfer.features.chat.harmony import FINAL, HarmonyParser
 from nanoinfer.features.own_code.logits_processors import LogitsProcessor, process_dict_updates
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest

@@ -7,7 +7,7 @@ from threading import Semaphore
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.embedding.pooling import Pooling, PoolingParams
+from nanoinfer.features.embedding.pooling import Pooling, PoolingParams
 from tests.helpers import http_server
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}

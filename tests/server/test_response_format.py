@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanoinfer.chat.tools import after_thinking
 from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.chat.tools import after_thinking
 from nanoinfer.features.structured import grammar
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.server.app import create_app

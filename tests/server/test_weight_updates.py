@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save, save_file
 
 from nanoinfer import AsyncLLM
+from nanoinfer.features.training import rollouts
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.training import rollouts
 from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
 

@@ -164,12 +164,12 @@ EFFECTS = {
     r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
     r"\bset_device\(": {"system/process.py"},
     r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "nanoinfer_course/learn/check.py"},
-    r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
+    r"set_num_threads\(": {"features/distributed/launch.py", "system/process.py"},
     r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
     r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
 }
-OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "distributed/worker.py")
+OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "features/distributed/worker.py")
 
 
 @pytest.mark.parametrize("call", EFFECTS)

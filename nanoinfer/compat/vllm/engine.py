@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanoinfer.arguments import check_argument_names
-from nanoinfer.async_llm import RequestStream
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.async_llm import RequestStream
 
 if TYPE_CHECKING:
     from nanoinfer.features.adapters.request import LoRARequest

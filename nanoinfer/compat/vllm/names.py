@@ -2,7 +2,6 @@
 
 from builtins import dict as ReasoningConfig  # LLM(reasoning_config=...) accepts the tags that it knows
 
-from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.compat.vllm.placeholders import (
     AttentionConfig,
@@ -13,5 +12,11 @@ from nanoinfer.compat.vllm.placeholders import (
     ProfilerConfig,
     StructuredOutputsConfig,
 )
-from nanoinfer.embedding.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, ScoringRequestOutput
+from nanoinfer.features.embedding.pooling import (
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from nanoinfer.features.own_code.logits_processors import VllmConfig
+from nanoinfer.server.async_llm import AsyncLLM as AsyncLLMEngine

@@ -35,10 +35,10 @@ from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
-from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.quantization import check_sizes, quantize_model
 from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
-from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory
 

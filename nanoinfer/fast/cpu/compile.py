@@ -24,7 +24,7 @@ from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 
 Pack = Callable[[FusedLinear], PackedLinear]
 

@@ -1,4 +1,4 @@
-"""The kernel of Gated DeltaNet's recurrence (delta.cpp). models/gated_delta.py has its definition, DeltaRecurrence.
+"""The kernel of Gated DeltaNet's recurrence (delta.cpp). features/hybrid/gated_delta.py has its definition, DeltaRecurrence.
 
 It computes tokens one after the other, also those of prompts, so a token's bits depend neither on the batch nor on the chunk.
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields
-from nanoinfer.models.gated_delta import DeltaRecurrence
+from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
+from nanoinfer.features.hybrid.states import AttendWithStates
 from nanoinfer.models.layers import Untraced
 
 
@@ -79,7 +79,7 @@ class KernelRecurrence(Untraced):
             self.lay_out_weights()
 
     def lay_out_weights(self) -> None:
-        """Lay out the layer's weights again after a change (loading/loaded_weights.py)."""
+        """Lay out the layer's weights again after a change (features/training/loaded_weights.py)."""
         if not self._weights:
             return  # it has no weights yet
         convolution, a_log, dt_bias, norm = (weight.detach().float() for weight in self._weights)

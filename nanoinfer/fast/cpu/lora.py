@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.fast.cpu.program import fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.features.adapters.layers import AdaptedLinear
-from nanoinfer.loading.formats.lora import LowRankUpdate
+from nanoinfer.features.adapters.lora import LowRankUpdate
 
 RANKS, OUTPUTS = 4, 16  # as in lora.h
 

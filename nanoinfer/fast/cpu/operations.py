@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.attention.groups import GroupedAttend
-from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.attention import KernelStep
 from nanoinfer.fast.cpu.delta import KernelRecurrence, arguments_of
 from nanoinfer.fast.cpu.linear import scratch_for
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
+from nanoinfer.features.hybrid.groups import GroupedAttend
+from nanoinfer.features.hybrid.states import AttendWithStates
 
 
 @dataclass(eq=False, slots=True)

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
-from nanoinfer.attention.groups import GroupedAttend
 from nanoinfer.attention.triton import paged_attention, rotate_and_store
 from nanoinfer.fast.cuda.fused_kernels import rms_norm, silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
+from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm
 
 

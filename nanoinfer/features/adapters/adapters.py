@@ -28,9 +28,9 @@ from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
+from nanoinfer.features.adapters.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
-from nanoinfer.loading.loaded_weights import Shards
+from nanoinfer.features.training.loaded_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.process import available_cpu_memory
 

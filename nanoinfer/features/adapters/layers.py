@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.loading.formats.lora import LowRankUpdate
-from nanoinfer.loading.loaded_weights import HookInKernels
+from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.features.training.loaded_weights import HookInKernels
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.transfer import integers_on_device
 

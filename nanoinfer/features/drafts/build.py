@@ -1,12 +1,12 @@
-"""Load what drafts, and make the planner of an engine with speculative_config, for engine/load.py and engine/build.py.
+"""Load what drafts, and make the planner of an engine with speculative_config, for load.py and build.py.
 
 In: an EngineConfig, the loaded model, its runtime, and its executor. Out: a Speculator, which plans the engine's steps.
 """
 
 from dataclasses import replace
 
+from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.build import make_executor, make_runtime
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.memory import peak_graph_bytes

@@ -24,12 +24,12 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.draft_model import Draft, DraftModelProposer
-from nanoinfer.loading.loaded_weights import LoadedWeights
+from nanoinfer.features.hybrid.qwen_next import Qwen3_5ForCausalLM, QwenNextConfig, QwenNextDecoderLayer
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.loader import Loaded, open_weights
 from nanoinfer.loading.weights import fill, place_weights
 from nanoinfer.models.layers import Hidden, Ids, ZeroCentredRMSNorm
 from nanoinfer.models.qwen import QwenForCausalLM
-from nanoinfer.models.qwen_next import Qwen3_5ForCausalLM, QwenNextConfig, QwenNextDecoderLayer
 from nanoinfer.models.registry import Model, WeightRules
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan

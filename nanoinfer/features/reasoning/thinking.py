@@ -1,17 +1,17 @@
 """The reasoning at the beginning of an answer, which ends after thinking_token_budget tokens.
 
 In: the tokens of the answer. Out: whether the next token must end the reasoning, for the stage end_thinking. The reasoning is
-the text between two tags, as chat/parsing.py shows it.
+the text between two tags, as features/chat/parsing.py shows it.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nanoinfer.chat.messages import end_of_reasoning
-from nanoinfer.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.chat.messages import end_of_reasoning
+from nanoinfer.features.chat.parsing import END_THINK, THINK, closes_thinking, opens_thinking
 from nanoinfer.scheduling.sequence import Constraint, Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 

@@ -7,10 +7,10 @@ import torch
 
 from nanoinfer.attention.base import AttentionMetadata, StateUpdate
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.states import AttendWithStates, StateCache
 from nanoinfer.fast.cpu.delta import KernelRecurrence
-from nanoinfer.models import gated_delta
-from nanoinfer.models.gated_delta import DeltaRecurrence
+from nanoinfer.features.hybrid import gated_delta
+from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
+from nanoinfer.features.hybrid.states import AttendWithStates, StateCache
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

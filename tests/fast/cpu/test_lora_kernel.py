@@ -8,7 +8,7 @@ from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
-from nanoinfer.loading.formats.lora import LowRankUpdate
+from nanoinfer.features.adapters.lora import LowRankUpdate
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}

@@ -10,10 +10,10 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.distributed.sharding import ShardedWeights
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.fast.cpu import calibration, native, packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear, rounded
+from nanoinfer.features.distributed.sharding import ShardedWeights
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.quantization import quantize

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 from nanoinfer.attention import triton
 from nanoinfer.attention.cache_sizes import kv_groups
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.groups import GroupedAttend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import accelerate, compile
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.layers import apply_rotary

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import SamplingParams
+from nanoinfer.build import ParameterFeatures
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.build import ParameterFeatures
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator

@@ -7,8 +7,8 @@ import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
-from nanoinfer.engine.build import make_executor, make_runtime
 from nanoinfer.features.logprobs import prompt_logprobs
 from nanoinfer.features.logprobs.prompt_logprobs import reader_of
 from nanoinfer.loading.checkpoint import Checkpoint

@@ -1,0 +1,1 @@
+"""Cached blocks on disk: a prefix cache that outlives the process."""

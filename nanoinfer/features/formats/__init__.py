@@ -1,0 +1,1 @@
+"""Checkpoints other than safetensors in floats: GGUF, packed integers, fused experts."""

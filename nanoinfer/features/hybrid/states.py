@@ -1,0 +1,107 @@
+"""The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
+
+In: the StateUpdate of each sequence of a step, chosen by state_slots.py. Out: the `recur` of a model. It does not
+know what a state means or to which sequence it belongs.
+
+A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
+another slot, so a state that a fork or the prefix cache shares stays as it is. State slot -1 holds zeros, the state before any
+token.
+"""
+
+from functools import cached_property
+from itertools import accumulate, chain, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from nanoinfer.attention.base import Advance, Attend, AttentionMetadata
+from nanoinfer.attention.dense import Keys, Queries
+from nanoinfer.attention.kv_cache import StateCache
+from nanoinfer.system.transfer import integers_on_device
+
+
+class Piece(NamedTuple):
+    """Some packed tokens of one sequence, with the state slots from which its state is read and to which it is written."""
+
+    start: int
+    stop: int
+    read: int
+    write: int
+
+
+class AttendWithStates:
+    """One step's attention and recurrence (Recur).
+
+    Attributes:
+        attend: the Attend of the layers with attention.
+        states: the cache whose state slots the pieces read and write.
+        pieces: the pieces of each sequence, in order.
+    """
+
+    def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
+        self.attend, self.states = attend, states
+        # Where the attention computes one query at a time, the states advance by one token at a time, in prompts too.
+        is_single = metadata.max_query_len == 1
+        self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
+
+    @cached_property
+    def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the batches in their order: indices of packed tokens [num_seqs, num_tokens], and the state slots [num_seqs]
+        to read and to write.
+
+        Of the i-th pieces of all sequences, those with a single token are computed together, and each longer piece alone.
+        """
+        batches = []
+        for pieces in zip_longest(*self.pieces):
+            singles = [piece for piece in pieces if piece is not None and piece.stop - piece.start == 1]
+            batches += [singles] if singles else []
+            batches += [[piece] for piece in pieces if piece is not None and piece.stop - piece.start > 1]
+        lists: list[list[int]] = []
+        for batch in batches:
+            tokens = chain.from_iterable(range(piece.start, piece.stop) for piece in batch)
+            lists += [[*tokens], [piece.read for piece in batch], [piece.write for piece in batch]]
+        tensors = iter(integers_on_device(lists, self.states.layer(0)[0].device))
+        return [(next(tensors).view(len(batch), -1), next(tensors), next(tensors)) for batch in batches]
+
+    @cached_property
+    def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
+        """Return, for kernels, the index of each sequence's first piece and the number of all, and the pieces as rows.
+
+        A row is (start, stop, read, write), in which the last state slot stands for -1.
+        """
+        num_state_slots = len(self.states.layer(0)[0])
+        first_pieces = [0, *accumulate(map(len, self.pieces))]
+        pieces = [(piece.start, piece.stop, piece.read % num_state_slots, piece.write) for piece in chain(*self.pieces)]
+        return torch.tensor(first_pieces), torch.tensor(pieces)
+
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
+        return self.attend(layer, q, k, v, **options)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Advance the states of the step's sequences. See Recur."""
+        tensors, out = self.states.layer(layer), None
+        for tokens, reads, writes in self._batches:
+            computed, state = advance(tuple(tensor[reads] for tensor in tensors), *(x[tokens] for x in rows))
+            for tensor, new in zip(tensors, state, strict=True):
+                tensor[writes] = new
+            if out is None:
+                out = computed.new_empty(len(rows[0]), *computed.shape[2:])
+            out[tokens] = computed
+        assert out is not None, "a step has at least one token"
+        return out
+
+
+def _pieces(start: int, stop: int, read: int, writes: dict[int, int], *, is_single: bool) -> list[Piece]:
+    """Cut a sequence's tokens after each token whose state is kept, or after every token.
+
+    A piece that ends before such a token writes to that token's state slot, which is free until then.
+    """
+    ends = list(range(start + 1, stop + 1)) if is_single else [start + num for num in writes]
+    pieces: list[Piece] = []
+    for end in ends:
+        write = next(state_slot for num, state_slot in writes.items() if start + num >= end)
+        pieces.append(Piece(pieces[-1].stop if pieces else start, end, read, write))
+        read = write
+    return pieces

@@ -1,0 +1,139 @@
+"""Replace the weights of a loaded model, while its compiled programs and their addresses stay as they are.
+
+In: a runner whose weights came from load_configured, and tensors under the names of its checkpoint. Out: the same model with
+other values. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
+`check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
+"""
+
+import os.path
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin
+from nanoinfer.loading.checkpoint import Checkpoint, first_ten
+from nanoinfer.loading.loader import divided, open_weights, read_config
+from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, WeightFiles, Weights, find_tensors
+from nanoinfer.system.pages import release_pages
+
+can_release = sys.platform == "linux"  # whether `release` gives memory back on this system
+
+_DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+
+class GivenWeights(Weights):
+    """Tensors that a caller gives instead of a checkpoint's files."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises: InvalidTypeError for anything but pairs, WeightsError for a name that is given twice."""
+        self._tensors: dict[str, Tensor] = {}
+        for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise InvalidTypeError(f"pairs must be (name, tensor) pairs, got {shown(pair)}; pass model.named_parameters()")
+            name, tensor = pair
+            if not isinstance(tensor, Tensor):
+                raise InvalidTypeError(f"the weight of {name!r} must be a torch.Tensor, got {shown(tensor)}")
+            if name in self:
+                raise WeightsError(f"{name!r} is given twice; give it once")
+            if tensor.is_meta:
+                raise WeightsError(f"{name!r} is on the meta device and has no numbers; load it first")
+            self._tensors[name] = tensor.detach()
+            self[name] = TensorInfo(tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return self._tensors[name][rows]
+
+
+def origin_of(weights: LoadedWeights) -> Origin:
+    """Return how a model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
+    origin = weights.origin
+    if origin is None:
+        raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
+    config = origin.config
+    hint = None
+    if config.quantization:
+        hint = f"are rounded by quantization={config.quantization!r}; load the model without it"
+    elif config.lora:
+        hint = "have adapters merged into them; load the model without lora=, and give it merged weights"
+    if hint is not None:
+        raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {hint}")
+    return origin
+
+
+def check(origin: Origin, weights: Weights) -> bool:
+    """Compare names, shapes and dtypes with the model's. Returns whether the tensors are all of its weights.
+
+    Raises: WeightsError if a tensor does not fit.
+    """
+    targets, rules = _parameters(origin), origin.rules
+    sources, problems = find_tensors(targets, weights, rules)
+    for name in weights:
+        if name.removeprefix(rules.prefix) == rules.head and rules.head not in targets:  # a tied head
+            embedding = sources.get(rules.embedding)
+            if embedding is None or not torch.equal(weights.read(name), weights.read(embedding)):
+                problems.append(f"tied: {name} must come with the embedding that it shares ({rules.embedding}), and equal it")
+    if problems:
+        raise WeightsError("the weights do not fit the model, and none was changed: " + first_ten(problems, "; "))
+    return len(sources) == len(targets)
+
+
+def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the whole model, on the meta device."""
+    with torch.device("meta"):
+        return dict(origin.model_class(origin.sizes).named_parameters())
+
+
+def is_file(path: str) -> bool:
+    return os.path.isfile(path) and path.endswith(".safetensors")  # False for a name that is too long
+
+
+def open_path(origin: Origin, path: str) -> Weights:
+    """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for anything else."""
+    if is_file(path):
+        return divided(WeightFiles([Path(path)]), origin.rules)
+    if not os.path.isdir(path):
+        raise WeightsError(
+            f"{shown(path)} is neither a folder nor a .safetensors file of this machine; download the checkpoint, and give "
+            "its folder"
+        )
+    checkpoint = Checkpoint.open(path)
+    model_class, sizes = read_config(checkpoint)
+    ours = vars(origin.sizes) | {"tie_word_embeddings": None}
+    if model_class is not origin.model_class or vars(sizes) | {"tie_word_embeddings": None} != ours:
+        raise WeightsError(f"{checkpoint.config_path} is not the config of this LLM's model; make a new LLM of it")
+    return open_weights(checkpoint)
+
+
+def fill(runner: ModelRunner, name: str, tensor: Tensor) -> None:
+    """Replace a weight on this rank. Call `finish` after the last weight."""
+    _fill(runner.weights, GivenWeights([(name, tensor)]))
+
+
+def fill_from(runner: ModelRunner, path: str) -> None:
+    """Replace the weights on this rank by its part of those of a file or a checkpoint. Call `finish` afterwards."""
+    _fill(runner.weights, open_path(origin_of(runner.weights), path))
+
+
+def finish(runner: ModelRunner) -> None:
+    """Renew everything that kernels computed from the weights on this rank."""
+    runner.weights.finish()
+
+
+def _fill(held: LoadedWeights, weights: Weights) -> None:
+    origin = origin_of(held)
+    if origin.shards is not None:
+        weights = origin.shards.shard_of(weights, origin.model_class, origin.sizes)
+    for name in weights:
+        values = weights.read(name)
+        held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)
+
+
+def release(runner: ModelRunner, *, weights: bool) -> None:
+    """Give the memory of the KV cache, or of the weights, back to the system on this rank. The contents are lost."""
+    for tensor in runner.weights.tensors() if weights else runner.cache.tensors():
+        release_pages(tensor)

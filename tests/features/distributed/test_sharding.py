@@ -1,0 +1,313 @@
+"""Shards of a model, joined, are the model: every family, 2 and 4 ranks. The ranks are threads of this process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.accelerate import compile_model
+from nanoinfer.features.adapters.adapters import Adapters
+from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.distributed import sharding
+from nanoinfer.features.distributed.communicator import Communicator
+from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.weights import TensorInfo, Weights
+from tests.helpers import tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
+
+ODD_VOCAB_SIZE = 97
+IDS = torch.arange(20) * 4 % ODD_VOCAB_SIZE
+
+
+class Member(Communicator):
+    """A rank's Communicator to other threads."""
+
+    def __init__(self, rank, barrier, tensors):
+        self.rank, self.size = rank, len(tensors)
+        self._barrier, self._tensors = barrier, tensors
+
+    def all_gather(self, x):
+        self._tensors[self.rank] = x
+        self._barrier.wait(60)
+        gathered = torch.stack(self._tensors)
+        self._barrier.wait(60)  # no rank sends again before all have read
+        return gathered
+
+    def all_reduce(self, x):
+        return sum(self.all_gather(x))
+
+    def minimum(self, number):
+        return min(self.all_gather(torch.tensor(number)).tolist())
+
+
+def on_ranks(size, function):
+    """What function(communicator) returns on each rank."""
+    barrier, tensors = threading.Barrier(size), [None] * size
+
+    def run(rank):
+        try:
+            with torch.inference_mode():
+                return function(Member(rank, barrier, tensors))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(size)]]
+
+
+def logits_of(model):
+    with torch.inference_mode():
+        return model.compute_logits(model(IDS, torch.arange(len(IDS)), DenseAttention()))
+
+
+def shard_of(checkpoint, communicator, dtype="float32", *, optimized=False):
+    config = EngineConfig(dtype=dtype, device="cpu", enforce_eager=not optimized)
+    return loader.load_configured(checkpoint, config, Shards(communicator))[0]
+
+
+def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantization=None):
+    def run(communicator):
+        model = shard_of(checkpoint, communicator, dtype, optimized=optimized)
+        if optimized:
+            model = compile_model(model, quantization).model
+        return logits_of(model)
+
+    return on_ranks(size, run)
+
+
+def whole_config(family, **overrides):
+    """The family's class and config."""
+    name, config = tiny_models.FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{"vocab_size": ODD_VOCAB_SIZE} | config | overrides).to_dict()
+    architecture = f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    model_class = loader.find_model(config | {"architectures": [architecture]})
+    return model_class, model_class.Config.from_hf(config)
+
+
+def on_meta(family, **overrides):
+    model_class, config = whole_config(family, **overrides)
+    with torch.device("meta"):
+        return model_class(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES])
+def test_ranks_give_the_logits_of_one(family, tmp_path):
+    heads = {"n_head": 4} if family == "gpt2_n_inner" else {}  # and an inner size of 100, by 4 ranks 25
+    path = tiny_models.save(family, tmp_path, vocab_size=ODD_VOCAB_SIZE, **heads)
+    checkpoint = Checkpoint.open(str(path))
+    expected = logits_of(loader.load_model(checkpoint, "float32"))
+    for size, optimized in ((2, False), (2, True), (4, True)):
+        for logits in logits_on_ranks(checkpoint, size, optimized=optimized):
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+HALVES = ((0, 10), (10, 20))  # rows of IDS
+
+
+def logits_with_adapters(model, requests, shards=None, *, optimized=False):
+    """The logits of IDS, of which the rows of HALVES have an adapter each."""
+    adapters = Adapters(model, 2, 4, shards)
+    if optimized:
+        model = compile_model(model).model
+    runs = tuple(({"adapter": adapters.get(one)}, *half) for one, half in zip(requests, HALVES, strict=True))
+    adapters.begin_step(runs, len(IDS))
+    return logits_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.long] * (i % 2))
+        for i, family in enumerate(family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES)
+    ],
+)
+def test_ranks_give_the_logits_of_one_with_two_adapters_in_a_batch(family, tmp_path):
+    heads = {"n_head": 4} if family == "gpt2_n_inner" else {}
+    path = tiny_models.save(family, tmp_path / "base", vocab_size=ODD_VOCAB_SIZE, **heads)
+    checkpoint = Checkpoint.open(str(path))
+    requests = [LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2)]
+    for one in requests:
+        write_adapter(tmp_path / one.lora_name, linear_shapes(path), seed=one.lora_int_id, lora_alpha=16)
+    plain = logits_of(loader.load_model(checkpoint, "float32"))
+    expected = logits_with_adapters(loader.load_model(checkpoint, "float32"), requests)
+    assert all((expected - plain)[slice(*half)].abs().max() > 0.1 for half in HALVES)
+    for size, optimized in ((2, False), (4, True)):
+
+        def run(communicator, optimized=optimized):
+            shards = Shards(communicator)
+            config = EngineConfig(dtype="float32", device="cpu", enforce_eager=not optimized)
+            model, _, _ = loader.load_configured(checkpoint, config, shards)
+            return logits_with_adapters(model, requests, shards, optimized=optimized)
+
+        for logits in on_ranks(size, run):
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
+
+
+def test_the_parts_of_an_update_are_those_of_its_layers_weight():
+    """The product of a rank's A and B is the rank's part of the whole product, for layers of all kinds."""
+    for family, size in (("gpt2", 2), ("qwen3", 2), ("qwen3_one_kv_head", 4)):
+        model = on_meta(family, **{"n_head": 4} if family == "gpt2" else {})
+        weights = Numbered(model)
+        for rank in range(size):
+            shards = Shards(Member(rank, None, [None] * size))
+            _, shard = shards.split(model, weights)
+            for name in [name for name in weights if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
+                turned = (lambda weight: weight.T) if name.endswith(model.weight_rules.transpose) else (lambda weight: weight)
+                whole = turned(weights.read(name))
+                update = LowRankUpdate(torch.eye(whole.shape[1]), whole, 1.0)
+                part = shards.shard_of_update(name.removesuffix(".weight"), update)
+                assert torch.equal(part.b @ part.a, turned(shard.read(name))), name
+
+
+def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):
+    """The negative control: what the test above compares can differ."""
+    monkeypatch.setattr(ShardedWeights, "_is_added_elsewhere", lambda self, name: False)
+    checkpoint = Checkpoint.open(str(tiny_models.save("gpt2", tmp_path, vocab_size=ODD_VOCAB_SIZE)))
+    expected = logits_of(loader.load_model(checkpoint, "float32"))
+    assert (logits_on_ranks(checkpoint, 2, optimized=True)[0] - expected).abs().max() > 0.1
+
+
+def test_what_reaches_other_ranks_is_not_called_with_symbols_and_all_else_is_compiled(tmp_path):
+    checkpoint = Checkpoint.open(str(tiny_models.save("qwen3", tmp_path)))
+
+    def compiled(communicator):
+        model = shard_of(checkpoint, communicator)
+        report = compile_model(model)
+        return report, report.model.forward.__self__.code
+
+    for report, code in on_ranks(2, compiled):
+        assert (report.num_plain_linears, report.left) == (0, {})
+        assert code.count(".o_proj(") == code.count(".down_proj(") == 2  # called by Python, one in each layer
+        assert "q_proj" not in code
+
+
+@pytest.mark.slow
+def test_quantised_shards_give_nearly_the_logits_of_one(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # groups of 32 inputs are on one rank
+    checkpoint = Checkpoint.open(str(tiny_models.save("qwen3", tmp_path, vocab_size=ODD_VOCAB_SIZE, **sizes)))
+    whole = loader.load_model(checkpoint, "bfloat16")
+    plain = logits_of(whole).float()
+    expected = logits_of(compile_model(whole, "int8").model).float()
+    got = logits_on_ranks(checkpoint, 2, optimized=True, dtype="bfloat16", quantization="int8")[0].float()
+    assert (got - expected).norm() < 0.1 * expected.norm()
+    assert (got - plain).norm() < 0.1 * plain.norm()
+
+
+class Numbered(Weights):
+    """Tensors that hold the numbers from 0 on, of the shapes that a model's checkpoint has."""
+
+    def __init__(self, model):
+        self.num_read = 0
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            shape = shape[::-1] if name.endswith(model.weight_rules.transpose) else shape
+            self[name] = TensorInfo(shape, "F32", is_mapped=True)
+
+    def read(self, name, rows=slice(None)):
+        tensor = torch.arange(torch.Size(self[name].shape).numel())
+        tensor = tensor.view(self[name].shape).float()[rows]
+        self.num_read += tensor.numel()
+        return tensor
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt2_n_inner", "qwen2", "llama_biases", "qwen2_moe"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_parts_of_all_ranks_are_every_number_once(family, size):
+    heads = {"n_head": 6} if family.startswith("gpt2") else {"num_attention_heads": 6, "num_key_value_heads": 6}
+    model = on_meta(family, **heads)
+    base = Numbered(model)
+    ranks = [ShardedWeights(base, type(model), model.config, rank, size) for rank in range(size)]
+    for name in base:
+        whole = base.read(name).flatten().sort().values
+        parts = [rank.read(name) for rank in ranks]
+        for rank, part in zip(ranks, parts, strict=True):
+            assert tuple(part.shape) == rank[name].shape
+            pieces = [rank.read(name, slice(start, start + 7)) for start in range(0, len(part), 7)]
+            assert torch.equal(torch.cat(pieces), part)
+        if split_of(type(model), name.rpartition(".")[0]) and not name.endswith(
+            ("c_proj.bias", "o_proj.bias", "down_proj.bias")
+        ):
+            assert torch.equal(torch.cat([part.flatten() for part in parts]).sort().values, whole)
+        else:
+            assert torch.equal(parts[0].flatten(), whole)
+
+
+def test_a_rank_reads_its_own_rows_and_no_others():
+    model = on_meta("qwen3")
+    base = Numbered(model)
+    for name, parameter in Shards(Member(1, None, [None] * 2)).split(model, base)[0].named_parameters():
+        base.num_read = 0
+        shard = ShardedWeights(base, type(model), model.config, 1, 2)
+        shard.read(name)
+        if split_of(type(model), name.removesuffix(".weight")) == "row":  # its columns are a part of every row
+            assert not shard[name].is_mapped
+        else:
+            assert base.num_read == parameter.numel()
+
+
+def test_several_ranks_have_the_same_kv_head_where_there_are_too_few():
+    model = on_meta("qwen3_one_kv_head")
+    for rank in range(4):
+        shard, weights = Shards(Member(rank, None, [None] * 4)).split(model, Numbered(model))
+        assert (shard.config.num_attention_heads, shard.config.num_key_value_heads) == (1, 1)
+        assert weights["layers.0.self_attn.k_proj.weight"].shape == (32, 48)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "size", "message"),
+    [
+        ("qwen3", {}, 3, r"tensor_parallel_size must be 1 or 2 or 4 for this model, which has 4 heads and 2 of .*, got 3"),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "must be 1 or 3 or 6 for this model"),
+        ("gpt2", {"vocab_size": 15}, 4, "must be 1 or 2 for this model"),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(family, overrides, size, message):
+    with pytest.raises(UnsupportedError, match=message):
+        check_shards(*whole_config(family, **overrides), size)
+
+
+def test_a_family_without_a_table_is_refused_by_name():
+    _, config = whole_config("qwen3")
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size=2 is not supported for Mine, only for GPT2LMHeadModel, "):
+        check_shards(type("Mine", (), {}), config, 2)
+
+
+KINDS = {"colwise": ("column", "kv"), "packed_colwise": ("column",), "rowwise": ("row",)}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_the_table_is_that_of_transformers(family):
+    """transformers fuses an expert's gate and up, and names what it does with the sum of experts."""
+    name, _ = tiny_models.FAMILIES[family]
+    plan = dict(getattr(transformers, f"{name}Config").base_model_tp_plan)
+    plan.pop("layers.*.mlp.experts", None)
+    model = on_meta(family)
+    layers = [name for name, _ in model.named_modules()]
+    planned = set()
+    for pattern, kind in plan.items():
+        pattern = pattern.replace("experts.gate_up_proj", "experts.gate_proj").replace("experts.", "experts.0.")
+        layer = pattern.replace("*", "1" if "experts" in pattern else "0")
+        planned.add(layer)
+        assert (split_of(type(model), layer) or "none") in KINDS.get(kind, ("none",)), layer
+    split = {name for name in layers if sharding.split_of(type(model), name) in ("column", "kv", "row")}
+    ours = {name for name in split if ".0." in name and "expert" not in name}
+    assert ours <= planned
+    assert "layers.0.self_attn.q_proj" in ours
+
+
+def test_embedding_and_head_are_split_over_the_vocabulary():
+    for family in ("gpt2", "qwen3"):
+        model = on_meta(family)
+        splits = {name for name, _ in model.named_modules() if split_of(type(model), name) == "vocabulary"}
+        assert splits == {"lm_head", model.weight_rules.embedding.removesuffix(".weight")}

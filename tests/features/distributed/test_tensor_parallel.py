@@ -1,0 +1,555 @@
+"""LLM(tensor_parallel_size=N) with real processes: the answers of one rank, and clear errors when a rank ends."""
+
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
+from nanoinfer.features.adapters.adapters import Adapters, remove_adapter
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.distributed.communicator import RankLostError
+from nanoinfer.features.distributed.runner import FAILED, LOST, Workers
+from nanoinfer.features.distributed.worker import run as run_worker
+from nanoinfer.features.drafts.ngram import NGramProposer
+from nanoinfer.features.tracing import StageApplied
+from nanoinfer.sampling.sampler import STAGES
+from tests.helpers import forked, tiny_models
+from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.tiny_models import assert_nothing_is_left
+
+pytestmark = pytest.mark.slow
+
+BLOCK_BYTES = 2 * 2 * 8 * 2 * 16 * 4  # of qwen3_path, on one rank: k and v, layers, tokens, heads, head_dim, bytes
+SETTINGS = {"dtype": "float32", "block_size": 8, "chunk_size": 16, "seed": 0}
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (5, 37, 1, 20)]
+
+PARAMS = [
+    {"temperature": 0},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.05, "temperature": 1.3},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"logit_bias": {3: 5.0, 4: -5.0}, "min_tokens": 5},
+    {"allowed_token_ids": [1, 5, 9, 50, 90]},
+    {"no_repeat_ngram_size": 2, "temperature": 0},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"n": 3, "temperature": 1.0},
+    {"stop_token_ids": list(range(20))},
+]
+
+
+def workers_of(pid=None):
+    """The pids of a process's workers."""
+    children = Path(f"/proc/{pid or os.getpid()}/task/{pid or os.getpid()}/children")
+    if not children.exists():
+        pytest.skip("this system does not list a process's children")
+    every = [int(child) for task in children.parents[1].iterdir() for child in (task / "children").read_text().split()]
+    return [one for one in every if "nanoinfer.features.distributed.worker" in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def load_pair(path, num_blocks, size=2, **settings):
+    """The same model on `size` ranks and on one, with as many blocks."""
+    whole = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES, **SETTINGS | settings)
+    split = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES // size, tensor_parallel_size=size, **SETTINGS | settings)
+    assert split.info.num_blocks == whole.info.num_blocks == num_blocks
+    return split, whole
+
+
+@pytest.fixture(scope="module")
+def pair(qwen3_path):
+    return load_pair(qwen3_path, 40)
+
+
+@pytest.fixture
+def forked_ranks():
+    """For a test of what ranks compute, and not of how they start and end."""
+    with forked.ranks():
+        yield
+
+
+def asked(**given):
+    return SamplingParams(**{"max_tokens": 12, "detokenize": False, "seed": 3} | given)
+
+
+def answers(llm, prompts, params):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(output.outputs[0].finish_reason != "error" for output in outputs)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def test_two_ranks_give_the_tokens_of_one_for_every_parameter(pair):
+    split, whole = pair
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))]
+    params = [asked(**given) for given in PARAMS]
+    assert answers(split, prompts, params) == answers(whole, prompts, params)
+    assert_nothing_is_left(split)
+
+
+def test_logprobs_of_two_ranks_are_those_of_one(pair):
+    [ours], [theirs] = (llm.generate([PROMPTS[1]], asked(logprobs=5, prompt_logprobs=5), use_tqdm=False) for llm in pair)
+    rows = [*ours.prompt_logprobs[1:], *ours.outputs[0].logprobs]
+    expected = [*theirs.prompt_logprobs[1:], *theirs.outputs[0].logprobs]
+    assert len(rows) == 36 + 12
+    for row, other in zip(rows, expected, strict=True):
+        assert list(row) == list(other)
+        assert [one.logprob for one in row.values()] == pytest.approx([one.logprob for one in other.values()], abs=2e-5)
+
+
+def test_beams_of_two_ranks_are_those_of_one(pair):
+    ours, theirs = (llm.beam_search(PROMPTS[:3], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in pair)
+    for output, expected in zip(ours, theirs, strict=True):
+        assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam in expected.sequences]
+    assert_nothing_is_left(pair[0])
+
+
+def test_a_cached_prefix_and_a_copied_block_are_on_every_rank(pair):
+    split, whole = pair
+    first, second = PROMPTS[1], [*PROMPTS[1][:32], 7, 8, 9]
+    expected = answers(whole, [first, second], asked(n=2))
+    split.reset_prefix_cache()
+    outputs = [split.generate([prompt], asked(n=2), use_tqdm=False)[0] for prompt in (first, second)]
+    assert outputs[1].metrics.num_cached_tokens == 32
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == expected
+
+
+def test_a_preempted_sequence_is_computed_again_on_every_rank(pair):
+    split, whole = pair
+    prompts = [PROMPTS[1]] * 3 + [PROMPTS[3]] * 3  # 57 blocks at the end, of 40
+    outputs = split.generate(prompts, asked(max_tokens=40), use_tqdm=False)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == answers(
+        whole, prompts, asked(max_tokens=40)
+    )
+    assert_nothing_is_left(split)
+
+
+def bits(llm, prompts, place):
+    output = llm.generate(prompts, asked(logprobs=-1, prompt_logprobs=-1), use_tqdm=False)[place]
+    return [{i: one.logprob for i, one in row.items()} for row in [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]]
+
+
+def assert_batches_change_no_bit(llm):
+    if not llm.batch_independent:
+        pytest.skip("this machine has no form in which rows are independent")
+    llm.reset_prefix_cache()
+    alone = bits(llm, [PROMPTS[3]], 0)
+    llm.reset_prefix_cache()
+    assert bits(llm, [PROMPTS[1], PROMPTS[3], PROMPTS[0], *([[i, i] for i in range(20)])], 1) == alone
+
+
+def test_a_row_alone_has_the_bits_of_a_row_in_a_batch(pair):
+    assert_batches_change_no_bit(pair[0])
+
+
+def test_ordinary_steps_draw_from_split_logits_and_others_from_full_rows(pair, monkeypatch):
+    split, _ = pair
+    executor, calls = split.engine.executor, []
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*given):
+            calls.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(executor.sampler.routes[0], "try_sample")
+    count(executor.runner.model, "compute_logits")
+    split.reset_prefix_cache()
+    answers(split, PROMPTS, asked(temperature=0, max_tokens=3))
+    num_steps = len(calls)
+    assert calls == ["try_sample"] * num_steps
+    assert num_steps >= 3
+    split.reset_prefix_cache()
+    answers(split, PROMPTS, asked(logprobs=1, max_tokens=3))
+    assert calls[num_steps:].count("compute_logits") == num_steps
+
+
+def test_an_error_in_a_users_function_leaves_the_ranks_together(pair):
+    def broken(output_ids, logits):
+        raise RuntimeError("mine")
+
+    split, whole = pair
+    with pytest.raises(RuntimeError, match="mine"):
+        split.generate([PROMPTS[0]], asked(logits_processors=[broken]), use_tqdm=False)
+    assert answers(split, PROMPTS[:1], asked()) == answers(whole, PROMPTS[:1], asked())
+
+
+def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ranks):
+    """On GPT-2, whose vocabulary is odd, with a draft model on rank 0, or a class that other ranks cannot import."""
+
+    class Mine(NGramProposer):
+        pass
+
+    path = tiny_models.save("gpt2", tmp_path, vocab_size=97)
+    drafts = {"method": "draft_model", "model": str(path), "adaptive": False, "num_speculative_tokens": 3}
+    settings = {**SETTINGS, "kv_cache_memory": 2**22}
+    expected = answers(LLM(path, **settings), PROMPTS, asked(temperature=0, max_tokens=20))
+    for speculation in (drafts, {"method": Mine, "adaptive": False, "prompt_lookup_min": 1}):
+        speculating = LLM(path, tensor_parallel_size=2, speculative_config=speculation, **settings)
+        assert answers(speculating, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
+    recorder = Recorder(stages=True)
+    staged = LLM(
+        path, tensor_parallel_size=2, tracer=recorder, stages=[*STAGES, lambda logits, batch: logits], **settings
+    )  # beside the first one
+    assert answers(staged, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
+    assert any(isinstance(event, StageApplied) for event in recorder.events)
+
+
+def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path, forked_ranks):
+    path = tiny_models.save("qwen3_one_kv_head", tmp_path, vocab_size=97)
+    params = [asked(**given) for given in PARAMS[:4]]
+    expected = answers(LLM(path, kv_cache_memory=2**22, **SETTINGS), PROMPTS, params)
+    before = set(multiprocessing.active_children())
+    split = LLM(path, kv_cache_memory=2**22, tensor_parallel_size=4, **SETTINGS)
+    assert len(set(multiprocessing.active_children()) - before) == 3
+    assert answers(split, PROMPTS, params) == expected
+    assert_batches_change_no_bit(split)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss_window", "gemma3_window"])
+def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path, forked_ranks):
+    """Also where sequences are preempted, and where prefixes are shared by several KV groups."""
+    path = tiny_models.save(family, tmp_path)
+    whole = LLM(path, kv_cache_memory=2**20, **SETTINGS)
+    split = LLM(path, kv_cache_memory=2**17, tensor_parallel_size=2, **SETTINGS)
+    prompts = [PROMPTS[1]] * 3 + [[*PROMPTS[1][:32], 7, 8, 9]] + [PROMPTS[3]] * 3
+    params = [asked(max_tokens=40, **given) for given in [*PARAMS[:4], *PARAMS[-3:-1], {"n": 2}]]
+    outputs = split.generate(prompts, params, use_tqdm=False)
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == answers(whole, prompts, params)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert_nothing_is_left(split)
+
+
+# ---- adapters of requests
+
+
+@pytest.fixture(scope="module")
+def adapters(qwen3_path, tmp_path_factory):
+    """LoRARequests for the model of qwen3_path."""
+    folder = tmp_path_factory.mktemp("adapters")
+    requests = [LoRARequest(str(i), i, str(folder / str(i))) for i in (1, 2, 3)]
+    for one in requests:
+        write_adapter(Path(one.lora_path), linear_shapes(qwen3_path), seed=one.lora_int_id, lora_alpha=16)
+    return requests
+
+
+def with_adapters(llm, requests, params=None):
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(requests))]
+    outputs = llm.generate(prompts, params or asked(temperature=0), use_tqdm=False, lora_request=requests)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def adapted(qwen3_path):
+    with forked.ranks():
+        return load_pair(qwen3_path, 80, enable_lora=True, max_loras=2)
+
+
+def test_two_ranks_give_the_tokens_of_one_with_several_adapters_in_a_batch(adapted, adapters):
+    split, whole = adapted
+    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # two are active
+    expected = with_adapters(whole, requests)
+    assert len({str(with_adapters(whole, [one])) for one in (None, *adapters)}) == 4
+    assert with_adapters(split, requests) == expected
+    sampled = asked(temperature=1, top_p=0.9)
+    assert with_adapters(split, requests[::-1], sampled) == with_adapters(whole, requests[::-1], sampled)
+    assert_nothing_is_left(split)
+
+
+def test_eager_ranks_give_the_tokens_of_one_with_adapters(qwen3_path, adapters, forked_ranks):
+    split, whole = load_pair(qwen3_path, 40, enable_lora=True, enforce_eager=True)
+    requests = [adapters[0], None, adapters[1], adapters[0]]
+    assert with_adapters(split, requests) == with_adapters(whole, requests)
+
+
+def test_a_removed_id_takes_another_adapter_on_every_rank(adapted, adapters):
+    other = LoRARequest("other", 1, adapters[1].lora_path)
+    first, second = ([with_adapters(llm, [one]) for llm in adapted] for one in adapters[:2])
+    assert [remove_adapter(llm.engine.inputs, 1) for llm in adapted] == [True, True]
+    assert [with_adapters(llm, [other]) for llm in adapted] == second != first
+    assert [remove_adapter(llm.engine.inputs, 1) for llm in adapted] == [True, True]
+    assert [with_adapters(llm, [adapters[0]]) for llm in adapted] == first
+
+
+def test_new_weights_of_ranks_keep_the_adapters(adapted, adapters, tmp_path):
+    split, whole = adapted
+    other = tiny_models.save("qwen3", tmp_path / "other", seed=7)
+    expected = with_adapters(whole, adapters[:2])
+    for llm in adapted:
+        llm.update_weights_from_path(str(other))
+    assert with_adapters(split, adapters[:2]) == with_adapters(whole, adapters[:2]) != expected
+
+
+def test_an_adapter_is_sent_to_the_ranks_when_it_comes_into_memory_and_not_with_each_step(qwen3_path, adapters, forked_ranks):
+    split, _ = load_pair(qwen3_path, 40, enable_lora=True)
+    workers, sizes = split.engine.executor.runner.inner.workers, []
+    send = workers.send
+    workers.send = lambda message: (sizes.append(len(pickle.dumps(message))), send(message))
+    adapter_bytes = sum(tensor.nbytes for tensor in load_file(f"{adapters[0].lora_path}/adapter_model.safetensors").values())
+    for request, num_sent in ((adapters[0], 1), (adapters[0], 0), (adapters[1], 1), (adapters[0], 1), (None, 0)):
+        sizes.clear()
+        with_adapters(split, [request] * 3)
+        assert len(sizes) > 12
+        assert sum(size > adapter_bytes for size in sizes) == num_sent
+        assert sum(sizes) < num_sent * 1.2 * adapter_bytes + len(sizes) * 5_000
+
+
+def test_an_adapter_that_rank_0_cannot_place_is_placed_by_all_ranks_in_a_later_step(adapted, adapters, monkeypatch):
+    """Nothing is believed to be in memory after the step that failed, which the other ranks did not get."""
+    split, whole = adapted
+    requests = [adapters[0], adapters[1]]
+    expected = with_adapters(whole, requests)
+    with_adapters(split, [adapters[2], adapters[0]])
+    [known] = [feature for feature in split.engine.inputs.features if isinstance(feature, Adapters)]
+    layer = list(known.layers.values())[5]
+    monkeypatch.setattr(layer, "put", lambda index, update: (_ for _ in ()).throw(MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        with_adapters(split, requests)
+    monkeypatch.undo()
+    assert with_adapters(split, requests) == expected
+    assert with_adapters(split, [adapters[2], adapters[1]]) == with_adapters(whole, [adapters[2], adapters[1]])
+
+
+# ---- memory and ends
+
+
+def test_the_workers_of_a_closed_llm_have_ended_although_it_is_still_referenced(qwen3_path):
+    before = set(workers_of())
+    with LLM(qwen3_path, kv_cache_memory=40 * BLOCK_BYTES, tensor_parallel_size=2, **SETTINGS) as split:
+        stream = split.stream(PROMPTS[0], asked())
+        next(stream)
+        [worker] = set(workers_of()) - before
+    assert worker not in workers_of()
+    assert [delta.finish_reason for delta in stream][-1] == "abort"
+    split.close()
+
+
+def test_the_workers_of_a_collected_llm_have_ended(qwen3_path):
+    before = set(workers_of())
+    split = LLM(qwen3_path, kv_cache_memory=2**22, tensor_parallel_size=2, **SETTINGS)
+    [worker] = set(workers_of()) - before
+    del split
+    gc.collect()
+    assert worker not in workers_of()
+
+
+PEAK = """
+    import sys
+    from pathlib import Path
+    from nanoinfer import LLM, SamplingParams
+    llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), kv_cache_memory=2**24, dtype="float32")
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    tasks = Path("/proc/self/task").iterdir()
+    pids = ["self", *(pid for task in tasks for pid in (task / "children").read_text().split())]
+    for pid in pids:
+        print([int(line.split()[1]) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line][0])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_rank_of_two_takes_at_most_0_55_of_the_memory_of_one(family, tmp_path):
+    """At the peak, loading included, without what a process takes for a tiny model."""
+    depth = {"n_layer": 12} if family == "gpt2" else {"num_hidden_layers": 12}
+    large = tiny_models.save(family, tmp_path / "large", vocab_size=50_257, **tiny_models.WIDE[family], **depth)
+    tiny = tiny_models.save(family, tmp_path / "tiny")
+
+    def peaks(path, size):
+        command = [sys.executable, "-c", textwrap.dedent(PEAK), str(path), str(size)]
+        return list(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+    [without] = peaks(tiny, 1)
+    [whole] = peaks(large, 1)
+    ranks = peaks(large, 2)
+    assert len(ranks) == 2
+    assert max(ranks) - without < 0.55 * (whole - without)
+
+
+# ---- ends
+
+
+def kill_one(path, when):
+    """Kill rank 1 of 2. The calls that run then and later name it."""
+    before = set(workers_of())
+    llm = LLM(path, kv_cache_memory=2**22, tensor_parallel_size=2, **SETTINGS)
+    [worker] = set(workers_of()) - before
+
+    def kill():
+        os.kill(worker, signal.SIGKILL)
+
+    if when == "idle":
+        kill()
+    else:
+        threading.Timer(when, kill).start()
+
+    def generate_on():
+        while True:
+            llm.generate(PROMPTS, asked(max_tokens=200), use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was ended by SIGKILL; make a new LLM"):
+        generate_on()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+        llm.generate(PROMPTS, asked(), use_tqdm=False)
+    assert_nothing_is_left(llm)
+    assert worker not in workers_of()
+
+
+@pytest.mark.parametrize("when", ["idle", 0.3])
+def test_a_killed_rank_is_named_at_once_and_in_every_later_call(qwen3_path, when):
+    kill_one(qwen3_path, when)
+
+
+def test_an_llm_that_has_lost_a_rank_is_closed_and_its_store_is_whole(qwen3_path, tmp_path):
+    settings = {"kv_cache_memory": 2**22, "tensor_parallel_size": 2, "prefix_cache_dir": tmp_path / "kv", **SETTINGS}
+    before = set(workers_of())
+    with LLM(qwen3_path, **settings) as llm:
+        expected = answers(llm, PROMPTS, asked())
+        [worker] = set(workers_of()) - before
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+            llm.generate(PROMPTS, asked(), use_tqdm=False)
+    for num_found in (0, 32 + 16):
+        with forked.ranks(), LLM(qwen3_path, **settings) as llm:
+            assert answers(llm, PROMPTS, asked()) == expected
+            assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] == num_found
+
+
+@pytest.mark.long
+def test_fifty_killed_ranks_give_fifty_errors(qwen3_path):
+    rng = random.Random(1)
+    for _ in range(50):
+        kill_one(qwen3_path, rng.uniform(0, 0.5))
+
+
+def test_workers_end_when_rank_0_is_killed(qwen3_path):
+    script = """
+        import os, sys, time
+        from nanoinfer import LLM
+        llm = LLM(sys.argv[1], kv_cache_memory=2**22, tensor_parallel_size=2)
+        print("loaded", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(qwen3_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "loaded\n"
+        [worker] = workers_of(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 120
+        while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        (
+            [(LOST, "lost"), (FAILED, "MemoryError: out of memory")],
+            "rank 2 of 3 failed: MemoryError: out of memory; make a new",
+        ),
+        ([(LOST, "lost"), None], "rank 2 of 3 has ended; make a new LLM"),
+        ([None, (LOST, "lost")], "rank 1 of 3 has ended; make a new LLM"),
+        ([(LOST, "lost"), (LOST, "lost")], "the connection has failed; make a new LLM"),
+    ],
+)
+def test_the_rank_that_ended_first_is_named_and_not_those_that_lost_it(reports, message):
+    pipes = [Pipe() for _ in reports]
+    workers = Workers([ours for ours, _ in pipes], [])
+    for (_, theirs), report in zip(pipes, reports, strict=True):
+        if report is not None:
+            theirs.send(report)
+        theirs.close()
+    with pytest.raises(EngineDeadError, match=message), workers.watched():
+        raise RankLostError("the connection has failed")
+    with pytest.raises(EngineDeadError, match=message), workers.together("forward"):
+        pass
+
+
+def test_an_error_of_rank_0_stays_as_it_is_and_ends_the_workers():
+    ours, theirs = Pipe()
+    workers = Workers([ours], [])
+    with pytest.raises(CheckpointNotFoundError, match="mine"), workers.watched():
+        raise CheckpointNotFoundError("mine")  # also an OSError, as is an error of a connection
+    with pytest.raises(EOFError):
+        theirs.recv()
+    with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: mine; make a new LLM"), workers.together("forward"):
+        pass
+
+
+def test_two_threads_command_the_workers_one_after_the_other():
+    """At a process's end a store reads blocks while a thread may run steps. Its thread is not waited for."""
+    ours, theirs = Pipe()
+    workers = Workers([ours], [])
+
+    def command():
+        with workers.together("second"):
+            pass
+
+    thread = threading.Thread(target=command)
+    with workers.together("first"):
+        thread.start()
+        thread.join(0.1)
+        assert theirs.recv() == ("first",)
+        assert not theirs.poll()
+    thread.join()
+    assert theirs.recv() == ("second",)
+
+
+def test_torchruns_number_of_processes_must_be_the_llms(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidValueError, match=r"tensor_parallel_size is 2, but torchrun has started 3 processes"):
+        LLM("tiny-gpt2", tensor_parallel_size=2)
+
+
+def test_under_torchrun_rank_0_runs_the_script_and_the_others_serve_it():
+    example = Path(__file__).parents[3] / "examples" / "tensor_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("the text of one process: True") == 1  # one of them prints
+
+
+def test_one_gpu_by_its_number_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UnsupportedError, match="device='cuda:1' names one GPU, and tensor_parallel_size=2 uses several"):
+        LLM("tiny-gpt2", tensor_parallel_size=2, device="cuda:1")
+
+
+def test_a_store_that_does_not_open_is_reported_with_its_sentence():
+    ours, theirs = Pipe()
+
+    def open_store():
+        raise ConnectionError("the port is closed")
+
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    level = logging.getLogger("nanoinfer").level
+    workers = Workers([ours], [])
+    workers.send((EngineConfig(), threads, precision))
+    run_worker(theirs, 1, "cpu", open_store, is_one_machine=True)
+    logging.getLogger("nanoinfer").setLevel(level)  # a worker is otherwise a process of its own
+    theirs.close()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: ConnectionError: the port is closed; make a new LLM"):
+        workers.wait_until_ready()

@@ -1,0 +1,456 @@
+"""Weights replaced in place, pauses, memory given back, and log-probabilities of given tokens: compared bit by bit."""
+
+import gc
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
+from nanoinfer.features.training import update
+from tests.helpers import forked, tiny_models
+from tests.helpers.tiny_models import assert_nothing_is_left
+
+SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed": 0}
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, [5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+PARAMS = SamplingParams(max_tokens=8, logprobs=1, seed=0, detokenize=False)
+
+
+def load(path, **settings):
+    return LLM(path, **SETTINGS | settings)
+
+
+def answers(llm):
+    """Tokens, log-probabilities and prefix hits of two calls, the second of which hits what the first has cached."""
+    outputs = [one for _ in range(2) for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.num_cached_tokens) for one in outputs]
+
+
+def fresh_answers(path, **settings):
+    with load(path, **settings) as llm:
+        return answers(llm)
+
+
+def tensors_of(path):
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two folders of each family, with different weights."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = [tiny_models.save(family, folder / str(seed), seed=seed) for seed in (1, 2)]
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def qwen3(checkpoints):
+    with load(checkpoints("qwen3")[0]) as llm:
+        yield llm
+
+
+def addresses(llm):
+    """Where the model's numbers are in memory."""
+    weights = llm.engine.executor.runner.weights
+    assert weights._kernel_weights, "the model is compiled"
+    return [tensor.data_ptr() for tensor in weights.tensors()]
+
+
+def assert_updates_take_no_memory(llm, first, second, wanted):
+    """Replace the weights of the first checkpoint four times in a row, and compare the answers each time."""
+    before, num_bytes = addresses(llm), []
+    for i, path in enumerate([second, first] * 2):
+        assert llm.update_weights(tensors_of(path).items()) == i + 1
+        assert answers(llm) == wanted[1 - i % 2]
+        assert addresses(llm) == before
+        if i in (1, 3):
+            gc.collect()
+            num_bytes.append(sum(one.nbytes for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)))
+    assert num_bytes[0] == num_bytes[1], "no tensor is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("gpt2", "float32"),
+        pytest.param("qwen3", "float32", marks=pytest.mark.long),
+        ("qwen3_moe", "float32"),
+        pytest.param("gpt2_untied", "bfloat16", marks=pytest.mark.long),
+        ("qwen3_tied", "bfloat16"),
+        ("qwen3_5", "float32"),
+        pytest.param("gpt_oss_window", "float32", marks=pytest.mark.long),
+        ("gpt_oss_window", "bfloat16"),
+    ],
+)
+def test_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
+    first, second = checkpoints(family)
+    wanted = [fresh_answers(path, dtype=dtype) for path in (first, second)]
+    assert wanted[0] != wanted[1]
+    with load(first, dtype=dtype) as llm:
+        assert_updates_take_no_memory(llm, first, second, wanted)
+
+
+@pytest.mark.slow
+def test_the_parameters_of_transformers_own_mixture_are_taken(checkpoints):
+    """Which has all experts of a layer in one tensor."""
+    first, second = checkpoints("qwen3_moe")
+    with load(first) as llm:
+        llm.update_weights(AutoModelForCausalLM.from_pretrained(second).named_parameters())
+        assert answers(llm) == fresh_answers(second)
+
+
+@pytest.mark.slow
+def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_weights_are_given(
+    checkpoints, qwen3, monkeypatch
+):
+    first, second = checkpoints("qwen3")
+    fill, count = update.fill, iter(range(1000))
+
+    def failing(runner, name, tensor):
+        if next(count) == 3:
+            raise OSError("the disk is gone")
+        fill(runner, name, tensor)
+
+    monkeypatch.setattr(update, "fill", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        qwen3.update_weights(tensors_of(second).items())
+    for call in (
+        lambda: answers(qwen3),
+        lambda: qwen3.update_weights([("model.norm.weight", tensors_of(first)["model.norm.weight"])]),
+    ):
+        with pytest.raises(NanoinferError, match=r"failed after some were replaced; give it all|all are needed here"):
+            call()
+    assert not qwen3.is_sleeping()
+    qwen3.update_weights(tensors_of(second).items())
+    assert answers(qwen3) == fresh_answers(second)
+
+
+@pytest.mark.slow
+def test_tensors_without_numbers_and_names_on_the_hub_are_refused(checkpoints, qwen3):
+    pairs = {name: tensor.to("meta") for name, tensor in tensors_of(checkpoints("qwen3")[1]).items()}
+    with pytest.raises(WeightsError, match="is on the meta device and has no numbers"):
+        qwen3.update_weights(pairs.items())
+    with pytest.raises(WeightsError, match="'someone/else' is neither a folder nor"):
+        qwen3.update_weights_from_path("someone/else")
+    assert answers(qwen3) == fresh_answers(checkpoints("qwen3")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("names", [["model.layers.1.self_attn.k_proj.weight"], ["layers.0.mlp.up_proj.weight", "norm.weight"]])
+def test_some_weights_alone_are_replaced(checkpoints, tmp_path, qwen3, names):
+    first, second = checkpoints("qwen3")
+    shutil.copytree(first, tmp_path / "mixed")
+    new = {name: tensors_of(second)["model." + name.removeprefix("model.")] for name in names}
+    mixed = tensors_of(first) | {"model." + name.removeprefix("model."): tensor for name, tensor in new.items()}
+    save_file(mixed, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
+    qwen3.update_weights(new.items())
+    assert answers(qwen3) == fresh_answers(tmp_path / "mixed") != fresh_answers(first)
+
+
+def test_a_module_of_transformers_in_another_dtype_updates_the_textbook_model(checkpoints):
+    second = checkpoints("gpt2")[1]
+    with load(checkpoints("gpt2")[0], enforce_eager=True) as llm:
+        llm.update_weights(tiny_models.build("gpt2", 2).double().state_dict().items())
+        assert answers(llm) == fresh_answers(second, enforce_eager=True)
+
+
+@pytest.mark.slow
+def test_a_folder_updates_all_weights_and_outputs_say_which_version_answered(checkpoints, qwen3):
+    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 0
+    assert qwen3.update_weights_from_path(str(checkpoints("qwen3")[1])) == 1
+    assert answers(qwen3) == fresh_answers(checkpoints("qwen3")[1])
+    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 1
+    with pytest.raises(WeightsError, match="is not the config of this LLM's model"):
+        qwen3.update_weights_from_path(str(checkpoints("qwen3_moe")[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.long), "qwen3_tied", "qwen3_moe"])
+def test_both_ranks_get_their_parts(checkpoints, family):
+    settings = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
+    first, second = checkpoints(family)
+    with forked.ranks(), load(first, **settings) as llm:
+        wanted = [answers(llm), fresh_answers(second, **settings)]
+        assert wanted[0] != wanted[1]
+        assert_updates_take_no_memory(llm, first, second, wanted)
+        llm.update_weights_from_path(str(second))
+        assert answers(llm) == wanted[1]
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights_from_path(str(first))
+        assert answers(llm) == wanted[0]
+
+
+BAD = {
+    "unknown": ([("model.layers.7.mlp.up_proj.weight", torch.zeros(80, 48))], WeightsError, "unexpected: model.layers.7"),
+    "shape": ([("model.norm.weight", torch.zeros(47))], WeightsError, r"has shape \[47\], the config requires \[48\]"),
+    "dtype": ([("model.norm.weight", torch.zeros(48, dtype=torch.int32))], WeightsError, "model.norm.weight is torch.int32"),
+    "twice": ([("norm.weight", torch.zeros(48))] * 2, WeightsError, "'norm.weight' is given twice"),
+    "no tensor": ([("norm.weight", [0.0] * 48)], InvalidTypeError, "must be a torch.Tensor"),
+    "no pair": (["norm.weight"], InvalidTypeError, "pairs must be"),
+    "head": ([("lm_head.weight", torch.zeros(96, 48))], WeightsError, "must come with the embedding that it shares"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_before_anything_changes(checkpoints, case):
+    pairs, error, words = BAD[case]
+    with load(checkpoints("qwen3_tied")[0]) as llm:
+        before = answers(llm)
+        with pytest.raises(error, match=words):
+            llm.update_weights([("layers.0.mlp.up_proj.weight", torch.zeros(80, 48)), *pairs])
+        assert answers(llm)[len(PROMPTS) :] == before[len(PROMPTS) :]
+        assert llm.generate([1], PARAMS, use_tqdm=False)[0].weights_version == 0
+
+
+def test_a_module_is_not_the_pairs_of_its_weights(checkpoints):
+    with load(checkpoints("qwen3_tied")[0]) as llm, pytest.raises(InvalidTypeError, match=r"pass model\.named_parameters"):
+        llm.update_weights(torch.nn.Linear(1, 1))
+
+
+def test_weights_that_cannot_be_replaced_are_refused_with_a_hint(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=64, intermediate_size=96)
+    with (
+        load(path, quantization="int8", dtype="bfloat16") as llm,
+        pytest.raises(UnsupportedError, match="load the model without"),
+    ):
+        llm.update_weights([])
+
+
+def test_requests_that_run_keep_the_weights_until_a_pause_ends_them(qwen3):
+    stream = qwen3.stream([1, 2, 3], PARAMS)
+    first = next(stream)
+    with pytest.raises(NanoinferError, match=r"1 requests run.*pause\(mode='wait'\)"):
+        qwen3.update_weights([])
+    qwen3.pause()
+    assert qwen3.update_weights([]) == 1
+    for start in (lambda: qwen3.generate([1], PARAMS), lambda: qwen3.beam_search([1], BeamSearchParams(beam_width=2))):
+        with pytest.raises(NanoinferError, match=r"call resume\(\) first"):
+            start()
+    rest = list(stream)
+    assert [first.token_ids, len(rest), rest[-1].finish_reason] == [first.token_ids, 7, "length"]
+    qwen3.resume()
+    stream = qwen3.stream([1, 2, 3], PARAMS)
+    next(stream)
+    qwen3.pause("abort")
+    assert [delta.finish_reason for delta in stream] == ["abort"]
+    with pytest.raises(InvalidValueError, match="mode must be 'wait' or 'abort', got 'keep'"):
+        qwen3.pause("keep")
+    qwen3.resume()
+    assert len(qwen3.generate([1], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8
+    assert_nothing_is_left(qwen3)
+
+
+# ---- memory
+
+
+def anonymous_bytes():
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
+def test_sleep_gives_memory_back_and_the_answers_after_it_are_the_same(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=512, intermediate_size=2048)
+    wanted = fresh_answers(path, kv_cache_memory=2**25)
+    with load(path, kv_cache_memory=2**25) as llm:
+        answers(llm)
+        for layer in range(2):
+            for pages in llm.engine.executor.runner.cache.layer(layer):
+                pages.fill_(float("nan"))
+        awake = anonymous_bytes()
+        llm.sleep()
+        assert awake - anonymous_bytes() > 0.9 * 2**25
+        assert llm.is_sleeping()
+        with pytest.raises(NanoinferError, match=r"without its KV cache; call wake_up\(\) first"):
+            llm.generate([1], PARAMS)
+        llm.wake_up()
+        assert not llm.is_sleeping()
+        assert answers(llm) == wanted
+        awake = anonymous_bytes()
+        llm.sleep(level=2)
+        packed = sum(tensor.nbytes for name, tensor in tensors_of(path).items() if "proj" in name)
+        assert awake - anonymous_bytes() > 0.9 * packed
+        with pytest.raises(NanoinferError, match=r"without its weights; call wake_up\(\) first"):
+            llm.update_weights_from_path(str(path))
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping()
+        with pytest.raises(WeightsError, match="all are needed here"):
+            llm.update_weights([("norm.weight", torch.ones(512))])
+        llm.update_weights_from_path(str(path))
+        llm.wake_up(["kv_cache"])
+        assert answers(llm) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
+    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path / "model", hidden_size=256))
+    draft = {} if method == "mtp" else {"model": str(tiny_models.save("qwen3", tmp_path / "draft", hidden_size=256))}
+    with load(path, kv_cache_memory=2**25, speculative_config={"method": method, "adaptive": False} | draft) as llm:
+        wanted = answers(llm)
+        drafter = llm.engine.planner.proposer._executor.runner
+        tensors = [*drafter.cache.tensors(), *([drafter._drafter.kept] if method == "mtp" else [])]
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        awake = anonymous_bytes()
+        llm.sleep()
+        assert awake - anonymous_bytes() > 0.9 * sum(tensor.nbytes for tensor in tensors) > 2**20
+        llm.wake_up()
+        assert answers(llm) == wanted
+
+
+def test_a_level_or_a_tag_that_does_not_exist_is_refused_and_requests_that_run_are_kept(qwen3):
+    with pytest.raises(InvalidValueError, match="level must be 1 or 2, got 3"):
+        qwen3.sleep(3)
+    with pytest.raises(InvalidValueError, match="'weights' and 'kv_cache'"):
+        qwen3.wake_up(["cache"])
+    stream = qwen3.stream([1, 2, 3], PARAMS)
+    next(stream)
+    with pytest.raises(NanoinferError, match=r"1 requests run; wait for their end, or call pause\(\) first"):
+        qwen3.sleep()
+    assert len(list(stream)) == 7
+
+
+# ---- log-probabilities
+
+
+def sampled(output):
+    """Yield each answer's ids after its prompt, and the log-probabilities that it was sampled with."""
+    for one in output.outputs:
+        values = [entry[token_id].logprob for entry, token_id in zip(one.logprobs, one.token_ids, strict=True)]
+        yield output.prompt_token_ids + one.token_ids, values
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "mode", "temperature"),
+    [
+        ("qwen3", "raw", 1.0),
+        ("qwen3", "processed", 0.7),
+        ("qwen3_5", "raw", 1.0),
+        ("qwen3_window", "raw", 1.0),
+        ("gemma3_window", "raw", 1.0),
+    ],
+)
+def test_log_probabilities_have_the_bits_of_the_sampled_ones(checkpoints, family, dtype, mode, temperature):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(96) for _ in range(rng.randrange(1, 60))] for _ in range(8)]
+    settings = {"chunk_size": 16, "max_num_batched_tokens": 48, "kv_cache_memory": 2**17, "max_model_len": 80}
+    with load(checkpoints(family)[0], dtype=dtype, batch_invariant=True, logprobs_mode=mode, **settings) as llm:
+        params = SamplingParams(temperature=temperature, n=2, max_tokens=20, logprobs=0, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.batch_independent
+        assert family != "qwen3" or sum(one.metrics.num_preemptions for one in outputs) > 0
+        texts, wanted = zip(*(pair for output in outputs for pair in sampled(output)), strict=True)
+        assert max(map(len, texts)) > 70, "prompts are computed in chunks"
+        found = llm.compute_logprobs(list(texts), temperature)
+        assert [len(one) for one in found] == [len(text) - 1 for text in texts]
+        assert [one[-len(its) :] for one, its in zip(found, wanted, strict=True)] == list(wanted)
+        assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_window", "gemma3_window"])
+def test_log_probabilities_are_those_of_transformers_and_reach_the_last_position(checkpoints, family):
+    ids = [[index * index % 96 for index in range(num)] for num in (512, 2, 1)]
+    with load(checkpoints(family)[0], chunk_size=128) as llm:
+        found = llm.compute_logprobs(ids)
+        assert [len(one) for one in found] == [511, 1, 0]
+        assert_nothing_is_left(llm)
+    with torch.no_grad():
+        logits = tiny_models.build(family, 1)(torch.tensor(ids[:1])).logits[0, :-1]
+    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids[0][1:]).unsqueeze(-1)).squeeze(-1)
+    assert torch.allclose(torch.tensor(found[0]), wanted, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_texts_that_are_read_leave_nothing_in_the_prefix_cache_and_take_nothing_from_it(checkpoints):
+    for family in ("qwen3", "qwen3_5", "qwen3_window"):
+        with load(checkpoints(family)[0]) as llm:
+            wanted = llm.compute_logprobs(PROMPTS)
+            first = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0]
+            assert first.num_cached_tokens == 0
+            assert llm.compute_logprobs(PROMPTS) == wanted
+            assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].num_cached_tokens == 16
+
+
+@pytest.mark.slow
+def test_too_many_tokens_are_refused_and_open_streams_advance_when_blocks_are_few(checkpoints, qwen3):
+    with pytest.raises(InvalidValueError, match=r"prompt 1: .* maximum context length is 512 tokens.* has 513 tokens"):
+        qwen3.compute_logprobs([[1], [1] * 513])
+    with pytest.raises(InvalidValueError, match="temperature must be finite and > 0, got 0"):
+        qwen3.compute_logprobs([1, 2], temperature=0)
+    with load(checkpoints("qwen3")[0], kv_cache_memory=2**17) as small:
+        wanted = small.generate([1] * 40, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        stream = small.stream([1] * 40, PARAMS)
+        ids = list(next(stream).token_ids)
+        assert len(small.compute_logprobs([1] * small.info.max_model_len)[0]) == small.info.max_model_len - 1
+        assert ids + [token for delta in stream for token in delta.token_ids] == wanted
+        assert_nothing_is_left(small)
+
+
+def test_numbers_that_are_not_finite_are_an_error(qwen3):
+    qwen3.update_weights([("model.norm.weight", torch.full((48,), torch.nan))])
+    with pytest.raises(NanoinferError, match=r"not read to its end: .*not finite"):
+        qwen3.compute_logprobs(PROMPTS)
+
+
+# ---- which ids could be drawn
+
+MASKED = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7, "temperature": 1.3},
+    "min_p": {"min_p": 0.1},
+    "bans": {"allowed_token_ids": list(range(30, 50)), "bad_words": [[31]], "no_repeat_ngram_size": 1},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "top_k": 9, "top_p": 0.9},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_the_mask_is_what_the_processed_log_probabilities_leave(qwen3_path, case):
+    params = SamplingParams(max_tokens=6, logprobs=-1, seed=1, detokenize=False, return_sampling_mask=True, **MASKED[case])
+    plain = SamplingParams(max_tokens=6, seed=1, detokenize=False, **MASKED[case])
+    with load(qwen3_path, logprobs_mode="processed") as llm:
+        outputs = llm.generate([*PROMPTS, [7]], [params] * 3 + [plain], use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, plain, use_tqdm=False)] == [
+            one.outputs[0].token_ids for one in outputs[:3]
+        ]
+    assert outputs[3].outputs[0].sampling_mask is None
+    for output in outputs[:3]:
+        answer = output.outputs[0]
+        wanted = [sorted(i for i, entry in at.items() if entry.logprob > float("-inf")) for at in answer.logprobs]
+        assert answer.sampling_mask == wanted
+        assert (case == "nothing") == (len(wanted[0]) == 96)
+
+
+def test_streams_and_drafts_carry_the_masks(qwen3_path):
+    params = SamplingParams(max_tokens=12, seed=1, top_k=3, detokenize=False, return_sampling_mask=True)
+    with load(qwen3_path, speculative_config={"method": "ngram"}) as llm, load(qwen3_path) as plain:
+        wanted = plain.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].sampling_mask
+        deltas = list(llm.stream(PROMPTS[0], params))
+        assert deltas[-1].output.outputs[0].sampling_mask == wanted
+        assert [mask for delta in deltas for mask in delta.sampling_mask] == wanted
+        assert [len(mask) for mask in wanted] == [3] * 12
