@@ -126,6 +126,14 @@ def make_runtime(
     from nanoinfer.execution.runtime import plain_runtime
 
     runtime = plain_runtime(model, config, weights)
+    if any(getattr(model.config, "layer_windows", ())) or getattr(model.config, "num_state_layers", 0):
+        from nanoinfer.features.hybrid.runtime import hybrid_runtime
+
+        runtime = hybrid_runtime(runtime)
+    if config.scheduler.batch_invariant:
+        from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
+
+        runtime = replace(runtime, wrappers=(InvariantRunner,))
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 

@@ -5,10 +5,9 @@ cache a model gets `DenseAttention()`, and with a KV cache a backend's `begin_st
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -32,44 +31,6 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...
 
 
-# (state, *rows) -> (outputs, state after the rows). Shapes: tensors of a state [num_seqs, ...], rows [num_seqs, num_tokens,
-# ...]
-Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-
-
-class Recur(Attend, Protocol):
-    """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
-
-    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's tensors in one layer.
-    Layers are counted among those of their kind. A state is in fp32, and consists of zeros before the first token.
-    """
-
-    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
-        """Call `advance` for sequences with equally many new tokens, and keep their states.
-
-        Args:
-            layer: the index of the layer among those that keep a state.
-            advance: advances the states by the rows of some tokens.
-            rows: tensors [num_tokens, ...] with a row for each of this step's tokens.
-
-        Returns:
-            The outputs of `advance` for each token.
-        """
-        ...
-
-
-class StateUpdate(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
-
-    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
-    """
-
-    start: int
-    stop: int
-    read: int
-    writes: dict[int, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """The sequence of each packed token of a step, and the cache blocks of each sequence.
@@ -85,9 +46,7 @@ class AttentionMetadata:
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
 
-    The layers of a KV group share the metadata. In a group with a window, freed blocks before the window may be -1.
-
-    states: where the states of the sequences are, for a model with a Recur. Empty: the model keeps none.
+    All layers share the metadata. A block that no query of the step reads may be -1.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -99,7 +58,6 @@ class AttentionMetadata:
     num_decodes: int
     query_start_loc_cpu: list[int]
     seq_lens_cpu: list[int]
-    states: tuple[StateUpdate, ...] = ()
 
 
 @runtime_checkable

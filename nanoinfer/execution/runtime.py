@@ -11,12 +11,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, select_backend
+from nanoinfer.attention.base import Attend, AttentionBackend, select_backend
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, Replayer
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
@@ -88,6 +89,10 @@ class Runtime:
         """The bytes of a block of the cache."""
         return self.sizes.bytes_per_block(self.block_size, self.cache_dtype)
 
+    def begin_step(self, cache: KVCache, batch: ForwardBatch) -> Attend:
+        """Return the object with which all layers of a step attend."""
+        return self.backend.begin_step(cache, batch.attention)
+
     def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
         """Make a cache, with state slots if the model's layers keep states."""
         return KVCache.for_model(
@@ -141,7 +146,7 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
     graphs = None if runtime.make_step_graphs is None else runtime.make_step_graphs(info)
     if cache is None:
         cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
-    runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.backend, graphs, runtime.weights)
+    runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.begin_step, graphs, runtime.weights)
     for wrap in runtime.wrappers:
         runner = wrap(runner)
     return runner

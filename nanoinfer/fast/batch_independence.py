@@ -18,6 +18,7 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
+from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -41,9 +42,10 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     ]
     sequences = scratch_sequences(token_ids, runtime.block_size, num_groups)
     num_blocks = num_groups * sum(len(seq.block_table) for seq in sequences)
-    runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.backend)
+    runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.begin_step)
+    runner = InvariantRunner(runner) if has_single_queries else runner
     decodes = [1] * NUM_DECODES
-    run = partial(hidden_rows, runner, has_single_queries=has_single_queries)
+    run = partial(hidden_rows, runner)
     results = []
     for num in range(1, num_threads() + 1):
         with one_torch_thread(num):
@@ -77,9 +79,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
 
-def hidden_rows(
-    runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool = False
-) -> Float[Tensor, "num_tokens hidden"]:
+def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]]) -> Float[Tensor, "num_tokens hidden"]:
     """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
     cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
@@ -93,9 +93,7 @@ def hidden_rows(
             seq, state_slot = item.sequence, int(item.sequence.request_id)
             seq.state_slot = state_slot if seq.num_computed_tokens else -1
             seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
-        plan, device = StepPlan(tuple(items)), torch.device("cpu")
-        batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
-        hidden = runner.forward(batch)
+        hidden = runner.forward(ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu")))
         start = 0
         for item in items:
             if item.sequence is compared:

@@ -282,17 +282,17 @@ def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkey
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.backend) is cpu.CPUBackend
+    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
     why = "the model runs without its C++ kernels, which are faster: no C++ compiler works (there is no /no/such/compiler)"
     assert caplog.text.count(why) == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
     monkeypatch.delenv("CXX")
     llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.backend) is KernelBackend
+    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is KernelBackend
     assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
     eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert type(eager.engine.executor.runner.backend) is cpu.CPUBackend
+    assert type(eager.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
     assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 

@@ -47,7 +47,7 @@ def llm_with(path, capture, **options):
         groups=engine.executor.runner.cache.groups,
     )  # fmt: skip
     graphs = StepGraphs(engine.executor.info, 5, capture)
-    engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
+    engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.begin_step, graphs)
     return llm
 
 

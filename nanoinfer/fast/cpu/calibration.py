@@ -133,7 +133,7 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
     with progress_bar("calibrating", config.num_hidden_layers) as bar:
         whole: Any = compiled(model.eval()).model
         cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
-        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.backend), sequences, [[len(text)]]))
+        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.begin_step), sequences, [[len(text)]]))
     return moments
 
 

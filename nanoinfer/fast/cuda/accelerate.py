@@ -54,5 +54,8 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
-    make = partial(StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes)
+    make = partial(
+        StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
+        num_groups=len(runtime.sizes.groups),
+    )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -268,7 +268,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     manager = BlockManager(info.num_blocks, info.block_size, layout=layout)
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
-    runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
+    runner.forward(ForwardBatch.build(plan, info.block_size, executor.device))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
     places += [] if runner.cache.states is None else [seq.state_writes[num]]
     probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]

@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.attention.base import Recur
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.draft_model import Draft, DraftModelProposer
 from nanoinfer.features.hybrid.qwen_next import Qwen3_5ForCausalLM, QwenNextConfig, QwenNextDecoderLayer
+from nanoinfer.features.hybrid.states import Recur
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.loader import Loaded, open_weights
 from nanoinfer.loading.weights import fill, place_weights
@@ -148,7 +148,7 @@ class DrafterRunner(RunnerWrapper):
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         kept = self._drafter.kept.flatten(0, 1)
         before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in self.hidden_slots])
-        attend = begin_step(self.backend, self.cache, batch)
+        attend = self.begin_step(self.cache, batch)
         hidden: Tensor = self._drafter(batch.input_ids, batch.positions, attend, before)
         ends = batch.attention.query_start_loc_cpu[1:]
         self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(self.hidden_slots, ends, strict=True)}

@@ -27,6 +27,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
+from nanoinfer.features.batch_invariant.single_queries import single_queries
 from nanoinfer.features.training.functions import (
     KernelFunction,
     TrainedAttention,
@@ -140,8 +141,8 @@ class Policy(nn.Module):
             layout=self._backend.layout,
         )
         plan = StepPlan(tuple(ScheduledSequence(seq, num) for seq, num in zip(scratch, lengths, strict=True)))
-        batch = ForwardBatch.build(plan, size, torch.device("cpu"), has_single_queries=True)
-        attend = TrainedAttention(self._backend.begin_step(cache, batch.attention), lengths)
+        batch = ForwardBatch.build(plan, size, torch.device("cpu"))
+        attend = TrainedAttention(self._backend.begin_step(cache, single_queries(batch.attention)), lengths)
         hidden = self._layers[0](batch.input_ids, batch.positions, attend)
         rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
         logits: Tensor = self._head[0](hidden[rows]).float()
