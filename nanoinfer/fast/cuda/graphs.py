@@ -255,9 +255,8 @@ class StepGraphs:
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes
         padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
-        for static, new, (of_decodes, of_chunks) in zip(
-            self._changing(inputs), self._changing(batch or inputs), padding, strict=True
-        ):
+        changing = self._changing(inputs), self._changing(batch or inputs)
+        for static, new, (of_decodes, of_chunks) in zip(*changing, padding, strict=True):
             if batch is None:
                 new = new[:0]
             if not shape.num_chunk_tokens:

@@ -94,7 +94,7 @@ class AttendWithStates:
     """
 
     def __init__(self, attend: Attend, states: StateCache, updates: Sequence[StateUpdate], *, is_single: bool) -> None:
-        """is_single: if the attention computes one query at a time, the states advance by one token at a time, in prompts too."""
+        """is_single: whether the states advance by one token at a time, as where the attention has one query at a time."""
         self.attend, self.states = attend, states
         self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]
 

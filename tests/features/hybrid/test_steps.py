@@ -20,7 +20,8 @@ def test_a_further_kv_group_has_its_own_blocks_and_slots():
     other = with_tables(sequence(range(3), table=[7]), [[1]])
     batch = build(ScheduledSequence(first, 1), ScheduledSequence(other, 3))
     own, group = groups_of(batch, 4)
-    assert own is batch.attention and group.seq_lens is own.seq_lens
+    assert own is batch.attention
+    assert group.seq_lens is own.seq_lens
     assert (own.block_tables.tolist(), group.block_tables.tolist()) == ([[2, 5], [7, 0]], [[-1, 3], [1, 0]])
     assert own.slot_mapping.tolist() == [5 * 4 + 1, 28, 29, 30]
     assert group.slot_mapping.tolist() == [3 * 4 + 1, 4, 5, 6]
