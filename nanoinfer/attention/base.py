@@ -5,6 +5,7 @@ cache a model gets `DenseAttention()`, and with a KV cache a backend's `begin_st
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
@@ -69,9 +70,9 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes windows
-    has `supports_windows = True`, and a backend whose Attend takes sinks has `supports_sinks = True`. A backend with
-    `supports_prompt_graph = True` reads only shapes on the host for prompt chunks too, of which some may have no tokens.
+    A backend that reads the cache only by `gather` and `gather_blocks` has `supports_int8_cache = True`, and those of NEEDS
+    say what its Attend takes. A backend with `supports_prompt_graph = True` reads only shapes on the host for prompt chunks
+    too, of which some may have no tokens.
     """
 
     layout: Layout
@@ -91,6 +92,8 @@ class AttentionBackend(Protocol):
         ...
 
 
+# What the Attend of some models needs: an attribute that is True in a backend that supports it -> its name in an error.
+NEEDS = {"supports_windows": "sliding windows", "supports_sinks": "attention sinks"}
 # name -> "module:class", imported on first use because its dependencies may be missing, or the class itself
 BACKENDS: dict[str, str | type[Any]] = {
     "reference": "nanoinfer.attention.reference:ReferenceBackend",
@@ -129,22 +132,18 @@ def select_backend(
     *,
     block_size: int | None = None,
     enforce_eager: bool = False,
-    has_windows: bool = False,
-    has_sinks: bool = False,
+    needed: Sequence[str] = (),
 ) -> tuple[str, AttentionBackend]:
     """Construct the attention backend of this name, and return its name with it. "auto" is the first of PREFERRED that fits.
 
-    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. has_windows,
-    has_sinks: whether some layers have a window, and whether some have sinks.
+    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. needed: keys of NEEDS.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
     for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
-        if has_windows and backend_class is not None and not getattr(backend_class, "supports_windows", False):
-            backend_class, reason = None, "it does not support sliding windows"
-        if has_sinks and backend_class is not None and not getattr(backend_class, "supports_sinks", False):
-            backend_class, reason = None, "it does not support attention sinks"
+        if backend_class is not None and (missing := [name for name in needed if not getattr(backend_class, name, False)]):
+            backend_class, reason = None, f"it does not support {NEEDS[missing[0]]}"
         if backend_class is not None:
             return candidate, backend_class(enforce_eager=enforce_eager)
         if name != "auto":

@@ -20,6 +20,7 @@ from types import FunctionType
 
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, BlockManager, CacheLayout, most_blocks, most_that_fit
 from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
@@ -512,7 +513,8 @@ def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[
     elif memory is None:
         memory = min(DEFAULT_CPU_MEMORY, (hardware.memory_bytes - weights) // 2)
     chunk_size, longest = config.scheduler.chunk_grid, config.max_model_len or sizes.max_position_embeddings
-    block_bytes = sizes.cache.bytes_per_block(block_size, costs.cache_dtype or costs.dtype) // ranks
+    dtype = costs.cache_dtype or costs.dtype
+    block_bytes = stored_in(sizes.cache, dtype).bytes_per_block(block_size, dtype) // ranks
     if memory < most_blocks(1, sizes.cache.windows, block_size, chunk_size) * block_bytes:
         raise InvalidValueError(
             f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "

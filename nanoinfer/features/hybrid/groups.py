@@ -13,6 +13,7 @@ from nanoinfer.attention.base import Attend, AttentionBackend, AttentionMetadata
 from nanoinfer.attention.dense import Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch, padded
+from nanoinfer.features.hybrid.sizes import KVGroup
 from nanoinfer.features.hybrid.tables import HybridTables
 from nanoinfer.system.transfer import integers_on_device
 
@@ -22,15 +23,18 @@ class GroupedAttend:
 
     Attributes:
         steps: the Attend of each group.
-        group_of: the index of each layer's group.
+        places: the index of each layer's group, and the layer's place in the group's blocks.
     """
 
-    def __init__(self, cache: KVCache, backend: AttentionBackend, metadata: Sequence[AttentionMetadata]) -> None:
+    def __init__(
+        self, cache: KVCache, backend: AttentionBackend, metadata: Sequence[AttentionMetadata], groups: Sequence[KVGroup]
+    ) -> None:
         self.steps: list[Attend] = [backend.begin_step(cache, of_group) for of_group in metadata]
-        self.group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
+        self.places = {layer: (i, place) for i, group in enumerate(groups) for place, layer in enumerate(group.layers)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: Window = None, sinks: Sinks = None) -> Tensor:
-        return self.steps[self.group_of[layer]](layer, q, k, v, window=window, sinks=sinks)
+        group, place = self.places[layer]
+        return self.steps[group](place, q, k, v, window=window, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries
-from nanoinfer.attention.kv_cache import StateCache
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.features.hybrid.cache import StateCache
 from nanoinfer.features.hybrid.groups import positions_of, runs_of
 from nanoinfer.system.transfer import integers_on_device
 
