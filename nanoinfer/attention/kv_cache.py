@@ -62,9 +62,8 @@ class KVCache:
 
     def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
         """Store each token's k and v, as finite_values returns them, in its slot."""
-        k, v = finite_values(k, v)
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
+        for pages, values in zip(self._by_slot(layer), finite_values(k, v), strict=True):
             pages[blocks, offsets] = values.to(pages.dtype)
 
     def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.features.hybrid import gated_delta
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
 from nanoinfer.features.hybrid.states import AttendWithStates, StateCache, StateUpdate
 
@@ -65,7 +65,7 @@ def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
     for part, same in zip(states.layer(0), expected_states.layer(0), strict=True):
         torch.testing.assert_close(part[2], same[2], atol=1e-5, rtol=1e-5)
         assert not part[-1].any()  # the state before any token
-    dense = plain(DenseAttention(shapes_of(plain)), *rows, weights)
+    dense = plain(HybridDenseAttention(shapes_of(plain)), *rows, weights)
     torch.testing.assert_close(dense, expected, atol=tolerance, rtol=tolerance)
 
 
