@@ -132,7 +132,20 @@ def make_runtime(
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
 
-    runtime = plain_runtime(model, config, weights)
+    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "num_state_layers")):
+        from nanoinfer.features.hybrid.runtime import hybrid_runtime
+
+        runtime: Runtime = hybrid_runtime(model, config, weights)
+    else:
+        runtime = plain_runtime(model, config, weights)
+    if config.cache.kv_cache_dtype == "int8":
+        from nanoinfer.features.int8_cache.cache import with_int8_cache
+
+        runtime = with_int8_cache(runtime)
+    if config.scheduler.batch_invariant:
+        from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
+
+        runtime = replace(runtime, wrappers=(InvariantRunner,))
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 

@@ -14,12 +14,12 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from torch import nn
 
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.cli.options import print_table
 from nanoinfer.config import BITS
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.loading.folders import BUNDLED, bundled_models
@@ -111,7 +111,7 @@ def examine(
         if num_tokens > limit:
             raise InvalidValueError(f"--tokens must be <= {limit}, the positions this model knows, got {num_tokens}")
         if run_dtype is not None:
-            sizes = CacheSizes.of(config)
+            sizes = HybridSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
             if found.num_peak_bytes is not None:
                 num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state

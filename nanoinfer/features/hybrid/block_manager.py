@@ -16,8 +16,8 @@ What a sequence has in addition to Sequence.block_table is in Sequence.extras["h
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from nanoinfer.attention.cache_sizes import most_blocks
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
+from nanoinfer.features.hybrid.sizes import most_blocks
 from nanoinfer.features.hybrid.state_slots import WINDOW, StateSlots
 from nanoinfer.features.hybrid.tables import NO_BLOCK, tables_of
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -81,6 +81,8 @@ class HybridBlockManager(BlockManager):
 
     def tables(self, seq: Sequence) -> list[list[int]]:
         """Return the block tables of a sequence, in the order of the KV groups."""
+        if len(self.windows) == 1:
+            return [seq.block_table]
         further = tables_of(seq).block_tables
         while len(further) < len(self.windows) - 1:
             further.append([])
@@ -173,7 +175,8 @@ class HybridBlockManager(BlockManager):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert not child.block_table, "a fork starts with empty block tables"
-        child.block_table, *tables_of(child).block_tables = (list(table) for table in self.tables(parent))
+        for table, shared in zip(self.tables(child), self.tables(parent), strict=True):
+            table += shared
         child.prefix_keys, held = list(parent.prefix_keys), self._held(child)
         self.blocks.hold(held)
         self.observer.blocks_forked(parent, child, held)

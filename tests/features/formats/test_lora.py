@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidTypeError, UnsupportedError, WeightsError
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -39,7 +39,7 @@ def logits_here(path, lora):
     config = EngineConfig(dtype="float32", device="cpu", lora=tuple(lora), enforce_eager=True)
     model = loader.load_configured(Checkpoint.open(str(path)), config)[0]
     with torch.inference_mode():
-        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), HybridDenseAttention()))
 
 
 def assert_equal(path, model, *adapters):
