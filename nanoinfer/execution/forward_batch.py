@@ -87,17 +87,9 @@ class ForwardBatch:
             seq_lens_cpu=packed.seq_lens,
         )
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
-        extras = tuple((extras, start, stop) for seq, start, stop in runs if (extras := _extras_of(seq)))
+        extras = tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras)
         indices = slice(0, len(logits_indices)) if has_all_rows else rows
         return cls(ids, positions, indices, attention, list(plan.block_copies), extras)
-
-
-def _extras_of(seq: Sequence) -> Mapping[str, object]:  # until the block manager writes the record itself
-    from nanoinfer.features.hybrid.tables import HybridTables
-
-    if not seq.more_block_tables and not seq.state_writes:
-        return seq.extras
-    return {**seq.extras, "hybrid": HybridTables(seq.more_block_tables, seq.state_slot, seq.state_writes)}
 
 
 def padded(tables: list[list[int]]) -> list[int]:

@@ -21,6 +21,7 @@ from nanoinfer.fast.trace import copied
 from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.features.hybrid.cache import states_of
 from nanoinfer.features.hybrid.sizes import num_groups_of
+from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -67,10 +68,11 @@ def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: i
     num_blocks = 0
     for i, ids in enumerate(token_ids):
         seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=len(ids))
+        tables: list[list[int]] = []
         for _ in range(num_groups):
             first, num_blocks = num_blocks, num_blocks + -(-len(ids) // block_size)
-            seq.more_block_tables.append(list(range(first, num_blocks)))
-        seq.block_table = seq.more_block_tables.pop(0)
+            tables.append(list(range(first, num_blocks)))
+        seq.block_table, *tables_of(seq).block_tables = tables
         sequences.append(seq)
     return sequences
 
@@ -92,9 +94,9 @@ def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
         for item in items if states_of(cache) is not None else ():
-            seq, state_slot = item.sequence, int(item.sequence.request_id)
-            seq.state_slot = state_slot if seq.num_computed_tokens else -1
-            seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
+            seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
+            record.state_slot = state_slot if seq.num_computed_tokens else -1
+            record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
         hidden = runner.forward(ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu")))
         start = 0
         for item in items:

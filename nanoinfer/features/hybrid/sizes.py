@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.attention.cache_sizes import CacheSizes, LayerSizes, NumberType
+from nanoinfer.errors import InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,45 @@ class HybridSizes(CacheSizes):
         """The bytes of a sequence's state in all layers, in fp32."""
         return 4 * self.num_state_layers * sum(map(math.prod, self.state_shapes))
 
+    def num_blocks_for(self, num_tokens: int, block_size: int, chunk_size: int) -> int:
+        return most_blocks(num_tokens, self.windows, block_size, chunk_size)
+
+    def num_states_in(self, memory: int, max_num_seqs: int) -> int:
+        return num_states_in(memory, self.bytes_per_state, max_num_seqs)
+
     def bytes_per_token(self, dtype: NumberType) -> int:
         """The bytes of a token's keys and values in all layers."""
         return self.bytes_per_block(1, dtype) // self.num_layers * self.num_attention_layers
+
+
+def most_blocks(num_tokens: int, windows: Sequence[int | None], block_size: int, chunk_size: int) -> int:
+    """Return the most blocks that a sequence holds at a time, while it grows to num_tokens by at most chunk_size at a time.
+
+    In a group with a window these are the blocks of the window and the chunk, plus one if they begin inside a block.
+
+    >>> most_blocks(4000, [None, 512], block_size=64, chunk_size=256)
+    76
+    """
+    num_for_all = -(-num_tokens // block_size)
+    return sum(
+        num_for_all if window is None else min(num_for_all, -(-(window + chunk_size) // block_size) + 1) for window in windows
+    )
+
+
+def num_states_in(memory: int, state_bytes: int, max_num_seqs: int) -> int:
+    """Return how many states half of the memory holds, in bytes, but at most two for each running sequence.
+
+    Of two, one is for a checkpoint. state_bytes: the bytes of a state. 0: the model keeps no states.
+
+    Raises: InvalidValueError if no state fits.
+    """
+    if not state_bytes:
+        return 0
+    if memory // 2 < state_bytes:
+        raise InvalidValueError(
+            f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; raise kv_cache_memory"
+        )
+    return min(memory // 2 // state_bytes, 2 * max_num_seqs)
 
 
 def largest_of(groups: Sequence[KVGroup]) -> int:

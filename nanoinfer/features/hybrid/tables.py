@@ -4,7 +4,12 @@ Its writer is the block manager (block_manager.py in this folder). The executor 
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
+from nanoinfer.scheduling.sequence import Sequence
+
+NAME = "hybrid"  # the record's name in Sequence.extras
+NO_BLOCK = -1  # in a table: there is no block
 NO_SLOT = -1  # the state slot of a sequence without a computed token
 
 
@@ -21,3 +26,10 @@ class HybridTables:
     block_tables: list[list[int]] = field(default_factory=list)
     state_slot: int = NO_SLOT
     state_writes: dict[int, int] = field(default_factory=dict)
+
+
+def tables_of(seq: Sequence) -> HybridTables:
+    """Return the record of a sequence. It gets one at the first call, in extras of its own, because forks share theirs."""
+    if NAME not in seq.extras:
+        seq.extras = {**seq.extras, NAME: HybridTables()}
+    return cast(HybridTables, seq.extras[NAME])
