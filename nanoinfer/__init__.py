@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.features.adapters.request import LoRARequest as LoRARequest
     from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
     from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
+    from nanoinfer.features.beam_search.search import BeamSearch as BeamSearch
     from nanoinfer.features.chat.parsing import ChatParser as ChatParser
     from nanoinfer.features.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
@@ -66,7 +68,9 @@ _NAMES = {
 }
 # What files of the core ask of features and of compat/, which they do not import. The same, but not for users.
 _ASKED = {
+    "features.adapters.request": "LoRARequest",
     "features.beam_search.params": "BeamSearchSequence",
+    "features.beam_search.search": "BeamSearch",
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
     "features.own_code.logits_processors": "processor_classes processor_functions",
     "compat.vllm.neutral": "argument_of_vllm missing_attribute",

@@ -1,6 +1,6 @@
-"""Turn prompts and chat messages, as users write them, into checked requests.
+"""Turn prompts, as users write them, into checked requests.
 
-In: strings, token ids, vLLM's dicts, chat messages, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
+In: strings, token ids, vLLM's dicts, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
 tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, but neither
 the queue nor the cache, so any thread may call it.
 """
@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import nanoinfer
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import ChatPrompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -160,12 +159,6 @@ class InputProcessor:
             with with_prompt_index(index):
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
-
-    def render_chat(self, messages: object, **rendering: Any) -> ChatPrompt:
-        """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
-        from nanoinfer.features.chat.messages import render_chat
-
-        return render_chat(self.tokenizer, messages, **{"max_tokens": self.max_model_len} | rendering)
 
     def _parse(self, prompt: object) -> tuple[str | None, list[int]]:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
