@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from nanoinfer.outputs import RequestOutput as RequestOutput
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.server.async_llm import AsyncLLM as AsyncLLM
+    from nanoinfer.server.async_llm import RequestStream as RequestStream
 
 __version__ = "0.3.0.dev0"
 
@@ -73,6 +74,7 @@ _ASKED = {
     "features.beam_search.search": "BeamSearch",
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
     "features.own_code.logits_processors": "processor_classes processor_functions",
+    "server.async_llm": "RequestStream",
     "compat.vllm.neutral": "argument_of_vllm missing_attribute",
     "compat.vllm.parser": "add_cli_arguments given_arguments",
 }

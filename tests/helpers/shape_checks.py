@@ -20,7 +20,7 @@ ARITHMETIC = """
     loading.loader loading.quantization loading.weights
     execution.forward_batch execution.model_runner execution.local_executor execution.runtime
     sampling features.structured.grammar features.structured.json_schema
-    features.tracing.stage_trace features.own_code distributed.split_sampling
+    features.tracing.stage_trace features.own_code features.distributed.split_sampling
     fast.fuse fast.cpu.attention fast.cpu.linear fast.cpu.quantized fast.cuda.compile fast.cuda.graphs fast.sampling
 """.split()
 NUM_FIRST = 8
