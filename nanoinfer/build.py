@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOptions
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
@@ -78,7 +78,7 @@ class ParameterFeatures(RequestFeature):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
-    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+    def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
         if params.prompt_logprobs is not None:
             from nanoinfer.features.logprobs.prompt_logprobs import reader_of
