@@ -5,7 +5,6 @@ In: the hidden rows of a prompt, as steps compute them. Out: RequestOutput.promp
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.request import with_token_texts
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.outputs import LogprobsOnePosition, RequestOutput
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.sampling.routes import HeadRows
+    from nanoinfer.sampling.sampler import HeadRows
 
 PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time: 16 MB
 
@@ -43,7 +42,7 @@ class PromptLogprobsReader(PromptReader):
 
     def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         """Read the rows before the prompt's last that were not read before a preemption, a limited number at a time."""
-        from nanoinfer.sampling.logprobs import token_logprobs
+        from nanoinfer.features.logprobs.token_logprobs import token_logprobs
         from nanoinfer.sampling.stages import divided
 
         token_ids, first = chunk.sequence.prompt_token_ids, chunk.start - chunk.position  # first: the row of position 0
@@ -56,7 +55,7 @@ class PromptLogprobsReader(PromptReader):
             for entry in token_logprobs(logits, following, [self._num_top] * len(logits)):
                 if self._detokenizer is not None:
                     self._detokenizer.push(token_ids[len(self.positions) - 1])
-                self.positions.append(with_token_texts(entry, self._detokenizer))
+                self.positions.append(entry.with_texts(self._detokenizer))
 
     def complete(self, output: RequestOutput) -> None:
         output.prompt_logprobs = self.positions
