@@ -76,8 +76,8 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
 class TokenReport:
     """What a sampler reports of a token, besides its id (features/logprobs)."""
 
-    def fields(self, detokenizer: "Detokenizer | None") -> dict[str, object]:
-        """Return {name: the token's entry} for lists of CompletionOutput and Delta. detokenizer: None: texts are None."""
+    def fields(self, detokenizer: "Detokenizer") -> dict[str, object]:
+        """Return entries for lists of CompletionOutput and Delta, by name. detokenizer: has the text before the token."""
         return {}
 
 

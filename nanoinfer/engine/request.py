@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
+from nanoinfer.engine.stopping import Answer, KeptStopStrings, Stop
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, TokenReport, sum_of_logprobs
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tokenization.detokenizer import Detokenizer
+from nanoinfer.tokenization.detokenizer import Detokenizer, NoText
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 
@@ -95,52 +95,37 @@ class Request:
             self.deltas.append(Delta(*new, index=answer.seq.index, **fields))
 
 
-class _Answer:
-    """A sequence of the request as text. stop: why it ended. None: it runs."""
+class _Answer(Answer):
+    """An answer with what else a request may ask for: constraints, reports, no text, the text of what ends it."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
-        self.seq = seq
-        self.stop: Stop | None = None
+        params, has_text = seq.params, seq.params.detokenize and tokenizer is not None
+        super().__init__(seq, Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if has_text else NoText())
         self.shown = ""  # the text that the newest token released
-        self.reported: dict[str, list[Any]] = {name: [] for name in seq.params.reports}  # with an entry for each token
-        self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
-        self.detokenizer: Detokenizer | None = None
-        if seq.params.detokenize and tokenizer is not None:
-            self.detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
-        # Stop strings that are special tokens do not occur in a text without special tokens, so their ids are compared instead.
-        self._special_stops: dict[int, str] = {}
-        if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
-            self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
+        self.reported: dict[str, list[Any]] = {name: [] for name in params.reports}  # with an entry for each token
+        self._keeps_ending_text = params.include_stop_str_in_output
+        if self._keeps_ending_text:
+            self.text = KeptStopStrings(params.stop or ())
         # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
         self.ending_ids: frozenset[int] | None = None
-        if not (streaming or self.detokenizer or self.reported or seq.params.stop or seq.constraints):
-            self.ending_ids = seq.eos_token_ids.union(seq.params.stop_token_ids or ())
+        if not (streaming or has_text or self.reported or seq.constraints):
+            self.ending_ids = seq.eos_token_ids.union(params.stop_token_ids or ())
 
-    def advance(self, token_id: int) -> None:
-        seq = self.seq
-        examine = seq.num_output_tokens > seq.params.min_tokens  # no stop string completes in the first min_tokens tokens
-        stop = check_token_ids(seq)
-        if examine and token_id in self._special_stops and (stop is None or stop.finish_reason != "stop"):
-            stop = Stop("stop", self._special_stops[token_id])
-        ended_by_id = stop is not None and stop.finish_reason == "stop"
-        for constraint in () if ended_by_id else seq.constraints:
+    def check_id(self, token_id: int, examine: bool) -> Stop | None:
+        stop = super().check_id(token_id, examine)
+        for constraint in () if stop and stop.finish_reason == "stop" else self.seq.constraints:
             reason = constraint.advance(token_id)
-            if constraint.is_complete and not seq.stop_ids:  # a model without EOS has no id left to draw
+            if constraint.is_complete and not self.seq.stop_ids:  # a model without EOS has no id left to draw
                 reason = "stop"
             if reason and (reason == "stop" or not stop):
-                stop = Stop(reason)
-        text = ""
-        if self.detokenizer and (seq.params.include_stop_str_in_output or not ended_by_id):
-            text = self.detokenizer.push(token_id)
-        if self.detokenizer and stop:
-            text += self.detokenizer.finish()
-        if matched := self.text.push(text, examine=examine):
-            stop = Stop("stop", matched)
-        self.stop = stop
+                stop, self._keeps_ending_text = Stop(reason), True
+        return stop
+
+    def ending_text(self, token_id: int) -> str:
+        return self.detokenizer.push(token_id) if self._keeps_ending_text else ""
 
     def finish(self, stop: Stop) -> None:
-        if self.detokenizer:
-            self.text.push(self.detokenizer.finish(), examine=False)
+        self.text.push(self.detokenizer.finish(), examine=False)
         self.stop = stop
 
     def output(self) -> CompletionOutput:

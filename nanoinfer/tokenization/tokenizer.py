@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -313,11 +313,6 @@ class Tokenizer:
         if len(after_line_break) > num and after_line_break[:num] == line_break:
             spellings.append(after_line_break[num:])
         return list(dict.fromkeys(spellings))
-
-    def special_tokens_among(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return {id: text} for those texts that are special tokens, which decode() leaves out."""
-        special = {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
-        return {special[text]: text for text in texts if text in special}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""

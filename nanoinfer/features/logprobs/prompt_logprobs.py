@@ -10,7 +10,7 @@ from nanoinfer.execution.executor import PromptReader
 from nanoinfer.outputs import LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.step_plan import PromptRows
-from nanoinfer.tokenization.detokenizer import Detokenizer
+from nanoinfer.tokenization.detokenizer import Detokenizer, NoText
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PromptLogprobsReader(PromptReader):
         """tokenizer: makes the texts of the entries. None: they have no texts."""
         self.positions: list[LogprobsOnePosition | None] = [None]
         self._num_top, self._temperature = num_top, temperature
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
+        self._detokenizer = NoText() if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
 
     def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         """Read the rows before the prompt's last that were not read before a preemption, a limited number at a time."""
@@ -53,8 +53,7 @@ class PromptLogprobsReader(PromptReader):
                 logits = divided(logits, logits.new_full((len(logits),), self._temperature))
             following = token_ids[len(self.positions) : len(self.positions) + len(logits)]
             for entry in token_logprobs(logits, following, [self._num_top] * len(logits)):
-                if self._detokenizer is not None:
-                    self._detokenizer.push(token_ids[len(self.positions) - 1])
+                self._detokenizer.push(token_ids[len(self.positions) - 1])
                 self.positions.append(entry.with_texts(self._detokenizer))
 
     def complete(self, output: RequestOutput) -> None:

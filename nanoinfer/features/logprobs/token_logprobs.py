@@ -4,9 +4,8 @@ In: logits of some rows, the ids that were drawn (or that are in the prompt), an
 Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at temperature 1, unless the logits are processed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from jaxtyping import Float, Int
@@ -36,10 +35,9 @@ class TokenLogprobs:
     values: list[float]
     ranks: list[int]
 
-    def with_texts(self, detokenizer: Detokenizer | None) -> LogprobsOnePosition:
-        """Convert to what users get, with token texts if there is a detokenizer."""
-        texts: Iterable[str | None] = repeat(None) if detokenizer is None else detokenizer.added_texts(self.ids)
-        each = zip(self.ids, self.values, self.ranks, texts, strict=False)
+    def with_texts(self, detokenizer: Detokenizer) -> LogprobsOnePosition:
+        """Convert to what users get."""
+        each = zip(self.ids, self.values, self.ranks, detokenizer.added_texts(self.ids), strict=True)
         return {token_id: Logprob(value, rank, text) for token_id, value, rank, text in each}
 
 
@@ -50,7 +48,7 @@ class Report(TokenReport):
     logprobs: TokenLogprobs | None = None
     mask: list[int] | None = None
 
-    def fields(self, detokenizer: Detokenizer | None) -> dict[str, object]:
+    def fields(self, detokenizer: Detokenizer) -> dict[str, object]:
         fields: dict[str, object] = {} if self.logprobs is None else {"logprobs": self.logprobs.with_texts(detokenizer)}
         return fields if self.mask is None else fields | {"sampling_mask": self.mask}
 
