@@ -45,6 +45,8 @@ def make_engine(
 
     Raises: the errors of LLM(), also for the draft model.
     """
+    from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
+
     adapters = make_adapters(model, config, shards)
     store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
@@ -59,6 +61,8 @@ def make_engine(
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
+    observer = make_observer(executor, config, tokenizer)
+    executor.sampler = ReportingSampler(executor.sampler, config.logprobs_mode)
     return LLMEngine(
         executor,
         config,
@@ -66,7 +70,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
         store=None if store_of_executor is None else store_of_executor(executor),
-        observer=make_observer(executor, config, tokenizer),
+        observer=observer,
         features=[*adapters, ParameterFeatures(tokenizer, executor.info.vocab_size)],
     )
 
@@ -164,6 +168,10 @@ def make_executor(
         from nanoinfer.features.own_code.logits_processors import with_processors
 
         config = with_processors(config, runtime.device, info)
+    if config.stages is not None:
+        from nanoinfer.features.own_code.stages import checked_stages
+
+        config = replace(config, stages=checked_stages(config.stages))
     return LocalExecutor(runtime, info, config)
 
 

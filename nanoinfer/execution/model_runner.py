@@ -16,7 +16,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import HeadRows
 
 T = TypeVar("T")
 Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step
