@@ -128,8 +128,9 @@ def make_runtime(
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
+    from nanoinfer.features.training.loaded_weights import LoadedWeights
 
-    runtime = plain_runtime(model, config, weights)
+    runtime = plain_runtime(model, config, weights or LoadedWeights())
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
