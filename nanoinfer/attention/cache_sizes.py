@@ -4,7 +4,7 @@ In: a model's config. Out: CacheSizes. This file imports no torch, so that a mac
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 # On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
 DEFAULT_CPU_MEMORY = 4 * 2**30
@@ -41,20 +41,28 @@ class CacheSizes:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    windows: ClassVar[tuple[int | None, ...]] = (None,)
-    bytes_per_state: ClassVar[int] = 0
 
     @classmethod
     def of(cls, config: LayerSizes) -> "CacheSizes":
         """Read the config of a model all of whose layers keep the keys and values of every token."""
         return CacheSizes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group of layers, in tokens. None: all tokens."""
+        return (None,)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """The bytes that a sequence takes besides its tokens."""
+        return 0
+
     def num_blocks_for(self, num_tokens: int, block_size: int, chunk_size: int) -> int:
-        """Return the most blocks that a sequence holds, while it grows to num_tokens by at most chunk_size at a time."""
+        """Return the most blocks that a sequence holds at a time, while it grows to num_tokens by chunk_size at a time."""
         return -(-num_tokens // block_size)
 
     def num_states_in(self, memory: int, max_num_seqs: int) -> int:
-        """Return how many states the cache has besides its blocks: none."""
+        """Return how many states a cache of so many bytes keeps."""
         return 0
 
     def bytes_per_token(self, dtype: NumberType) -> int:

@@ -10,13 +10,13 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import ModelWeights
 from nanoinfer.execution.runtime import Runtime, plain_runtime
 from nanoinfer.features.hybrid.attention import HybridReferenceBackend, NoAttention
 from nanoinfer.features.hybrid.cache import HybridCache, HybridInt8Cache, StateCache
 from nanoinfer.features.hybrid.groups import GroupedAttend, groups_of
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.hybrid.states import AttendWithStates, updates_of
-from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
 
 
@@ -51,7 +51,7 @@ class HybridRuntime(Runtime):
         return make(num_groups=len(sizes.groups), states=states, **self.cache_options(num_blocks))
 
 
-def hybrid_runtime(model: Model, config: EngineConfig, weights: LoadedWeights | None) -> HybridRuntime:
+def hybrid_runtime(model: Model, config: EngineConfig, weights: ModelWeights) -> HybridRuntime:
     """Do what plain_runtime does, for layers that are not all alike."""
     sizes = HybridSizes.of(model.config)
     needed = [*["supports_windows"] * any(sizes.windows), *["supports_sinks"] * sizes.has_sinks]

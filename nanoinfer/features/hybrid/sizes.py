@@ -83,7 +83,6 @@ class HybridSizes(CacheSizes):
         return most_blocks(num_tokens, self.windows, block_size, chunk_size)
 
     def num_states_in(self, memory: int, max_num_seqs: int) -> int:
-        """See the function of this name. memory: the bytes for the cache."""
         return num_states_in(memory, self.bytes_per_state, max_num_seqs)
 
     def bytes_per_token(self, dtype: NumberType) -> int:
