@@ -93,13 +93,9 @@ class Sequence:
     extras: Mapping[str, object] = field(default_factory=dict)  # name -> what a feature reads in the sequence's steps
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
-    num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
+    num_tokens: int = field(init=False)  # those of token_ids, and one that is still being sampled: the scheduler
     num_computed_tokens: int = field(default=0, init=False)  # the number of tokens in the cache: the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
-    num_tokens_at_start: int = field(default=0, init=False)  # the number of tokens when it last began to run: the scheduler
-    num_preemptions: int = field(default=0, init=False)  # the scheduler
-    num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
-    first_scheduled_time: float | None = field(default=None, init=False)  # on the clock of arrival_time: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # for further KV groups: the block manager
     state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py
@@ -111,6 +107,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
 
     @property
     def sequence_id(self) -> str:
@@ -134,11 +131,6 @@ class Sequence:
         if not self.constraints:
             return sys.maxsize
         return min([each.num_free(self.num_tokens - len(self.prompt_token_ids)) for each in self.constraints])
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of known and pending tokens."""
-        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_new_tokens(self) -> int:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 
 EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 
@@ -31,7 +32,7 @@ EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 )
 def test_eos_goes_before_stop_ids_and_both_before_the_length(newest, num_left, params, expected):
     seq = Sequence("r", [EOS, STOP_ID], SamplingParams(**params), 0, 4 + num_left, frozenset([EOS, EOS_TOO]))
-    seq.token_ids += [OTHER, newest]
+    grow(seq, OTHER, newest)
     assert check_token_ids(seq) == expected
 
 

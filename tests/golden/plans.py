@@ -18,16 +18,19 @@ from nanoinfer.build import ParameterFeatures
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.observer import together
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.step_plan import prompt_rows_of
 from tests.golden.loads import EOS, VOCAB_SIZE, Load, make_load, mixed, token_at
 from tests.golden.memory import Memory
 from tests.helpers.fake_executor import FakeExecutor
@@ -192,12 +195,13 @@ class RecordingExecutor(FakeExecutor):
             windows=load.windows, num_state_slots=load.num_slots,
         )  # fmt: skip
         self.load, self.record = load, record
-        self.num_launches = 0
+        self.num_launches = self.num_steps = 0
         self.fails_at: dict[str, int] = {}  # request id -> Arrival.fails_at
 
     def launch(self, plan, previous):
         number, self.num_launches = self.num_launches, self.num_launches + 1
-        self.record.lines.append(text_of(plan, self.load))
+        self.record.lines.append(text_of(plan, self.load, self.num_steps))
+        self.num_steps += plan.sampler is None
         self.record.counts["steps"] += 1
         self.record.counts["drafts"] += sum(len(item.draft_token_ids) for item in plan.scheduled)
         self.record.counts["copies"] += len(plan.block_copies)
@@ -206,7 +210,7 @@ class RecordingExecutor(FakeExecutor):
             raise LaunchError
         if self.record.memory is not None:
             self.record.memory.compute(plan, tables_of, states_of)
-        return SimpleNamespace(plan=plan, must_sync=bool(plan.prompt_rows))
+        return SimpleNamespace(plan=plan, must_sync=bool(prompt_rows_of(plan.scheduled)))
 
     def collect(self, step):
         if step.plan.sampler is not None:
@@ -241,9 +245,9 @@ def likely_tokens(seq) -> TokenLogprobs:
 # ---- text
 
 
-def text_of(plan, load: Load) -> str:
+def text_of(plan, load: Load, number: int) -> str:
     """Return a plan as a line: name, tokens from which on, tables, slots and drafts of each sequence, then rows and copies."""
-    parts = [f"step {plan.step}" if plan.step >= 0 else "beams"]
+    parts = [f"step {number}" if plan.sampler is None else "beams"]
     for item in plan.scheduled:
         seq = item.sequence
         tables = " ".join(str(table).replace(" ", "") for table in tables_of(seq))
@@ -254,7 +258,7 @@ def text_of(plan, load: Load) -> str:
         if item.draft_token_ids:
             parts.append(f"drafts {item.draft_token_ids}")
     rows = " ".join(f"{seq.sequence_id}@{index}" for seq, index in plan.rows)
-    read = " ".join(f"{row.sequence.sequence_id}@{row.start}:{row.stop}" for row in plan.prompt_rows)
+    read = " ".join(f"{row.sequence.sequence_id}@{row.start}:{row.stop}" for row in prompt_rows_of(plan.scheduled))
     copies = " ".join(f"{source}>{target}" for source, target in plan.block_copies)
     parts += [f"rows {rows}"] + [f"reads {read}"] * bool(read) + [f"copies {copies}"] * bool(copies)
     return " | ".join(parts)
@@ -324,7 +328,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         eos_token_ids=frozenset([EOS]),
         planner=planner,
         store=store,
-        observer=TracingObserver(events, load.block_size),
+        observer=together(EngineMetrics(), TracingObserver(events, load.block_size)),
         features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, VOCAB_SIZE)],
     )
 

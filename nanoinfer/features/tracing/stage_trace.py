@@ -54,7 +54,7 @@ class TracingSampler(Sampler):
         sampled = self._sample_by_stages(rows.logits, batch)
         greedy = set(batch.row_groups.greedy_rows)
         self.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
-        self._observer.stage_seconds[self._observer.launched.step] = self.seconds
+        self._observer.stage_seconds[id(self._observer.launched)] = self.seconds
         return sampled
 
     def _apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
