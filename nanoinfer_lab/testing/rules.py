@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import SchedulingObserver
 from nanoinfer.scheduling.policies import PreemptingScheduler
@@ -127,9 +128,7 @@ class _ObservedStep(SchedulingObserver):
         self.exchanges: dict[Sequence, Sequence | None] = {}
         self.cached: dict[Sequence, int] = {}
         self.preempted: list[Sequence] = []
-        self.has_room_rules = (
-            self.manager.windows == (None,) and self.manager.state_slots is None and self.manager.stored is None
-        )
+        self.has_room_rules = not isinstance(self.manager, HybridBlockManager)
         methods = (self.order_waiting, self.may_start, self.choose_victim, self.to_preempt)
         vars(scheduler).update({method.__name__: method for method in methods})
         observer, self.told = scheduler.observer, scheduler.observer
