@@ -13,7 +13,7 @@ and for blocks that outlive the memory, are in features/hybrid and features/disk
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
@@ -39,10 +39,12 @@ class BlockManager:
     Attributes:
         blocks: the pool that counts references to blocks.
         index: the prefix cache.
+        counts: what a subclass counts for the metrics, by the names of the counters.
         acts_each_step: whether cache_finished_blocks has something to do when no block was filled.
     """
 
     acts_each_step = False
+    counts: Mapping[str, int] = {}
 
     def __init__(
         self,

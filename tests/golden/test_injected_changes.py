@@ -113,7 +113,7 @@ INJECTED = {
         ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
         (
             "a step reads more",
-            "self.num_tokens_read += self._index.block_size if missing else 0",
+            "self.num_tokens_read += self.block_size if missing else 0",
             "self.num_tokens_read += 1 if missing else 0",
         ),
     ],

@@ -113,6 +113,7 @@ class EngineMetrics(Observer):
                 for reason in get_args(FinishReason)
             ),
             *(buckets.histogram(f"vllm:{name}") for name, buckets in self._histograms.items()),
+            *(Counter(f"vllm:{name}", count) for name, count in manager.counts.items()),
         ]
 
 
