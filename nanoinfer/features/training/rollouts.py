@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
@@ -27,6 +26,7 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.features.logprobs import reading
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.features.training import update
 from nanoinfer.features.training.loaded_weights import Origin
