@@ -144,7 +144,9 @@ class InputProcessor:
 
     def compile(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the constraint that must be compiled, if there is one. Raises: the errors of its compiler."""
-        return replace(prepared, constraints=(*prepared.constraints, prepared.compile())) if prepared.compile else prepared
+        if prepared.compile is None:
+            return prepared
+        return replace(prepared, constraints=(*prepared.constraints, prepared.compile()), compile=None)
 
     def prepare_all(
         self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: object
