@@ -21,7 +21,8 @@ from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedErr
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_model, read_config
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.loader import load_model
 from tests.helpers import forked, lora_adapters, tiny_models
 
 pytestmark = [

@@ -10,6 +10,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import InputProcessor
 from nanoinfer.errors import CheckpointError, InvalidPromptError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.features.chat.messages import render_chat
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
@@ -106,10 +107,10 @@ def test_a_prompt_with_two_bos_is_told_once(bos_path, caplog):
     inputs, params = InputProcessor(info, Tokenizer.load(bos_path), EngineConfig()), SamplingParams()
     for prompt in ("Once upon a time", "", [BOS, BOS, 5], {"prompt_token_ids": [BOS, BOS]}):
         inputs.prepare(prompt, params)
-    inputs.prepare(inputs.render_chat(LILY), params)
+    inputs.prepare(render_chat(inputs, LILY), params)
     assert not caplog.records
     for _ in range(2):
-        prepared = inputs.prepare(inputs.render_chat(LILY)["prompt"], params)
+        prepared = inputs.prepare(render_chat(inputs, LILY)["prompt"], params)
         assert prepared.prompt_token_ids[:2] == [BOS, BOS]
     assert [record.message for record in caplog.records] == [
         "a prompt begins with <|endoftext|> twice, since the tokenizer adds it to a text that has it; call chat(), or give ids"

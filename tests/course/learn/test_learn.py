@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from nanoinfer.attention.dense import causal_attention
 from nanoinfer.cli.main import app
-from nanoinfer.loading.quantization import quantize
+from nanoinfer.features.quantization.rounding import quantize
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer_course import cli as learn
 from nanoinfer_course.learn import speed
