@@ -30,13 +30,7 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GPT2Config":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of GPT-2 that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every GPT-2 config has.
-        """
+        """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
         refuse_others(
             config,
             activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
@@ -44,7 +38,10 @@ class GPT2Config:
             scale_attn_by_inverse_layer_idx=(False,),
             add_cross_attention=(False,),
         )
-        config = config | {name: config[newer] for name, newer in _NEWER_NAMES.items() if newer in config}
+        # As in transformers, the file may have the names of the newer families, which take precedence.
+        newer = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        newer |= {"max_position_embeddings": "n_positions"}
+        config = config | {newer[name]: value for name, value in config.items() if name in newer}
         width, num_heads = config["n_embd"], config["n_head"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
@@ -63,15 +60,6 @@ class GPT2Config:
     @property
     def num_key_value_heads(self) -> int:
         return self.num_attention_heads
-
-
-# As in transformers, the file may have the names of the newer families, which take precedence.
-_NEWER_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-}
 
 
 class GPT2Attention(nn.Module):

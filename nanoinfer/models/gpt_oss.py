@@ -36,7 +36,8 @@ class GptOssConfig(WindowedConfig):
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GptOssConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
-        config = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0} | config
+        defaults: ConfigJson = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
+        config = defaults | config
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = config | {"rope_parameters": _ROPE}
         kinds = config.get("layer_types") or [

@@ -42,13 +42,7 @@ class QwenConfig:
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "QwenConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of the family that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every config of the family has.
-        """
+        """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         # Without head_dim, Qwen3 has 128 for every hidden size. Qwen2's config.json has no head_dim.
