@@ -94,18 +94,13 @@ def load(config: EngineConfig, shards: "Shards | None" = None) -> "tuple[Loaded,
 
 
 class Placing:
-    """Gives the model of a checkpoint its weights as a config says.
-
-    The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
-
-    Attributes:
-        config: the config, with the dtype of rounded weights.
-        weights: the weights that were placed.
+    """Gives a model its weights as a config says: with adapters merged, a rank's part, rounded, or stored for kernels.
 
     Raises: UnsupportedError for rounded weights on a GPU.
     """
 
-    weights: "LoadedWeights"
+    config: EngineConfig  # with the dtype of rounded weights
+    weights: "LoadedWeights"  # those that were placed
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None") -> None:
         from nanoinfer.loading.devices import resolve_device

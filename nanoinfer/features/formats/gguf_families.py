@@ -107,10 +107,6 @@ class GGUFCheckpoint(Checkpoint):
         file = read_gguf(path)
         return cls(path, to_config(file), to_generation_config(file), [path], file=file)
 
-    @property
-    def config_path(self) -> Path:
-        return self.path
-
     def open_weights(self) -> "GGUFWeights":
         from nanoinfer.features.formats.gguf_weights import GGUFWeights
 
