@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
-from nanoinfer.models.layers import Embedding, Hidden, Ids, Layer, gelu_tanh
+from nanoinfer.models.layers import Embedding, Hidden, Ids, gelu_tanh
 from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 
@@ -70,7 +70,7 @@ class GPT2Attention(nn.Module):
         self.head_dim = config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.c_attn = nn.Linear(config.hidden_size, 3 * width)
-        self.c_proj: Layer = nn.Linear(width, config.hidden_size)
+        self.c_proj = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: Hidden, attend: Attend) -> Hidden:
         qkv = self.c_attn(x).unflatten(-1, (3, self.num_heads, self.head_dim))
@@ -82,7 +82,7 @@ class GPT2MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.c_proj: Layer = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.c_proj(gelu_tanh(self.c_fc(x)))
@@ -94,7 +94,7 @@ class GPT2Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attn = GPT2Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp: Layer = GPT2MLP(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(self, x: Hidden, attend: Attend) -> Hidden:
         x = x + self.attn(self.ln_1(x), attend)
@@ -117,7 +117,7 @@ class GPT2LMHeadModel(nn.Module):
         self.wte = Embedding(config.vocab_size, config.hidden_size)
         self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.ln_f: Layer = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -129,5 +129,4 @@ class GPT2LMHeadModel(nn.Module):
         return self.ln_f(x)
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head(hidden)

@@ -58,9 +58,6 @@ class GptOssConfig(WindowedConfig):
     def make_attention(self, layer: int) -> "GptOssAttention":
         return GptOssAttention(self, layer)
 
-    def make_layer(self, layer: int) -> "GptOssDecoderLayer":
-        return GptOssDecoderLayer(self, layer)
-
     @property
     def sparse_layers(self) -> range:
         """The indices of the layers that have experts."""
@@ -113,3 +110,7 @@ class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
     supports_cuda_graph = False  # the router decides on the host what is computed
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(GptOssDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))

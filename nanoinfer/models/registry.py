@@ -30,9 +30,7 @@ class WeightRules:
     transpose: tuple[str, ...] = ()  # name endings of tensors stored as [in, out], which a linear layer has as [out, in]
     skip: tuple[str, ...] = ()  # name endings of tensors that are not weights
     ignored: tuple[str, ...] = ()  # name beginnings of weights of something else, such as a model that drafts tokens
-    fused_experts: Literal["interleaved", "halves"] | None = (
-        None  # how a tensor has all experts of a layer
-    )
+    fused_experts: Literal["interleaved", "halves"] | None = None  # how a tensor has all experts of a layer
 
 
 # architecture in config.json -> its model_type there, and "module:class", imported when it is first used
