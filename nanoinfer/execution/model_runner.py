@@ -15,7 +15,7 @@ from nanoinfer.attention.base import Attend, AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import HeadRows
 
 T = TypeVar("T")
 Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step

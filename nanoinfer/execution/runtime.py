@@ -19,7 +19,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, ModelWeights, Replayer
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.routes import Route, RoutedSampler
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
 GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
@@ -147,5 +147,6 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
 
 
 def make_sampler(runtime: Runtime, config: EngineConfig) -> Sampler:
+    """Make the sampler: with the runtime's routes, unless users have added stages."""
     stages = STAGES if config.stages is None else config.stages
-    return Sampler(stages, routes=runtime.routes, logprobs_mode=config.logprobs_mode)
+    return RoutedSampler(runtime.routes) if runtime.routes and stages == STAGES else Sampler(stages)

@@ -26,6 +26,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
+from nanoinfer.features.logprobs.token_logprobs import log_softmax
 from nanoinfer.features.training.functions import (
     KernelFunction,
     TrainedAttention,
@@ -37,7 +38,6 @@ from nanoinfer.features.training.functions import (
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.sampling.exponentials import log_softmax
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 

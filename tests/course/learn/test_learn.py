@@ -71,7 +71,7 @@ MUTANTS = {
             ("start + len(stop) < first_end", "start + len(stop) <= first_end"),
             ("start + len(stop) < first_end", "matched is None"),
         ],
-        "cut": [("first_end if self._include_in_output else first_end - len(matched)", "first_end - len(matched)")],
+        "cut": [("first_end - len(matched)", "first_end")],
         "examine": [("not examine or not piece", "not piece")],
     },
     "ngram_draft": {
