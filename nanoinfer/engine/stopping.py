@@ -41,6 +41,11 @@ class Answer:
         matched = self.text.push(text, examine=examine)
         self.stop = Stop("stop", matched) if matched else stop
 
+    def finish(self, stop: Stop) -> None:
+        """End the answer without a further id, with the text that was held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
+
     def check_id(self, token_id: int, examine: bool) -> Stop | None:
         """Check whether an id ends the answer: EOS first, then stop ids, stop strings that are special tokens, the length.
 

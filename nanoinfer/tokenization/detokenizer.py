@@ -82,7 +82,7 @@ class NoText(Detokenizer):
     """The text of a sequence whose request wants none, or for which there is no tokenizer."""
 
     def __init__(self) -> None:
-        self._held = []
+        self._held, self._skip_special_tokens = [], False
 
     def push(self, token_id: int) -> str:
         return ""
@@ -92,9 +92,6 @@ class NoText(Detokenizer):
 
     def added_texts(self, token_ids: list[int]) -> Sequence[str | None]:
         return [None for _ in token_ids]
-
-    def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
-        return {}
 
 
 def without_incomplete_end(text: str) -> str:
