@@ -27,7 +27,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
-from nanoinfer.features.training.functions import (
+from nanoinfer.features.policy.functions import (
     KernelFunction,
     TrainedAttention,
     TrainedLinear,
