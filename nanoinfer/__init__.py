@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nanoinfer.features.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.features.tracing import Recorder as Recorder
     from nanoinfer.llm import LLM as LLM
+    from nanoinfer.loading.tokenizer_files import read_tokenizer as read_tokenizer
     from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
@@ -75,6 +76,7 @@ _ASKED = {
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
     "features.own_code.logits_processors": "processor_classes processor_functions",
     "server.async_llm": "RequestStream",
+    "loading.tokenizer_files": "read_tokenizer",
     "compat.vllm.neutral": "argument_of_vllm missing_attribute",
     "compat.vllm.parser": "add_cli_arguments given_arguments",
 }

@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
@@ -59,7 +59,7 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
         self._engine, checkpoint = load_engine(config)
         if ignored := checkpoint.settings_not_applied():
             logger.warning("the checkpoint's generation_config.json has %s, which nanoinfer does not apply", ignored)
-        self.checkpoint = replace(checkpoint, gguf=None)  # a GGUF file's header is large
+        self.checkpoint = checkpoint
         self._default_params: SamplingParams | None = None  # set on first use
         self._name = config.model or checkpoint.path.name
 

@@ -30,8 +30,8 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.features.adapters.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import Shards
-from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.process import available_cpu_memory
 
 

@@ -43,7 +43,7 @@ from nanoinfer.scheduling.step_plan import PromptRows
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.sampling.routes import HeadRows
+    from nanoinfer.sampling.sampler import HeadRows
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # the default of rerankers
 _BEFORE = (

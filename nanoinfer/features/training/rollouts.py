@@ -31,8 +31,7 @@ from nanoinfer.features import LoadedLLM
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.features.training import update
 from nanoinfer.features.training.loaded_weights import Origin
-from nanoinfer.loading.loader import divided
-from nanoinfer.loading.weights import Weights
+from nanoinfer.loading.weights import Weights, divided
 
 if TYPE_CHECKING:
     from nanoinfer.execution.model_runner import ModelRunner
@@ -106,7 +105,7 @@ def _runner_of(engine: LLMEngine) -> "ModelRunner":
 
 def origin_of(engine: LLMEngine) -> Origin:
     """Return how the engine's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
-    return update.origin_of(_runner_of(engine).weights)
+    return update.origin_of(update.weights_of(_runner_of(engine)))
 
 
 # ---- pauses, and memory
