@@ -58,11 +58,7 @@ class PackedQuantizedLinear(PackedLinear):
     """A linear layer in the layout of quantized_linear.cpp. The rows have the dtype of the plain weights."""
 
     def __init__(
-        self,
-        fused: FusedLinear,
-        bits: int,
-        kept: Sequence[UInt8[Tensor, " bytes"]] = (),
-        moments: Moments | None = None,
+        self, fused: FusedLinear, bits: int, kept: Sequence[UInt8[Tensor, " bytes"]] = (), moments: Moments | None = None
     ) -> None:
         self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
         known = (moments or {}).get(first.source.name) if isinstance(first, StoredParameter) else None
