@@ -36,8 +36,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.threads import one_torch_thread
-from nanoinfer.fast.stored import Identity, StoredParameter
 from nanoinfer.features.quantization.rounding import Moments
+from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear, write_outputs
 from nanoinfer.fast.cpu.program import KernelCall, Program, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.fast.stored import StoredParameter
 from nanoinfer.features.quantization.rounding import Moments, QuantizedWeight, quantize, quantized, stored_integers
+from nanoinfer.features.training.stored import StoredParameter
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 
