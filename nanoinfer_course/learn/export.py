@@ -43,6 +43,12 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "repetition_penalty": 1.2, "min_tokens": 30},
     {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "allowed_token_ids": list(range(0, 1900, 2))},
 )
+# What one_file/engine.py says of itself
+REFERENCE = {
+    "title": "An LLM inference engine in one file: continuous batching, a paged KV cache, prefix caching, preemption, exact sampling.",
+    "origin": "Generated from nanoinfer's source by `make one-file`. Change it there.",
+    "model": 'parents[1] / "nanoinfer/loading/bundled/tiny-qwen3"',
+}
 # Runs a script without what only nanoinfer needs.
 ALONE = "import runpy, sys; sys.modules.update(dict.fromkeys(('nanoinfer', 'transformers', 'jaxtyping', 'numpy'))); "
 ALONE += "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -105,6 +111,11 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
             f"one file would define {', '.join(sorted(repeated))} more than once; rename those of your files"
         )
     return engine
+
+
+def reference_file() -> str:
+    """Return the text of one_file/engine.py."""
+    return tangle(_template("one_file.py", REFERENCE), {}, set())
 
 
 def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_prompts: int) -> dict[str, Any]:
@@ -233,3 +244,7 @@ def _read(name: str) -> str:
 
 def _template(name: str, values: Mapping[str, Any]) -> str:
     return Template(_read(name)).substitute(values)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference_file(), encoding="utf-8")

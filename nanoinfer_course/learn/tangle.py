@@ -4,7 +4,7 @@ In: a template, and bodies of functions that replace the package's. Out: the tex
 so the module cannot become stale. A line of the template stands for definitions:
 
     #: from nanoinfer.scheduling.pool                   those of a module
-    #: from nanoinfer.sampling.batch import A, B        some of them. "except" instead of "import": all others
+    #: from nanoinfer.sampling.batch import A, B        some of them, in this order. "except" instead of "import": all others
     #: from nanoinfer.scheduling.scheduler.Scheduler    inside a class: the fields and methods of a class
 
 Three rules decide what is taken:
@@ -78,17 +78,18 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
     """
     own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in names_of(node)}
     used = used | names_in(template)
+    directives = [(number, found) for number, line in enumerate(template.splitlines()) if (found := DIRECTIVE.fullmatch(line))]
+    own |= {(found[2] or "", name) for _, found in directives if found[3] == "import" for name in found[4].split(", ")}
     excerpts: dict[int, list[Excerpt]] = {}
-    for number, line in enumerate(template.splitlines()):
-        if not (found := DIRECTIVE.fullmatch(line)):
-            continue
-        module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
-        left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
-        excerpts[number] = [
-            _excerpt(module, node, owner, bodies)
-            for its_owner, node in _definitions(read_module(module)[1])
-            if its_owner == owner and not names_of(node) & left_out and (found[3] != "import" or names_of(node) & named)
-        ]
+    for number, found in directives:
+        module, owner, named = found[1], found[2] or "", (found[4] or "").split(", ")
+        nodes = {name: node for its, node in _definitions(read_module(module)[1]) if its == owner for name in names_of(node)}
+        if found[3] == "import":
+            nodes = {name: nodes[name] for name in named}
+        else:
+            left_out = {name for its_owner, name in own if its_owner == owner}.union(named)
+            nodes = {name: node for name, node in nodes.items() if name not in left_out}
+        excerpts[number] = [_excerpt(module, node, owner, bodies) for node in dict.fromkeys(nodes.values())]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
     lines = []
