@@ -45,7 +45,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 )
 # What one_file/engine.py says of itself
 REFERENCE = {
-    "title": "An LLM inference engine in one file: continuous batching, a paged KV cache, prefix caching, preemption, exact sampling.",
+    "title": "An LLM inference engine in one file: continuous batching, paged KV cache, prefix cache, preemption.",
     "origin": "Generated from nanoinfer's source by `make one-file`. Change it there.",
     "model": 'parents[1] / "nanoinfer/loading/bundled/tiny-qwen3"',
 }

@@ -11,9 +11,9 @@ Three rules decide what is taken:
 
 1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
    mentioned fields and methods.
-2. FACTS say what is always so in the module. A branch that they exclude is left out, with assignments that only it reads.
-   Nobody observes the module, so what the package tells its observer is left out, too.
-3. Of a docstring the first line.
+2. Nobody observes the module, so what the package tells its observer is left out, with assignments that only this reads.
+3. Of a docstring the first line. Names of types in annotations lose their quotes, and of a declared parameter its meaning
+   becomes a comment.
 """
 
 import ast
@@ -27,13 +27,7 @@ from itertools import chain
 
 from nanoinfer_course.learn.workbook import first_line, names_of, read_module
 
-# Expressions of the package, and what they are in one file without a store, states, windows and readers.
-FACTS = {
-    "self.stored": None,
-    "self.state_slots": None,
-    "self._has_windows": False,
-    "seq.needs_all_rows": False,
-}
+FACTS: dict[str, object] = {}  # expressions of the package that have one value in the module: none, it takes whole functions
 DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -162,7 +156,7 @@ def _text(module: str, node: Definition) -> str:
     """Return the lines of a definition, with its decorators and the comments directly above it."""
     lines, _ = read_module(module)
     start = first_line(node) - 1
-    while lines[start - 1].lstrip().startswith("#"):
+    while lines[start - 1].lstrip().startswith("#") and "# fmt: " not in lines[start - 1]:
         start -= 1
     return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
 
@@ -189,6 +183,7 @@ def simplified(text: str) -> str:
     while (edited := _edited(text)) != text:
         text = edited
     for name in sorted(read - _names_read(text)):
+        text = re.sub(rf"^( +){name} = (self\..*\(.*\))\n", r"\1\2\n", text, flags=re.MULTILINE)  # which may change something
         text = re.sub(rf"^ +{name} = .*\n", "", text, flags=re.MULTILINE)
     return text
 
@@ -200,16 +195,8 @@ def _names_read(text: str) -> set[str]:
 def _edited(text: str) -> str:
     """Return the text after the first edit that a rule asks for, outermost first."""
     for node in _walk(ast.parse(text)):
-        blocks: list[list[ast.stmt]] = [getattr(node, name, []) for name in ("body", "orelse")]
-        for block in blocks if not isinstance(node, ast.IfExp | ast.Lambda) else ():
-            for number, statement in enumerate(block):
-                start, stop = statement.lineno - 1, statement.end_lineno or 0
-                if isinstance(statement, ast.If) and (value := _truth(statement.test)) is not None:
-                    return _with_branch(text, statement, value, is_only=len(block) == 1)
-                if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
-                    return _with_lines(text, stop, block[-1].end_lineno or 0, [])
-                if ast.unparse(statement).startswith((*(f"{name} = " for name in FACTS), "self.observer.")):
-                    return _with_lines(text, start, stop, [])
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith("self.observer."):
+            return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [])
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
                 return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
@@ -218,16 +205,33 @@ def _edited(text: str) -> str:
             if first.end_lineno != first.lineno:
                 line = f'{" " * first.col_offset}"""{doc.splitlines()[0]}"""'
                 return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
-        if isinstance(node, ast.IfExp) and (value := _truth(node.test)) is not None:
-            return _replaced(text, node, _segment(text, node.body if value else node.orelse))
-        if isinstance(node, ast.BoolOp):
-            left = [each for each in node.values if _truth(each) is None]
-            if (value := _truth(node)) is not None:
-                return _replaced(text, node, str(value))
-            if len(left) < len(node.values):
-                operator = " and " if isinstance(node.op, ast.And) else " or "
-                return _replaced(text, node, operator.join(_segment(text, each) for each in left))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Annotated["):
+            return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [_with_comment(text, node)])
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            for part in ast.walk(annotation) if isinstance(annotation, ast.expr) else ():
+                if isinstance(part, ast.Constant) and _is_type(part.value):
+                    return _replaced(text, part, part.value)
     return text
+
+
+def _with_comment(text: str, node: ast.AnnAssign) -> str:
+    """Return a field, declared as `name: Annotated[type, ..., Doc(meaning)] = value`, with the meaning as its comment."""
+    kind, *others = node.annotation.slice.elts  # type: ignore[attr-defined]
+    calls = [each for each in others if isinstance(each, ast.Call) and ast.unparse(each.func) == "Doc"]
+    meaning = ast.literal_eval(calls[0].args[0]).partition(". ")[0].rstrip(".")
+    assert node.value is not None, "a declared parameter has a default"
+    return f"{ast.unparse(node.target)}: {_segment(text, kind)} = {_segment(text, node.value)}  # {meaning}"
+
+
+def _is_type(value: object) -> bool:
+    """Whether a string of an annotation is a type, and not the axes of a shape."""
+    if not isinstance(value, str) or not value[:1].isalpha():
+        return False
+    try:
+        ast.parse(value, mode="eval")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -236,33 +240,6 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
     for each in nodes:
         yield each
         nodes += () if isinstance(each, ast.JoinedStr) else ast.iter_child_nodes(each)
-
-
-def _value(node: ast.expr) -> object:
-    """Return the bool or None that an expression is by the facts, or the expression if they do not decide it."""
-    if (name := ast.unparse(node)) in FACTS:
-        return FACTS[name]
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (value := _truth(node.operand)) is not None:
-        return not value
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
-        left, right = _value(node.left), _value(node.comparators[0])
-        if not isinstance(left, ast.AST) and not isinstance(right, ast.AST):
-            return (left is right) == isinstance(node.ops[0], ast.Is)
-    if isinstance(node, ast.BoolOp):
-        decisive, values = isinstance(node.op, ast.Or), [_truth(each) for each in node.values]
-        if decisive in values:
-            return decisive
-        if None not in values:
-            return not decisive
-    return node
-
-
-def _truth(node: ast.expr) -> bool | None:
-    """Return whether an expression is true. None: the facts do not decide it."""
-    value = _value(node)
-    return None if isinstance(value, ast.AST) else bool(value)
 
 
 def _segment(text: str, node: ast.expr) -> str:
@@ -280,21 +257,3 @@ def _replaced(text: str, node: ast.expr, new: str) -> str:
 def _with_lines(text: str, start: int, stop: int, new: list[str]) -> str:
     lines = text.splitlines()
     return "\n".join(lines[:start] + new + lines[stop:])
-
-
-def _with_branch(text: str, node: ast.If, value: bool, *, is_only: bool) -> str:
-    """Return the text with a branch of an `if` or `elif` in its place. is_only: whether its block has no other statement."""
-    lines, indent = text.splitlines(), " " * node.col_offset
-    body, end_of_body, stop = node.body[0].lineno - 1, node.body[-1].end_lineno or 0, node.end_lineno or 0
-    while lines[body - 1].lstrip().startswith("#"):
-        body -= 1
-    of_body, of_else = lines[body:end_of_body], lines[end_of_body:stop]
-    is_elif = lines[node.lineno - 1].lstrip().startswith("elif ")
-    if is_elif:
-        new = [f"{indent}else:", *of_body] if value else of_else
-    elif not value and of_else and of_else[0].lstrip().startswith("elif "):
-        new = [of_else[0].replace("elif ", "if ", 1), *of_else[1:]]
-    else:
-        kept = textwrap.dedent("\n".join(of_body if value else of_else[1:]))
-        new = textwrap.indent(kept, indent).splitlines() or [f"{indent}pass"] * is_only
-    return _with_lines(text, node.lineno - 1, stop, new)
