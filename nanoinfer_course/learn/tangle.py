@@ -86,11 +86,15 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         excerpts[number] = [_excerpt(module, node, owner, bodies) for node in dict.fromkeys(nodes.values())]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
-    lines = []
+    lines: list[str] = []
     for number, line in enumerate(template.splitlines()):
-        indent = line[: len(line) - len(line.lstrip())]
-        taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
-        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
+        if number not in excerpts:
+            lines.append(line)
+        elif taken := [excerpt.emit() for excerpt in excerpts[number] if excerpt.is_taken]:
+            indent, num_empty = line[: len(line) - len(line.lstrip())], 1 if line.startswith(" ") else 2
+            if number - 1 in excerpts and re.search(r"^ *(def|class) ", f"{lines[-1]}\n{taken[0]}", re.MULTILINE):
+                lines += [""] * num_empty
+            lines.append(textwrap.indent(join(taken, num_empty), indent))
     return "\n".join([*lines, ""])
 
 
@@ -183,7 +187,7 @@ def simplified(text: str) -> str:
     while (edited := _edited(text)) != text:
         text = edited
     for name in sorted(read - _names_read(text)):
-        text = re.sub(rf"^( +){name} = (self\..*\(.*\))\n", r"\1\2\n", text, flags=re.MULTILINE)  # which may change something
+        text = re.sub(rf"^( +){name} = (self\..*\(.*\))$", r"\1\2", text, flags=re.MULTILINE)  # which may change something
         text = re.sub(rf"^ +{name} = .*\n", "", text, flags=re.MULTILINE)
     return text
 
@@ -201,10 +205,14 @@ def _edited(text: str) -> str:
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
                 return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
-            first = node.body[0]
-            if first.end_lineno != first.lineno:
-                line = f'{" " * first.col_offset}"""{doc.splitlines()[0]}"""'
-                return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
+            first, kept = node.body[0], doc.splitlines()[:1]
+            if isinstance(node, ast.ClassDef):
+                kept = re.split(r"\n+(?=Args:|Attributes:|Returns:|Raises:|Source:|>>>|$)", doc)[0].splitlines()
+            if len(kept) < len(doc.splitlines()) or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
+                quoted = ['"""' + kept[0], *kept[1:-1], *([kept[-1], '"""'] if kept[1:] else [])]
+                quoted[-1] += '"""' * (not kept[1:])
+                new = [(" " * first.col_offset + line).rstrip() for line in quoted]
+                return _with_lines(text, first.lineno - 1, first.end_lineno or 0, new)
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Annotated["):
             return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [_with_comment(text, node)])
         for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
