@@ -39,13 +39,14 @@ class Excerpt:
 
     names: set[str]
     text: str
+    prefix: str  # "." of a member
     members: list["Excerpt"] = field(default_factory=list)
     is_taken: bool = False
 
     def take(self, used: set[str]) -> bool:
         """Take what `used` mentions, and add what it mentions itself. Return whether something was taken."""
         is_special = self.text.startswith("def __")
-        news = not self.is_taken and bool(is_special or self.names & used)
+        news = not self.is_taken and bool(is_special or {self.prefix + name for name in self.names} & used)
         if news:
             self.is_taken = True
             used |= names_in(self.text)
@@ -70,11 +71,13 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         bodies: (module, qualified name) -> the source of a function that takes the place of the package's.
         used: names that others read of the module.
     """
-    own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in names_of(node)}
-    used = used | names_in(template)
+    bare = re.sub(r"#: from .*", "pass", template)  # a class may have nothing else
+    own = {(owner, name) for owner, node in _definitions(ast.parse(bare)) for name in names_of(node)}
+    used = used | names_in(bare)
     directives = [(number, found) for number, line in enumerate(template.splitlines()) if (found := DIRECTIVE.fullmatch(line))]
     own |= {(found[2] or "", name) for _, found in directives if found[3] == "import" for name in found[4].split(", ")}
     excerpts: dict[int, list[Excerpt]] = {}
+    headers: dict[int, list[str]] = {}
     for number, found in directives:
         module, owner, named = found[1], found[2] or "", (found[4] or "").split(", ")
         nodes = {name: node for its, node in _definitions(read_module(module)[1]) if its == owner for name in names_of(node)}
@@ -84,6 +87,9 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
             left_out = {name for its_owner, name in own if its_owner == owner}.union(named)
             nodes = {name: node for name, node in nodes.items() if name not in left_out}
         excerpts[number] = [_excerpt(module, node, owner, bodies) for node in dict.fromkeys(nodes.values())]
+        if template.splitlines()[number - 1].startswith("class "):  # the template's class has the docstring of the package's
+            [node] = [node for _, node in _definitions(read_module(module)[1]) if names_of(node) == {owner}]
+            headers[number] = _excerpt(module, node, "", {}).text.splitlines()[node.lineno - first_line(node) + 1 :]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
     lines: list[str] = []
@@ -94,6 +100,7 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
             indent, num_empty = line[: len(line) - len(line.lstrip())], 1 if line.startswith(" ") else 2
             if number - 1 in excerpts and re.search(r"^ *(def|class) ", f"{lines[-1]}\n{taken[0]}", re.MULTILINE):
                 lines += [""] * num_empty
+            lines += [*headers[number], ""] if '"""' in "".join(headers.get(number, ())) else []
             lines.append(textwrap.indent(join(taken, num_empty), indent))
     return "\n".join([*lines, ""])
 
@@ -108,17 +115,17 @@ def join(texts: list[str], num_empty: int = 1) -> str:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names that a text reads or writes, those of attributes and of keyword arguments included."""
+    """Return the names that a text reads or writes. Those of attributes and of keyword arguments begin with "."."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            found |= {f".{node.attr}", node.attr}
         elif isinstance(node, ast.keyword) and node.arg:
-            found.add(node.arg)
+            found.add(f".{node.arg}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)  # an annotation
+            found |= {node.value, f".{node.value}"}  # an annotation, or the name of an attribute
     return found
 
 
@@ -166,16 +173,16 @@ def _text(module: str, node: Definition) -> str:
 
 
 def _excerpt(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Excerpt:
-    names, text = names_of(node), _text(module, node)
+    names, text, prefix = names_of(node), _text(module, node), "." if owner else ""
     if not isinstance(node, ast.ClassDef) or "NamedTuple" in map(ast.unparse, node.bases):  # whose fields have their place
         place = module, ".".join(filter(None, (owner, *names)))
-        return Excerpt(names, simplified(bodies.get(place, text)))
+        return Excerpt(names, simplified(bodies.get(place, text)), prefix)
     members = [_excerpt(module, member, node.name, bodies) for member in node.body if isinstance(member, Definition)]
     first = node.body[0]
     has_doc = isinstance(first, ast.Expr)
     num_lines = len(text.splitlines()) - ((node.end_lineno or 0) - (first.end_lineno or 0 if has_doc else node.lineno))
     header = "\n".join(text.splitlines()[:num_lines])
-    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), members)
+    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), prefix, members)
 
 
 # ---- rules 2 and 3
@@ -199,15 +206,21 @@ def _names_read(text: str) -> set[str]:
 def _edited(text: str) -> str:
     """Return the text after the first edit that a rule asks for, outermost first."""
     for node in _walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and ast.unparse(node).startswith("self.observer."):
+        if isinstance(node, ast.Expr | ast.Assign) and ast.unparse(node).startswith(("self.observer.", "self.observer = ")):
             return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [])
+        if isinstance(node, ast.FunctionDef) and "observer" in [argument.arg for argument in node.args.args]:
+            signature = " ".join(line.strip() for line in text.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])
+            signature = re.sub(
+                r"\( | (?=\))|,(?= \))", lambda found: found[0].strip(" ,"), re.sub(r",? observer: [^,)]*", "", signature)
+            )
+            return _with_lines(text, node.lineno - 1, node.body[0].lineno - 1, [" " * node.col_offset + signature])
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
                 return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
             first, kept = node.body[0], doc.splitlines()[:1]
             if isinstance(node, ast.ClassDef):
-                kept = re.split(r"\n+(?=Args:|Attributes:|Returns:|Raises:|Source:|>>>|$)", doc)[0].splitlines()
+                kept = re.split(r"\n+(?=Args|Attributes|Returns|Raises|Source|>>>|$)", doc)[0].splitlines()
             if len(kept) < len(doc.splitlines()) or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
                 quoted = ['"""' + kept[0], *kept[1:-1], *([kept[-1], '"""'] if kept[1:] else [])]
                 quoted[-1] += '"""' * (not kept[1:])
