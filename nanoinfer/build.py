@@ -14,12 +14,17 @@ from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOpti
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
+from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
+    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
     from nanoinfer.features.distributed.sharding import Shards
     from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.features.training.loaded_weights import LoadedWeights
@@ -59,14 +64,16 @@ def make_engine(
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
+    store = None if store_of_executor is None else store_of_executor(executor)
+    observer = make_observer(executor, config, tokenizer, store)
     return LLMEngine(
         executor,
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
-        store=None if store_of_executor is None else store_of_executor(executor),
-        observer=make_observer(executor, config, tokenizer),
+        block_manager=make_block_manager(executor.info, config, observer, store),
+        observer=observer,
         features=[*adapters, ParameterFeatures(tokenizer, executor.info.vocab_size)],
     )
 
@@ -167,16 +174,40 @@ def make_executor(
     return LocalExecutor(runtime, info, config)
 
 
-def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:
+def make_block_manager(
+    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockStore | None" = None
+) -> BlockManager:
+    """Make the manager of the cache's blocks: config's class or BlockManager, unless layers keep less or there is a store."""
+    cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching
+    if store is None and info.windows == (None,) and not info.num_state_slots:
+        return cls(info.num_blocks, info.block_size, caching, observer)
+    from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
+
+    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+    if store is None:
+        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, layout)
+    from nanoinfer.features.disk_cache.stored_blocks import with_store
+
+    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
+
+
+def make_observer(
+    executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None, store: "BlockStore | None" = None
+) -> Observer:
     """Make what watches the engine: metrics, and the events of config.tracer with the tokenizer's texts."""
     from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 
+    metrics: Observer = EngineMetrics()
+    if store is not None:
+        from nanoinfer.features.disk_cache.stored_blocks import StoreMetrics
+
+        metrics = together(metrics, StoreMetrics(store))
     if config.tracer is None:
-        return EngineMetrics()
+        return metrics
     from nanoinfer.features.tracing.observer import TracingObserver
     from nanoinfer.features.tracing.stage_trace import TracingSampler
 
     tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
     if tracing.wants_stages:
         executor.sampler = TracingSampler(executor.sampler, tracing)
-    return together(EngineMetrics(), tracing)
+    return together(metrics, tracing)

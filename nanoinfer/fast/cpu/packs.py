@@ -200,7 +200,7 @@ def _made_from(version: str, more: bytes) -> str:
     """Return a digest of all that decides the bytes of packed arrays. version: the checkpoint's. more: what else decides."""
     here = Path(__file__).parent
     package = here.parents[1]
-    paths = [*(package / "loading").rglob("*.py"), package / "distributed" / "sharding.py", *here.glob("*.py")]
+    paths = [*(package / "loading").rglob("*.py"), package / "features" / "distributed" / "sharding.py", *here.glob("*.py")]
     paths += [*here.glob("*.cpp"), *here.glob("*.h")]
     what = version, native.find_target(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     return _digest(repr(what).encode(), more, *(path.read_bytes() for path in sorted(paths))).decode()
