@@ -121,11 +121,10 @@ def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) 
 
 
 class QwenAttention(nn.Module):
-    window: int | None = None  # None: every token is seen
-
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.window = config.layer_windows[layer] if config.layer_windows else None
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -178,18 +177,12 @@ class QwenForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(map(self.make_layer, range(config.num_hidden_layers)))
+        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-
-    def make_layer(self, layer: int) -> nn.Module:
-        made: Any = self.layer_class(self.config, layer)
-        if self.config.layer_windows:
-            made.self_attn.window = self.config.layer_windows[layer]
-        return made  # type: ignore[no-any-return]
 
     def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
