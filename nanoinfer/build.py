@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOptions
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
@@ -50,6 +50,8 @@ def make_engine(
 
     Raises: the errors of LLM(), also for the draft model.
     """
+    from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
+
     adapters = make_adapters(model, config, shards)
     store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
@@ -66,6 +68,7 @@ def make_engine(
     executor = make_executor(runtime, config)
     store = None if store_of_executor is None else store_of_executor(executor)
     observer = make_observer(executor, config, tokenizer, store)
+    executor.sampler = ReportingSampler(executor.sampler, config.logprobs_mode)
     return LLMEngine(
         executor,
         config,
@@ -85,7 +88,7 @@ class ParameterFeatures(RequestFeature):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
-    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+    def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
         if params.prompt_logprobs is not None:
             from nanoinfer.features.logprobs.prompt_logprobs import reader_of
@@ -131,8 +134,9 @@ def make_runtime(
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
+    from nanoinfer.features.training.loaded_weights import LoadedWeights
 
-    runtime = plain_runtime(model, config, weights)
+    runtime = plain_runtime(model, config, weights or LoadedWeights())
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
@@ -171,6 +175,10 @@ def make_executor(
         from nanoinfer.features.own_code.logits_processors import with_processors
 
         config = with_processors(config, runtime.device, info)
+    if config.stages is not None:
+        from nanoinfer.features.own_code.stages import checked_stages
+
+        config = replace(config, stages=checked_stages(config.stages))
     return LocalExecutor(runtime, info, config)
 
 

@@ -265,8 +265,7 @@ class LLMEngine:
                 request.finish(stop, seq)
             for i, token_id in enumerate(sampled.token_ids):
                 self.scheduler.append(seq, token_id)
-                logprobs = sampled.logprobs[i] if sampled.logprobs else None
-                stop = request.advance(seq, token_id, logprobs, sampled.masks[i] if sampled.masks else None)
+                stop = request.advance(seq, token_id, sampled.reports[i] if sampled.reports else None)
                 self.observer.token_appended(request, seq)
                 if stop:
                     break  # tokens after a stop are dropped
