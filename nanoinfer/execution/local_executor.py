@@ -50,7 +50,7 @@ class LocalExecutor:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
-        self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
+        self._in_step = runtime.in_step
         owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
@@ -66,9 +66,7 @@ class LocalExecutor:
             if previous is not None:
                 its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
                 before = PreviousTokens(previous.tokens.token_ids, its_rows)
-            batch = ForwardBatch.build(
-                plan, self.info.block_size, self.device, before, has_single_queries=self._batch_invariant
-            )
+            batch = ForwardBatch.build(plan, self.info.block_size, self.device, before)
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
