@@ -3,7 +3,7 @@
 In: one sampled id at a time. Out: an Answer, whose text grows until it has a Stop.
 """
 
-from collections.abc import Sequence as Strings
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from nanoinfer.outputs import FinishReason
@@ -26,7 +26,7 @@ class Answer:
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.seq, self.detokenizer = seq, detokenizer
         self.stop: Stop | None = None
-        self.text = StopStrings(seq.params.stop or ())
+        self.text = StopListLike(seq.params.stop or ())
         self._special_stops = detokenizer.skipped_among(seq.params.stop or ())
 
     def advance(self, token_id: int) -> None:
@@ -60,12 +60,12 @@ class Answer:
         return ""
 
 
-class StopStrings:
+class StopListLike:
     """The output text as it grows, cut where a stop string completes.
 
     Text that may become part of a stop string is held, so released text is never taken back.
 
-    >>> text = StopStrings(["END"])
+    >>> text = StopListLike(["END"])
     >>> text.push("The E"), text.release()
     (None, 'The ')
     >>> text.push("ND of it"), text.release()
@@ -74,7 +74,7 @@ class StopStrings:
     'The '
     """
 
-    def __init__(self, stops: Strings[str]) -> None:
+    def __init__(self, stops: ListLike[str]) -> None:
         self.text = ""
         self._stops = stops
         self._firsts = {stop[0] for stop in stops}
@@ -120,7 +120,7 @@ class StopStrings:
         return 0
 
 
-class KeptStopStrings(StopStrings):
+class KeptStopListLike(StopListLike):
     """The text for include_stop_str_in_output, which ends after the stop string."""
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
