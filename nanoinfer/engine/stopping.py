@@ -26,7 +26,7 @@ class Answer:
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.seq, self.detokenizer = seq, detokenizer
         self.stop: Stop | None = None
-        self.text = StopListLike(seq.params.stop or ())
+        self.text = StopStrings(seq.params.stop or ())
         self._special_stops = detokenizer.skipped_among(seq.params.stop or ())
 
     def advance(self, token_id: int) -> None:
@@ -60,12 +60,12 @@ class Answer:
         return ""
 
 
-class StopListLike:
+class StopStrings:
     """The output text as it grows, cut where a stop string completes.
 
     Text that may become part of a stop string is held, so released text is never taken back.
 
-    >>> text = StopListLike(["END"])
+    >>> text = StopStrings(["END"])
     >>> text.push("The E"), text.release()
     (None, 'The ')
     >>> text.push("ND of it"), text.release()
@@ -120,7 +120,7 @@ class StopListLike:
         return 0
 
 
-class KeptStopListLike(StopListLike):
+class KeptStopStrings(StopStrings):
     """The text for include_stop_str_in_output, which ends after the stop string."""
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
