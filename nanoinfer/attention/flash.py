@@ -62,7 +62,7 @@ class FlashAttend:
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
         """Store k and v, then attend. options: further arguments of the library's functions."""
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
-        k_pages, v_pages = self._cache.layer(layer)
+        k_pages, v_pages = self._cache.by_slot(layer)
         n = self._num_decodes
         outputs = []
         if n:
