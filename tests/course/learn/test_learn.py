@@ -106,12 +106,12 @@ MUTANTS = {
     },
     "allocate": {
         "shared": [
-            ("copies.append(self._replace_shared(seq, table, index))", "pass"),
+            ("self.blocks.drop([shared])", "pass"),
             ("seq.num_computed_tokens // self.block_size, len(table)", "len(table), len(table)"),
         ],
         "copies": [
-            ("copies.append(self._replace_shared(seq, table, index))", "self._replace_shared(seq, table, index)"),
-            ("self._replace_shared(seq, table, index))", "self._replace_shared(seq, table, index)[::-1])"),
+            ("copies.append((shared, table[index]))", "pass"),
+            ("copies.append((shared, table[index]))", "copies.append((table[index], shared))"),
         ],
         "enough": [
             ("self.block_size < end", "self.block_size <= end"),
@@ -121,9 +121,9 @@ MUTANTS = {
     "cache_blocks": {
         "full": [("num_tokens // self.block_size", "-(-num_tokens // self.block_size)")],
         "new": [
-            ("self._enter(seq, full, num_cached)", "[]"),
+            ("self.index.enter(full, seq.block_table[num_cached:num_full])", "[]"),
             ("further(seq.prefix_keys, seq.token_ids,", "further([], seq.token_ids[num_cached * self.block_size :],"),
-            ("self._enter(seq, full, num_cached)", "self._enter(seq, full, 0)"),
+            ("seq.block_table[num_cached:num_full]", "seq.block_table[: num_full - num_cached]"),
         ],
         "keys": [("seq.prefix_keys += [key for _, key in full]", "pass")],
         "salt": [("seq.cache_salt)", "None)")],
