@@ -1605,7 +1605,7 @@ class SamplingBatch:
     """The parameters of each row of a step as tensors: the only input of the stages besides the logits. None: not used."""
 
     columns: ParameterColumns
-    entries: StageEntries
+    entries: StageEntries = StageEntries()
     u: Float[Tensor, " batch"]  # float64: a random number in [0, 1) for each row
 
     @classmethod
