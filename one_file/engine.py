@@ -568,9 +568,9 @@ class BlockManager:
 class Pool:
     """The ids 0 .. size - 1, each of which is held, reusable or empty.
 
-        held       used by a sequence: its reference count says in how many places
-        reusable   free, and its content is in the prefix index, where a prompt may find it
-        empty      free, without content that could be found
+    held       used by a sequence: its reference count says in how many places
+    reusable   free, and its content is in the prefix index, where a prompt may find it
+    empty      free, without content that could be found
     """
 
     def __init__(self, size: int) -> None:
