@@ -1375,8 +1375,6 @@ MODELS["qwen3"] = MODELS["qwen2"]
 
 
 # ---- ======== A first reading ends here.
-
-
 # ---- 12. What a request may ask, and what it gets
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
