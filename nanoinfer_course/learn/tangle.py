@@ -112,7 +112,7 @@ def spaced(text: str) -> str:
     for node in ast.parse(text).body:
         start, was_large, is_large = first_line(node) - 1, is_large, isinstance(node, ast.FunctionDef | ast.ClassDef)
         between = lines[end:start]  # empty lines and comments
-        if was_large or is_large:
+        if new and (was_large or is_large):
             between = ["", "", *"\n".join(between).strip("\n").splitlines()]
         new += between + lines[start : node.end_lineno]
         end = node.end_lineno or 0
