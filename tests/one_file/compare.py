@@ -79,7 +79,9 @@ def facts(outputs: Any) -> list[list[tuple[Any, ...]]]:
 
 def answers_of_package(folder: Path, asked: list[Request], **settings: Any) -> list[list[tuple[Any, ...]]]:
     with LLM(folder, **PACKAGE | settings) as llm:
-        return facts(llm.generate([prompt for prompt, _ in asked], [SamplingParams(**params) for _, params in asked], use_tqdm=False))
+        return facts(
+            llm.generate([prompt for prompt, _ in asked], [SamplingParams(**params) for _, params in asked], use_tqdm=False)
+        )
 
 
 def answers_of_file(engine: ModuleType, folder: Path, asked: list[Request], **settings: Any) -> Any:

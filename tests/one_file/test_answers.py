@@ -4,13 +4,22 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.loading.folders import BUNDLED
+from nanoinfer.sampling import draw
 from tests.one_file.compare import FAMILIES, answers_of_file, answers_of_package, assert_nothing_is_left, requests, save
 from tests.one_file.module import load
 
 ROOMY = {"block_size": 16, "num_blocks": 200, "chunk_size": 1024, "max_num_batched_tokens": 4096, "max_num_seqs": 256}
+STORIES = [
+    ("Once upon a time", {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop": [". He", "day"]}),
+    ("Lily was", {"temperature": 0.0, "max_tokens": 60}),
+    ("Lily was", {"temperature": 0.0, "max_tokens": 60, "stop": ["e l", "d h", "s b"]}),
+    ("One day", {"seed": 2, "n": 3, "min_tokens": 10, "stop": "and he", "max_tokens": 40}),
+    ("Tom", {"seed": 5}),
+]
 TEXTS = ["Once upon a time", "Lily was", "Once upon a time, there was a", "One day, Tom"] * 2
 
 
@@ -27,6 +36,24 @@ def test_mixed_requests_have_the_answers_of_the_package(engine, family, tmp_path
     assert got == answers_of_package(folder, asked)
     assert counts["preemptions"] > 2
     assert counts["blocks found"] > 20
+
+
+def test_tokens_are_drawn_as_in_the_package(engine):
+    check_draws(engine)
+
+
+def check_draws(engine):
+    """Also of rows with equal, few, huge and no logits, and of the smallest and largest random numbers."""
+    none, generator = -torch.inf, torch.Generator().manual_seed(0)
+    rows = [[none, 0.0, 0.0, none], [3.0, 3.0, 3.0, 3.0], [-3e38, 3e38, none, 0.0], [none] * 4, [0.0, -20.0, -23.0, 1.0]]
+    logits = torch.cat([torch.tensor(rows), torch.randn(40, 4, generator=generator) * 5])
+    for u in (0.0, 0.3, 0.7, 1 - 2**-53):
+        numbers = torch.full((len(logits),), u, dtype=torch.float64)
+        has_token = logits.amax(dim=-1).isfinite()
+        assert torch.equal(engine.draw(logits, numbers)[has_token], draw.draw(logits, numbers)[has_token]), u
+    assert torch.equal(engine.argmax(logits), draw.argmax(logits))
+    for seed, position in ((0, 0), (1, 2), (2**64 - 1, 5), (2**32, 2**33)):
+        assert engine.uniform(seed, position) == draw.uniform([seed], [position]).item()
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +82,7 @@ def test_no_setting_changes_an_answer(engine, bundled, settings):
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-qwen3"])
 def test_texts_of_the_bundled_models_are_the_packages(engine, name):
-    asked = [
-        ("Once upon a time", {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop": [". He", "day"]}),
-        ("Lily was", {"temperature": 0.0, "max_tokens": 60}),
-        ("One day", {"seed": 2, "n": 3, "min_tokens": 10}),
-        ("Tom", {"seed": 5}),
-    ]
-    assert answers_of_file(engine, BUNDLED / name, asked)[0] == answers_of_package(BUNDLED / name, asked)
+    assert answers_of_file(engine, BUNDLED / name, STORIES)[0] == answers_of_package(BUNDLED / name, STORIES)
 
 
 def test_one_prompt_may_stand_without_a_list(engine):
@@ -71,7 +92,9 @@ def test_one_prompt_may_stand_without_a_list(engine):
 
 def test_the_defaults_are_the_packages(engine):
     names = [field.name for field in dataclasses.fields(engine.SamplingParams)]
-    ours, theirs = ({name: getattr(params, name) or None for name in names} for params in (engine.SamplingParams(), SamplingParams()))
+    ours, theirs = (
+        {name: getattr(params, name) or None for name in names} for params in (engine.SamplingParams(), SamplingParams())
+    )
     assert ours == theirs
     assert len(names) >= 14
 
