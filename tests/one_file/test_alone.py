@@ -1,4 +1,4 @@
-"""one_file/engine.py in processes and servers of its own: it needs torch, safetensors and tokenizers, and nothing of the package."""
+"""one_file/engine.py in a process and a server of its own: it needs torch, safetensors and tokenizers."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The CUDA path of one_file/engine.py without a GPU: on tensors without data, and on a device that computes in the host's memory."""
+"""The CUDA path of one_file/engine.py without a GPU: with tensors without data, and on the simulated device."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -71,10 +71,8 @@ def run_on_simulated_device(family, folder, source=None):
 
 def lenient():
     """flash-attn's double, which then takes fp32."""
-    kept = flash_attn_double.rule
-    return mock.patch.object(
-        flash_attn_double, "rule", lambda is_kept, line, text: line in (1233, 545) or kept(is_kept, line, text)
-    )
+    rule, of_dtypes = flash_attn_double.rule, (1233, 545)
+    return mock.patch.object(flash_attn_double, "rule", lambda kept, line, text: line in of_dtypes or rule(kept, line, text))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def asked(tmp_path_factory):
 
 
 def is_refused(engine, asked):
-    """Whether the schedules, the copies or the answers are others: of few and of many blocks, and of stories with stop strings."""
+    """Whether schedules, copies or answers are others: with few and with many blocks, and of stories with stop strings."""
     folder, some, expected = asked
     try:
         test_schedules.check_cases(engine)

@@ -1,4 +1,4 @@
-"""Steps of one_file/engine.py, checked by hand. A2: two tokens of A are computed in the step, and |BC: B and C wait after it."""
+"""Steps of one_file/engine.py, checked by hand. A2|BC: a step computes two tokens of A, and B and C wait after it."""
 
 import pytest
 
@@ -112,12 +112,15 @@ def test_the_block_that_was_not_used_for_longest_is_taken_first():
 def check_eviction(engine):
     """Five blocks of 4, and prompts of two full blocks: a third prompt takes blocks of the first."""
     llm, first_chunks = engine.LLM(block_size=4, num_blocks=5), []
-    for letter in (10, 11, 10, 12, 10, 11):
-        llm.add_request([letter] * 8 + [1], engine.SamplingParams(max_tokens=1))
-        schedule = llm.scheduler.schedule
-        llm.scheduler.schedule = lambda schedule=schedule: (
-            first_chunks.append((plan := schedule()).scheduled[0].num_new_tokens) or plan
-        )
+    schedule = llm.scheduler.schedule
+
+    def scheduling():
+        plan = schedule()
+        first_chunks.append(plan.scheduled[0].num_new_tokens)
+        return plan
+
+    llm.scheduler.schedule = scheduling
+    for token_id in (10, 11, 10, 12, 10, 11):
+        llm.add_request([token_id] * 8 + [1], engine.SamplingParams(max_tokens=1))
         llm.step()
-        llm.scheduler.schedule = schedule
     assert first_chunks == [9, 9, 1, 9, 1, 9]
