@@ -63,7 +63,8 @@ def some_params(rng: random.Random, seed: int) -> dict[str, Any]:
         "min_p": rng.choice((0.01, 0.1)), "repetition_penalty": rng.choice((0.8, 1.3)),
         "presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2),
         "min_tokens": rng.randrange(params["max_tokens"] + 1),
-        "stop": rng.choice(("e", ["th", "a", "he"], ["r", "<|im_start|>"])), "stop_token_ids": rng.sample(range(264), 20), "ignore_eos": True,
+        "stop": rng.choice(("e", ["th", "a", "he"], ["r", "<|im_start|>"])),
+        "stop_token_ids": rng.sample(range(264), 20), "ignore_eos": True,
     }  # fmt: skip
     params |= {name: value for name, value in values.items() if rng.random() < 1 / 3}
     return params | ({"n": 1} if params["temperature"] == 0 else {})
