@@ -12,7 +12,7 @@ import torch
 from benchmarks import program
 from benchmarks.baselines.process import Baseline
 from benchmarks.compare import OURS, Comparison, compare
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer_lab.bench import offline, roofline, workloads
 from nanoinfer_lab.bench.random_models import checkpoint_of
@@ -94,7 +94,7 @@ def main(*, measured: ModelOptions, workload: Named = None, repeats: Repeats = 1
             least = roofline.least_s_of_run(timings, machine, model, dtype)
             limits.append((f"{one.name}, {found.output_tokens_per_s:,.0f} tok/s", least, found.duration_s))
     name = measured.random_model or measured.model or "tiny-qwen3"
-    print(entry(name, loader.resolve_device(measured.device), machine, dtype, limits, results))
+    print(entry(name, devices.resolve_device(measured.device), machine, dtype, limits, results))
 
 
 app = program(main)

@@ -26,8 +26,8 @@ from benchmarks import program
 from nanoinfer.cli.options import AsJson, print_table
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.routes import RoutedSampler
+from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -88,7 +88,7 @@ def _cases(vocab_size: int, repeats: int) -> list[Result]:
 def _sample(vocab_size: int, params: dict[str, Any]) -> Draw:
     """Draw with the sampler. The batch is built from the sequences every time, as in the engine."""
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(routes=[FewLogits()])
+    sampler = RoutedSampler([FewLogits()])
     sequences = []
     for row in range(NUM_ROWS):
         seq = Sequence(str(row), [row], SamplingParams(seed=row, max_tokens=None, **params), row, 10**6)

@@ -42,7 +42,7 @@ from tools.address import REPOSITORY  # noqa: E402
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("tasks", "scheduler_game", "teaching"),
     "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints", "names"),
-    "Understand": ("reading", "architecture", "structure", "glossary"),
+    "Understand": ("reading", "architecture", "compiled", "structure", "glossary"),
     "Project": ("contributing",),
     "Appendix": ("scaling",),
 }

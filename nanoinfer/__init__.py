@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from nanoinfer.engine.prompts import TextPrompt as TextPrompt
     from nanoinfer.engine.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.features.adapters.request import LoRARequest as LoRARequest
     from nanoinfer.features.beam_search.params import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.features.beam_search.params import BeamSearchParams as BeamSearchParams
     from nanoinfer.features.beam_search.params import BeamSearchSequence as BeamSearchSequence
+    from nanoinfer.features.beam_search.search import BeamSearch as BeamSearch
     from nanoinfer.features.chat.parsing import ChatParser as ChatParser
     from nanoinfer.features.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.features.drafts.config import SpeculativeConfig as SpeculativeConfig
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from nanoinfer.features.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.features.tracing import Recorder as Recorder
     from nanoinfer.llm import LLM as LLM
+    from nanoinfer.loading.tokenizer_files import read_tokenizer as read_tokenizer
     from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.server.async_llm import AsyncLLM as AsyncLLM
+    from nanoinfer.server.async_llm import RequestStream as RequestStream
 
 __version__ = "0.3.0.dev0"
 
@@ -66,9 +70,13 @@ _NAMES = {
 }
 # What files of the core ask of features and of compat/, which they do not import. The same, but not for users.
 _ASKED = {
+    "features.adapters.request": "LoRARequest",
     "features.beam_search.params": "BeamSearchSequence",
+    "features.beam_search.search": "BeamSearch",
     "features.structured.params": "GuidedDecodingParams RepetitionDetectionParams",
     "features.own_code.logits_processors": "processor_classes processor_functions",
+    "server.async_llm": "RequestStream",
+    "loading.tokenizer_files": "read_tokenizer",
     "compat.vllm.neutral": "argument_of_vllm missing_attribute",
     "compat.vllm.parser": "add_cli_arguments given_arguments",
 }

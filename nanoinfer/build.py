@@ -10,16 +10,21 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import PreparedRequest, RequestFeature, RequestOptions
+from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
+from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
+    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
     from nanoinfer.features.distributed.sharding import Shards
     from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.features.training.loaded_weights import LoadedWeights
@@ -45,6 +50,8 @@ def make_engine(
 
     Raises: the errors of LLM(), also for the draft model.
     """
+    from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
+
     adapters = make_adapters(model, config, shards)
     store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
@@ -59,14 +66,17 @@ def make_engine(
         drafts = Drafts(config.speculative, runtime, config, draft_model)
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
+    store = None if store_of_executor is None else store_of_executor(executor)
+    observer = make_observer(executor, config, tokenizer, store)
+    executor.sampler = ReportingSampler(executor.sampler, config.logprobs_mode)
     return LLMEngine(
         executor,
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         planner=None if drafts is None else drafts.planner(executor),
-        store=None if store_of_executor is None else store_of_executor(executor),
-        observer=make_observer(executor, config, tokenizer),
+        block_manager=make_block_manager(executor.info, config, observer, store),
+        observer=observer,
         features=[*adapters, ParameterFeatures(tokenizer, executor.info.vocab_size)],
     )
 
@@ -78,7 +88,7 @@ class ParameterFeatures(RequestFeature):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
-    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+    def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
         if params.prompt_logprobs is not None:
             from nanoinfer.features.logprobs.prompt_logprobs import reader_of
@@ -124,8 +134,9 @@ def make_runtime(
 ) -> "Runtime":
     """Make the runtime of a model: the textbook's with enforce_eager, otherwise a faster one with the same result."""
     from nanoinfer.execution.runtime import plain_runtime
+    from nanoinfer.features.training.loaded_weights import LoadedWeights
 
-    runtime = plain_runtime(model, config, weights)
+    runtime = plain_runtime(model, config, weights or LoadedWeights())
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
@@ -164,19 +175,47 @@ def make_executor(
         from nanoinfer.features.own_code.logits_processors import with_processors
 
         config = with_processors(config, runtime.device, info)
+    if config.stages is not None:
+        from nanoinfer.features.own_code.stages import checked_stages
+
+        config = replace(config, stages=checked_stages(config.stages))
     return LocalExecutor(runtime, info, config)
 
 
-def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:
+def make_block_manager(
+    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockStore | None" = None
+) -> BlockManager:
+    """Make the manager of the cache's blocks: config's class or BlockManager, unless layers keep less or there is a store."""
+    cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching
+    if store is None and info.windows == (None,) and not info.num_state_slots:
+        return cls(info.num_blocks, info.block_size, caching, observer)
+    from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
+
+    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+    if store is None:
+        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, layout)
+    from nanoinfer.features.disk_cache.stored_blocks import with_store
+
+    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
+
+
+def make_observer(
+    executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None, store: "BlockStore | None" = None
+) -> Observer:
     """Make what watches the engine: metrics, and the events of config.tracer with the tokenizer's texts."""
     from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 
+    metrics: Observer = EngineMetrics()
+    if store is not None:
+        from nanoinfer.features.disk_cache.stored_blocks import StoreMetrics
+
+        metrics = together(metrics, StoreMetrics(store))
     if config.tracer is None:
-        return EngineMetrics()
+        return metrics
     from nanoinfer.features.tracing.observer import TracingObserver
     from nanoinfer.features.tracing.stage_trace import TracingSampler
 
     tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
     if tracing.wants_stages:
         executor.sampler = TracingSampler(executor.sampler, tracing)
-    return together(EngineMetrics(), tracing)
+    return together(metrics, tracing)

@@ -119,6 +119,13 @@ def class_named(name: str, given: object) -> type | None:
     return given
 
 
+# Options of a request -> what is wrong if nothing reads them.
+READ_IF = {
+    "lora_request": "needs a model loaded with enable_lora=True",
+    "priority": "has no effect with this scheduler; leave it out, or load the model with scheduling_policy='priority'",
+}
+
+
 def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
     """Check LLM's lora: a folder, a list of folders, a dict of folder -> strength, or None. Returns folders and strengths."""
     if given is None:

@@ -153,3 +153,9 @@ def check_flag(name: str, value: object) -> None:
     """Check that a value is True or False. Raises: InvalidTypeError."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def first_ten(items: list[str], separator: str = ", ") -> str:
+    """Join the first ten of many items, and say how many more there are. An item may be of any characters and length."""
+    named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
+    return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

@@ -6,12 +6,11 @@ In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Mal
 import gc
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Literal, Self, cast
+from collections.abc import Generator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import nanoinfer
@@ -20,9 +19,12 @@ from nanoinfer.config import EngineArgs
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred, interrupt_handler
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prompts import PromptType, TokensPrompt
+from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
+from nanoinfer.features.chat.methods import ChatMethods
+from nanoinfer.features.embedding.methods import EmbeddingMethods
+from nanoinfer.features.training.methods import WeightMethods
 from nanoinfer.load import load_engine
 from nanoinfer.outputs import Delta, Metric, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -31,16 +33,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanoinfer.execution.executor import ExecutorInfo
-    from nanoinfer.features.adapters.request import LoRARequest
-    from nanoinfer.features.chat.messages import Message
-    from nanoinfer.features.chat.tools import Tool, ToolChoice
-    from nanoinfer.features.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
-    from nanoinfer.features.training.rollouts import Tag
 
 logger = logging.getLogger(__name__)
 
 
-class LLM:
+class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
     """A loaded model: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
 
     nanoinfer.EngineArgs explains the arguments. One thread at a time may use an LLM, in the process that made it. generate()
@@ -62,7 +59,7 @@ class LLM:
         self._engine, checkpoint = load_engine(config)
         if ignored := checkpoint.settings_not_applied():
             logger.warning("the checkpoint's generation_config.json has %s, which nanoinfer does not apply", ignored)
-        self.checkpoint = replace(checkpoint, gguf=None)  # a GGUF file's header is large
+        self.checkpoint = checkpoint
         self._default_params: SamplingParams | None = None  # set on first use
         self._name = config.model or checkpoint.path.name
 
@@ -116,7 +113,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
+        lora_request: "nanoinfer.LoRARequest | Sequence[nanoinfer.LoRARequest | None] | None" = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate answers to all prompts in one batch, and return the outputs in the order of the prompts.
@@ -144,7 +141,7 @@ class LLM:
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         *,
-        lora_request: "LoRARequest | None" = None,
+        lora_request: "nanoinfer.LoRARequest | None" = None,
         priority: int = 0,
     ) -> Generator[Delta, None, None]:
         """Answer a prompt, and yield a Delta for every sampled token. The last Delta has the whole RequestOutput.
@@ -157,84 +154,6 @@ class LLM:
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._stream(self.engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request))
-
-    @check_argument_names("chat()")
-    def chat(
-        self,
-        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        tools: "Sequence[Tool] | None" = None,
-        tool_choice: "ToolChoice" = "auto",
-        lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of conversations, through the checkpoint's chat template.
-
-        Args:
-            messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
-                parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
-            sampling_params: as in generate. A structured output follows the reasoning that the template has begun, if any.
-                parse_chat_answer(text, output.prompt) separates them.
-            use_tqdm: whether to show a progress bar.
-            chat_template: a Jinja template. None: the checkpoint's.
-            add_generation_prompt: whether the rendered text ends with the beginning of an answer.
-            continue_final_message: whether the rendered text ends inside the last message, which the answer continues. Requires
-                add_generation_prompt=False.
-            chat_template_kwargs: variables for the template, such as {"enable_thinking": False} for Qwen3. None: no variables.
-            tools: functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
-                "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses. gpt-oss's
-                needs SamplingParams(skip_special_tokens=False).
-            tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
-                ...}}: the answer is a call that satisfies the schema, and no structured output. With "auto", this is so
-                for each call if a tool has "strict": True. Both require nanoinfer[structured].
-            lora_request: as in generate.
-            priority: as in generate.
-
-        Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: as in generate.
-            UnsupportedError: the template has no place for tools.
-        """
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        from nanoinfer.features.chat.messages import render_chats
-
-        prompts, constrained = render_chats(
-            self.engine.inputs,
-            messages,
-            params,
-            tools=tools,
-            tool_choice=tool_choice,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return self.generate(prompts, constrained, use_tqdm, lora_request=lora_request, priority=priority)
-
-    def render_chat(
-        self,
-        messages: "Sequence[Message]",
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        tools: "Sequence[Tool] | None" = None,
-    ) -> TokensPrompt:
-        """Render a conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
-        return self.engine.inputs.render_chat(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-        )
 
     @check_argument_names("beam_search()")
     def beam_search(
@@ -249,9 +168,7 @@ class LLM:
             NanoinferError: the beams of a prompt do not fit into the KV cache.
             UnsupportedError: the LLM was made with stages or logits_processors, which a search does not call.
         """
-        from nanoinfer.features.beam_search.search import BeamSearch
-
-        return BeamSearch(self.engine, prompts, params).run()
+        return nanoinfer.BeamSearch(self.engine, prompts, params).run()
 
     @property
     def batch_independent(self) -> bool:
@@ -307,175 +224,6 @@ class LLM:
             defaults = ", ".join(f"{name}={value}" for name, value in given.items())
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
-
-    # ---- embeddings and scores
-
-    @check_argument_names("embed()")
-    def embed(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        use_tqdm: bool = True,
-        *,
-        pooling_params: "PoolingParams | None" = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> "list[EmbeddingRequestOutput]":
-        """Compute the embedding of each text, and return them in the order of the texts.
-
-        Args:
-            prompts: Texts as for generate(), of at most max_model_len tokens each. As in sentence-transformers, checkpoints may
-                have a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
-                truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
-            use_tqdm: Whether to show a progress bar.
-            pooling_params: None is PoolingParams().
-            truncate_prompt_tokens: The field of pooling_params, as an argument of its own, as in vLLM.
-
-        Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
-            UnsupportedError: The checkpoint says that something else is to be computed.
-        """
-        from nanoinfer.features.embedding import pooling
-
-        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
-        return pooling.embed(self, prompts, params, use_tqdm)
-
-    @check_argument_names("score()")
-    def score(
-        self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
-        use_tqdm: bool = True,
-        *,
-        pooling_params: "PoolingParams | None" = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-    ) -> "list[ScoringRequestOutput]":
-        """Compute how well each document fits its query. There is one query for all documents, or a query for each.
-
-        A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other checkpoint
-        is a reranker, which reads each pair.
-
-        Args:
-            use_tqdm: as in embed.
-            pooling_params: as in embed.
-            truncate_prompt_tokens: as in embed.
-            instruction: The criterion by which a reranker judges. None: INSTRUCTION of features/embedding/pooling.py.
-
-        Raises: As embed does.
-        """
-        from nanoinfer.features.embedding import pooling
-
-        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
-        return pooling.score(self, queries, documents, params, instruction, use_tqdm)
-
-    # ---- for those who train with it: new weights in place, pauses, memory given back, log-probabilities
-
-    def update_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> int:
-        """Replace weights in place, all or some of them, and forget the cached prefixes.
-
-        Everything is checked before anything changes, so a refused call leaves the LLM as it was. If reading or copying a
-        tensor fails after that, requests are refused until all weights are given.
-
-        Args:
-            pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
-                float dtype and on any device. Names and shapes must be those that LLM() loads.
-
-        Returns:
-            The new weights_version.
-
-        Raises:
-            WeightsError: An unknown name, a wrong shape, a dtype that is not a float, or a tied head without its embedding.
-            NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: The weights are rounded, or have adapters merged into them.
-        """
-        from nanoinfer.features.training import rollouts
-
-        return rollouts.update_weights(self.engine, pairs)
-
-    def update_weights_from_path(self, path: str) -> int:
-        """Replace weights in place by those in files, of which each rank reads its part.
-
-        Args:
-            path: The folder, on this machine, of a checkpoint of the same model with the files that LLM(model) reads, or a
-                .safetensors file with all or some of the tensors.
-
-        Returns, Raises: As update_weights, and as LLM() does for missing and corrupted files.
-        """
-        from nanoinfer.features.training import rollouts
-
-        return rollouts.update_weights_from_path(self.engine, path)
-
-    def pause(self, mode: Literal["wait", "abort"] = "wait") -> None:
-        """Accept no further requests until resume(), and end those that run.
-
-        Args:
-            mode: What happens to running requests. "wait" completes their answers, which open streams then yield. "abort" ends
-                them with finish_reason "abort".
-        """
-        from nanoinfer.features.training import rollouts
-
-        rollouts.refuse_requests(self.engine, mode)
-        while self.engine.num_unfinished:
-            self.engine.step()
-
-    def resume(self) -> None:
-        """Accept requests again after pause()."""
-        self.engine.refusals.pop("pause", None)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back to the system until wake_up(). It requires Linux, a model on a CPU, and that no request runs.
-
-        Args:
-            level: What is freed. 1: the KV cache with the cached prefixes. 2: the weights as well, all of which must then come
-                from update_weights or update_weights_from_path after wake_up().
-
-        Raises:
-            NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
-        """
-        from nanoinfer.features.training import rollouts
-
-        rollouts.sleep(self.engine, level)
-
-    def wake_up(self, tags: "Sequence[Tag] | None" = None) -> None:
-        """End sleep(). Linux provides the memory when it is first written.
-
-        Args:
-            tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
-        """
-        from nanoinfer.features.training import rollouts
-
-        rollouts.wake_up(self.engine, tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether sleep() has freed memory that wake_up() has not taken back."""
-        from nanoinfer.features.training import rollouts
-
-        return rollouts.is_sleeping(self.engine)
-
-    @check_argument_names("compute_logprobs()")
-    def compute_logprobs(self, prompts: PromptType | Sequence[PromptType], temperature: float = 1.0) -> list[list[float]]:
-        """Compute the log-probability of every token after the first, as the sampler would have reported it.
-
-        If batch_independent holds and the LLM was made with batch_invariant=True, the results are the very log-probabilities
-        that SamplingParams(logprobs=0) returned when the same tokens were sampled. With another temperature, compare with a
-        request to LLM(logprobs_mode="processed") that sets nothing but this temperature. Without both, a prefill rounds
-        differently than a decode: results differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
-
-        Args:
-            prompts: Prompts with their answers, in the forms of generate(), of at most max_model_len tokens each.
-            temperature: The divisor of the logits, > 0.
-
-        Returns:
-            For each prompt, the natural logarithm of the probability of every token but the first, given the tokens before that
-            token.
-
-        Raises:
-            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for a prompt with too many tokens.
-            NanoinferError: The model's numbers are not finite.
-        """
-        from nanoinfer.features.training import rollouts
-
-        return rollouts.compute_logprobs(self, prompts, temperature)
 
     if not TYPE_CHECKING:
 

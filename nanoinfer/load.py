@@ -1,18 +1,33 @@
-"""Make an LLMEngine from an EngineConfig: load the checkpoint with its draft model and its ranks, then call build.py."""
+"""Make an LLMEngine from an EngineConfig: load the checkpoint with its draft model and its ranks, then call build.py.
 
+Placing gives a model its weights as the config says. Without a feature it does what loading/loader.py does by itself.
+"""
+
+import logging
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.build import make_engine
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import OutOfMemoryError, first_line, is_out_of_memory
-from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.errors import OutOfMemoryError, UnsupportedError, first_line, is_out_of_memory
+from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint
 from nanoinfer.scheduling.scheduler import scheduling_classes
 
 if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.fast.stored import Identity
     from nanoinfer.features.distributed.runner import LeadingShards
+    from nanoinfer.features.distributed.sharding import Shards
+    from nanoinfer.features.training.loaded_weights import LoadedWeights
+    from nanoinfer.loading.loader import Loaded
+    from nanoinfer.loading.weights import Sources, Weights
+
+logger = logging.getLogger(__name__)
 
 _IMPORTED_BY = os.getpid()  # another process is a fork
 
@@ -31,7 +46,6 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
 
 def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
-    from nanoinfer.loading.loader import load
     from nanoinfer.system.process import prepare_threads
 
     prepare_threads(is_forked=os.getpid() != _IMPORTED_BY)
@@ -42,7 +56,7 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
         config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
     with nullcontext() if shards is None else shards.workers.watched():
-        loaded, draft_model = load(config, shards), None
+        (loaded, weights), draft_model = load(config, shards), None
         if config.speculative is not None:
             from nanoinfer.features.drafts.build import load_draft
 
@@ -50,12 +64,119 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         engine = make_engine(
             loaded.model,
             config,
-            weights=loaded.weights,
+            weights=weights,
             draft_model=draft_model,
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
             shards=shards,
         )
-    engine.observer.engine_loaded(engine, loaded.num_parameters)
+    engine.observer.engine_loaded(engine, weights.num_parameters)
     engine.observer.flush()
-    return engine, loaded.checkpoint
+    opened = loaded.checkpoint  # in another format than safetensors, its header may be large
+    return engine, Checkpoint(opened.path, opened.config, opened.generation_config, opened.weight_files)
+
+
+def load(config: EngineConfig, shards: "Shards | None" = None) -> "tuple[Loaded, LoadedWeights]":
+    """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
+    from nanoinfer.loading import loader
+
+    checkpoint = Checkpoint.open(config.model, config.revision)
+    if not config.lora and not config.enable_lora and (checkpoint.path / ADAPTER_CONFIG).exists():
+        text = "the LoRA adapter in %s is not used, while transformers with peft loads it; lora=%r merges it into the weights"
+        logger.warning(text, checkpoint.path, str(checkpoint.path))
+    placing = Placing(checkpoint, config, shards)
+    loaded = loader.load(checkpoint, placing.config, placing)
+    if config.calibration is not None:
+        from nanoinfer.features.quantization.memory import read_calibration
+
+        placing.weights.calibration_ids = read_calibration(config.calibration, loaded.tokenizer)
+    return loaded, placing.weights
+
+
+def load_configured(
+    checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None
+) -> "tuple[Any, LoadedWeights]":
+    """Load the model alone, or a rank's part of it, as the config says."""
+    from nanoinfer.loading.loader import load_model
+
+    placing = Placing(checkpoint, config, shards)
+    return load_model(checkpoint, placing.config.dtype, config.device, placing), placing.weights
+
+
+class Placing:
+    """Gives the model of a checkpoint its weights as a config says.
+
+    The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
+
+    Attributes:
+        config: the config, with the dtype of rounded weights.
+        weights: the weights that were placed.
+
+    Raises: UnsupportedError for rounded weights on a GPU.
+    """
+
+    weights: "LoadedWeights"
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None") -> None:
+        from nanoinfer.loading.devices import resolve_device
+
+        if config.quantization and (device := resolve_device(config.device)).type != "cpu":
+            raise UnsupportedError(
+                f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
+            )
+        self.config = replace(config, dtype="bfloat16") if config.quantization else config
+        self._checkpoint, self._shards = checkpoint, shards
+        # Before the files are opened, so that files that are replaced at this moment have another identity at the next start.
+        self._files = [(path, path.stat()) for path in map(Path.resolve, checkpoint.weight_files)]
+
+    def __call__(self, model: Any, weights: "Weights", dtype: "torch.dtype", device: "torch.device") -> Any:
+        from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin
+        from nanoinfer.loading.devices import check_memory
+        from nanoinfer.loading.weights import fill, find_sources
+
+        config, shards, whole = self.config, self._shards, model.config
+        num_parameters = sum(weight.numel() for weight in model.parameters())
+        num_stored_bits = 8 * sum(status.st_size for _, status in self._files) / num_parameters
+        if config.lora:
+            from nanoinfer.features.adapters.lora import LoraWeights
+
+            weights = LoraWeights(weights, config.lora, model.weight_rules)
+        if shards is not None:
+            model, weights = shards.split(model, weights)
+        origin, sources = Origin(config, type(model), model.weight_rules, whole, shards), find_sources(model, weights, dtype)
+        # Rounded weights cannot be replaced, and places would keep the original weights alive.
+        self.weights = LoadedWeights(None if config.quantization else model, origin, num_parameters)
+        if device.type == "cpu" and (not config.enforce_eager or config.quantization or num_stored_bits < 12):
+            self._store_linears(model, sources, dtype, num_stored_bits)
+        else:
+            check_memory(model, dtype, device, 1 if shards is None else shards.size)
+        fill(model, sources, device)
+        if shards is not None:
+            shards.join(model, whole.vocab_size)
+        return model
+
+    def _store_linears(self, model: Any, sources: "Sources", dtype: "torch.dtype", num_stored_bits: float) -> None:
+        """Leave the matrices of linear layers in the checkpoint for kernels, or round them, or read them without kernels."""
+        import torch
+        from torch import nn
+
+        from nanoinfer.fast import stored
+        from nanoinfer.features.quantization import memory, rounding
+
+        config, for_kernels = self.config, not self.config.enforce_eager
+        identity = self._identity(model) if for_kernels and not config.lora else None
+        stored.store(model, sources, {module.weight for module in model.modules() if type(module) is nn.Linear}, identity)
+        memory.compare(model, dtype, config, num_stored_bits, 1 if self._shards is None else self._shards.size)
+        if config.quantization and not for_kernels:
+            rounding.quantize_model(model, config.quantization)
+        elif not for_kernels:
+            stored.load(model, torch.device("cpu"))
+
+    def _identity(self, model: Any) -> "Identity":
+        from nanoinfer.fast.cpu.identity import sampled_digest
+        from nanoinfer.fast.stored import Identity
+
+        states = [(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for _, status in self._files]
+        what = states, sampled_digest(self._checkpoint), self._checkpoint.config, type(model), model.weight_rules
+        part = (0, 1) if self._shards is None else (self._shards.rank, self._shards.size)
+        return Identity([str(path) for path, _ in self._files], part, repr(what))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import nanoinfer
 
 if TYPE_CHECKING:
+    from nanoinfer.tokenization.detokenizer import Detokenizer
+
     BeamSearchOutput = nanoinfer.BeamSearchOutput
     BeamSearchSequence = nanoinfer.BeamSearchSequence
 
@@ -61,7 +63,7 @@ class Logprob:
     decoded_token: str | None
 
 
-LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the others of TokenLogprobs
+LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then those that were asked for
 
 
 def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
@@ -71,17 +73,12 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
     return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position as the executor returns them, before token texts are added.
+class TokenReport:
+    """What a sampler reports of a token, besides its id (features/logprobs)."""
 
-    ids[0] is the token itself. The other ids are the most likely ids except the token, in descending order, or those of
-    SamplingParams.logprob_token_ids. Ranks are those of Logprob, and ties share the larger number.
-    """
-
-    ids: list[int]
-    values: list[float]
-    ranks: list[int]
+    def fields(self, detokenizer: "Detokenizer") -> dict[str, object]:
+        """Return entries for lists of CompletionOutput and Delta, by name. detokenizer: has the text before the token."""
+        return {}
 
 
 @dataclass(slots=True, repr=False)

@@ -237,6 +237,11 @@ class SamplingParams(CheckedParams):
         return self.temperature == 0
 
     @property
+    def reports(self) -> tuple[str, ...]:
+        """The fields of CompletionOutput that the request asks for, which have an entry for each token."""
+        return ("logprobs",) * (self.logprobs is not None) + ("sampling_mask",) * self.return_sampling_mask
+
+    @property
     def needs_sampling_state(self) -> bool:
         """Whether a stage reads this sequence's history, or a list of ids."""
         return self.has_penalty or self.allowed_token_ids is not None or self.logit_bias is not None

@@ -21,9 +21,12 @@ from torch import Tensor
 from nanoinfer.cli.options import busy, print_table
 from nanoinfer.config import BITS
 from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError, UnsupportedError, first_line
+from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.devices import resolve_device
 from nanoinfer.outputs import LogprobsOnePosition, sum_of_logprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.system.process import available_cpu_memory
@@ -153,17 +156,17 @@ def examine(
         OutOfMemoryError: the model in float32 does not fit into the memory.
         NanoinferError: the engine failed. The errors of loading are raised as well.
     """
-    on = loader.resolve_device(device)
+    on = resolve_device(device)
     names = _variant_names(variants, on)
     model = DEFAULT_MODEL if model is None else model
     checkpoint = Checkpoint.open(model, revision)
     reference = checkpoint if against is None else Checkpoint.open(against)
     _check_reference(reference, checkpoint, against)
-    tokenizer = loader.load_tokenizer(reference.path)
+    tokenizer = reference.load_tokenizer()
     if tokenizer is None:
         raise UnsupportedError(f"{reference.path} has no tokenizer files, such as tokenizer.json; add them for the prompts")
     prompts, has_same_ids = [tokenizer.encode(text) for text in PROMPTS], None
-    if against is not None and (other := loader.load_tokenizer(checkpoint.path, checkpoint.gguf)) is not None:
+    if against is not None and (other := checkpoint.load_tokenizer()) is not None:
         has_same_ids = prompts == [other.encode(text) for text in PROMPTS]
     readings = {}
     for name in names:
@@ -221,11 +224,11 @@ def _check_reference(reference: Checkpoint, checkpoint: Checkpoint, against: str
     """Check that transformers can run the reference, and that its tokens are those of the model."""
     import transformers
 
-    if reference.gguf is not None or _is_quantised(reference):
+    if isinstance(reference, GGUFCheckpoint) or _is_quantised(reference):
         hint = "name the checkpoint that it was made from with --against" if against is None else "name an unquantised one"
         raise InvalidValueError(f"transformers must read unquantised safetensors, got {str(reference.path)!r}; {hint}")
     model, _ = loader.on_meta(reference)
-    num_tokens, its_num_tokens = (loader.read_config(one)[1].vocab_size for one in (checkpoint, reference))
+    num_tokens, its_num_tokens = (read_config(one)[1].vocab_size for one in (checkpoint, reference))
     if num_tokens != its_num_tokens:
         raise InvalidValueError(
             f"--against must have the {num_tokens} tokens of the model's vocabulary, got {against!r} with {its_num_tokens}"
@@ -254,7 +257,7 @@ def _check_configuration(reference: Checkpoint, theirs: dict[str, Any]) -> None:
     """
     if version("transformers").startswith("4."):
         theirs.pop("rope_parameters", None)
-    family, ours = loader.read_config(reference)
+    family, ours = read_config(reference)
     try:
         other = [*_differing_fields(ours, family.Config.from_hf(theirs))]
     except NanoinferError as error:
@@ -277,8 +280,8 @@ def _differing_fields(ours: Any, theirs: Any) -> Iterator[str]:
 
 
 def _is_quantised(checkpoint: Checkpoint) -> bool:
-    if checkpoint.gguf is not None:
-        return any(tensor.block_type.num_weights > 1 for tensor in checkpoint.gguf.tensors.values())
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return any(tensor.block_type.num_weights > 1 for tensor in checkpoint.file.tensors.values())
     return bool(checkpoint.config.get("quantization_config"))
 
 

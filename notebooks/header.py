@@ -100,7 +100,7 @@ NOTEBOOKS = {
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
         55,
-        ("async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
+        ("server/async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
         ("server",),
         ("05",),
         former="15",

@@ -39,7 +39,7 @@ from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import read_config
+from nanoinfer.loading.config_json import read_config
 from tests.helpers import lora_adapters, tiny_models
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}

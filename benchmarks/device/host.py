@@ -52,8 +52,8 @@ class Capture:
 class Sampled(sampler.SampledTokens):
     """Tokens whose ids are copied to pinned memory, with an event, as those of a GPU."""
 
-    def __init__(self, token_ids: Tensor, read: Any) -> None:
-        super().__init__(token_ids, read)
+    def __init__(self, token_ids: Tensor, *arguments: Any) -> None:
+        super().__init__(token_ids, *arguments)
         self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype)
         self._on_host.copy_(token_ids, non_blocking=True)
         self._is_there = SimpleNamespace(synchronize=lambda: None)

@@ -15,7 +15,7 @@ from nanoinfer.attention.base import find_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cuda.linear_kernel import few_rows_linear
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import ParameterColumns
 
@@ -29,7 +29,7 @@ Case = tuple[str, int, int, Variants]  # what, the bytes of a launch, the launch
 def bandwidths(setup: Setup) -> Results:
     """Yield the microseconds of each kernel, and its bytes per second as a share of a copy's, which reads and writes."""
     device = torch.device(setup.device, 0)
-    dtype = torch.bfloat16 if not setup.is_simulated and loader.gpu_has_bf16(device) else torch.float16
+    dtype = torch.bfloat16 if not setup.is_simulated and devices.gpu_has_bf16(device) else torch.float16
     cold = 1 if setup.is_simulated else COLD_BYTES
     source = torch.zeros(4 * cold, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

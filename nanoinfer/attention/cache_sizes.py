@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from nanoinfer.errors import InvalidValueError
+
 SCALE_BYTES = 4  # the size of the scale that follows a head of 8-bit integers
+# On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
+DEFAULT_CPU_MEMORY = 4 * 2**30
 
 
 class NumberType(Protocol):
@@ -106,6 +110,10 @@ class CacheSizes:
         """The bytes of a sequence's state in all layers, in fp32."""
         return 4 * self.num_state_layers * sum(map(math.prod, self.state_shapes))
 
+    def num_blocks_for(self, num_tokens: int, block_size: int, chunk_size: int) -> int:
+        """Return the most blocks that a sequence holds at a time, while it grows to num_tokens. See most_blocks."""
+        return most_blocks(num_tokens, self.windows, block_size, chunk_size)
+
     def bytes_per_token(self, dtype: NumberType) -> int:
         """The bytes of a token's keys and values in all layers."""
         return bytes_per_block(
@@ -115,6 +123,36 @@ class CacheSizes:
     def bytes_per_block(self, block_size: int, dtype: NumberType) -> int:
         """The bytes of a block, which has a place for each layer of the largest group."""
         return block_size * self.bytes_per_token(dtype) // self.num_layers * max(len(group.layers) for group in self.groups)
+
+
+def most_blocks(num_tokens: int, windows: Sequence[int | None], block_size: int, chunk_size: int) -> int:
+    """Return the most blocks that a sequence holds at a time, while it grows to num_tokens by at most chunk_size at a time.
+
+    In a group with a window these are the blocks of the window and the chunk, plus one if they begin inside a block.
+
+    >>> most_blocks(4000, [None, 512], block_size=64, chunk_size=256)
+    76
+    """
+    num_for_all = -(-num_tokens // block_size)
+    return sum(
+        num_for_all if window is None else min(num_for_all, -(-(window + chunk_size) // block_size) + 1) for window in windows
+    )
+
+
+def num_states_in(memory: int, state_bytes: int, max_num_seqs: int) -> int:
+    """Return how many states half of the memory holds, in bytes, but at most two for each running sequence.
+
+    Of two, one is for a checkpoint. state_bytes: the bytes of a state. 0: the model keeps no states.
+
+    Raises: InvalidValueError if no state fits.
+    """
+    if not state_bytes:
+        return 0
+    if memory // 2 < state_bytes:
+        raise InvalidValueError(
+            f"half of the cache's {memory} bytes must hold the state of a sequence, {state_bytes} bytes; raise kv_cache_memory"
+        )
+    return min(memory // 2 // state_bytes, 2 * max_num_seqs)
 
 
 def stored_size(head_dim: int, dtype: NumberType) -> int:

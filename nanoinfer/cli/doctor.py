@@ -33,7 +33,8 @@ from nanoinfer.fast.cpu import native, packs
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, find_target
 from nanoinfer.features.disk_cache import block_files
-from nanoinfer.loading.loader import cpu_has_fast_bf16, default_dtype, load
+from nanoinfer.load import load
+from nanoinfer.loading.devices import cpu_has_fast_bf16, default_dtype
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system import environment
 from nanoinfer.system.process import available_cpu_memory, cpu_quota, limit_threads
@@ -219,7 +220,7 @@ def examine_model(model: str | None) -> dict[str, str]:
     Raises: the errors of loading.
     """
     config = EngineConfig(model=model)
-    runtime = make_runtime(load(config).model, config)
+    runtime = make_runtime(load(config)[0].model, config)
     bits = "the same in any batch" if runtime.is_batch_independent else "may depend on the batch"
     if runtime.report is None:
         return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}

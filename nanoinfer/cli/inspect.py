@@ -20,11 +20,13 @@ from nanoinfer.config import BITS
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
-from nanoinfer.loading import loader
+from nanoinfer.fast.stored import store
+from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
+from nanoinfer.features.quantization.rounding import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
+from nanoinfer.loading import config_json, devices, loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.loading.folders import BUNDLED, bundled_models
-from nanoinfer.loading.quantization import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
-from nanoinfer.loading.weights import place_weights
+from nanoinfer.loading.weights import find_sources
 
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
@@ -71,7 +73,7 @@ def examine(
         InvalidValueError: num_tokens exceeds the model's positions, or the dtype is unknown.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)
-    settings = checkpoint.config.get("quantization_config") if checkpoint.gguf is None else "gguf"
+    settings = "gguf" if isinstance(checkpoint, GGUFCheckpoint) else checkpoint.config.get("quantization_config")
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
     found = Inspection(
         path=str(checkpoint.path),
@@ -82,19 +84,19 @@ def examine(
         num_users=num_users,
         num_tokens=num_tokens,
     )
-    config, run_dtype, device = None, None, loader.resolve_device("auto")
+    config, run_dtype, device = None, None, devices.resolve_device("auto")
     try:
-        _, config = loader.read_config(checkpoint)
+        _, config = config_json.read_config(checkpoint)
         if checkpoint.weight_files or checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")):
-            run_dtype = loader.resolve_dtype(dtype, checkpoint, device)
+            run_dtype = devices.resolve_dtype(dtype, checkpoint, device)
         if checkpoint.weight_files and run_dtype is not None:
             built, weights = loader.on_meta(checkpoint)
             config, parameters = built.config, dict(built.named_parameters())
             found.num_parameters = sum(weight.numel() for weight in parameters.values())
-            place_weights(built, weights, built.weight_rules, run_dtype)
+            store(built, find_sources(built, weights, run_dtype))
             if device.type == "cpu":
                 _add_copies(found, built)
-        tokenizer = loader.load_tokenizer(checkpoint.path, checkpoint.gguf)
+        tokenizer = checkpoint.load_tokenizer()
         found.has_tokenizer = tokenizer is not None
         found.has_chat_template = tokenizer is not None and bool(tokenizer.get_chat_template())
     except (UnsupportedError, CheckpointError) as error:

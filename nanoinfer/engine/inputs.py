@@ -1,6 +1,6 @@
-"""Turn prompts and chat messages, as users write them, into checked requests.
+"""Turn prompts, as users write them, into checked requests.
 
-In: strings, token ids, vLLM's dicts, chat messages, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
+In: strings, token ids, vLLM's dicts, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
 tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, but neither
 the queue nor the cache, so any thread may call it.
 """
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 import nanoinfer
-from nanoinfer.config import EngineConfig
-from nanoinfer.engine.prompts import ChatPrompt
+from nanoinfer.config import READ_IF, EngineConfig
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -70,19 +69,12 @@ class PreparedRequest:
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
-class RequestOptions(TypedDict, total=False):
-    """What generate() and its like are given for a request besides its prompt and its parameters."""
-
-    priority: int | None
-    lora_request: object  # a LoRARequest (features/adapters)
-
-
 class RequestFeature(Protocol):
     """What a feature (features/) makes of each request. build.py lists those of an engine, in their order."""
 
     limits: Mapping[str, int] = {}  # for the scheduler, which explains them
 
-    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+    def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         """Check the parameters and the options that the feature reads, and return the request with what it adds to it.
 
         options: the feature takes out what it reads. An option that no feature takes out is refused.
@@ -111,18 +103,18 @@ class InputProcessor:
         self.features = features
         self._has_warned = False
 
-    def prepare(self, prompt: object, params: SamplingParams, **options: Unpack[RequestOptions]) -> PreparedRequest:
+    def prepare(self, prompt: object, params: SamplingParams, **options: object) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile what it needs. Raises: the errors of prepare_prompt and compile."""
         return self.compile(self.prepare_prompt(prompt, params, **options))
 
-    def prepare_prompt(self, prompt: object, params: SamplingParams, **options: Unpack[RequestOptions]) -> PreparedRequest:
+    def prepare_prompt(self, prompt: object, params: SamplingParams, **options: object) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused: PreparedRequest.error says so.
 
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and the errors of the features.
         """
         text, token_ids = self._parse(prompt)
         check_params(params)
-        priority = options.pop("priority", None)
+        priority: Any = options.pop("priority", None)
         check_integer("priority", priority, -(2**63), None, ">= -2**63", or_none=True)
         if priority and not self._accepts_priority:
             raise unread("priority", priority)
@@ -151,7 +143,8 @@ class InputProcessor:
     ) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with the same SamplingParams for all or a list with each prompt's.
 
-        options: RequestOptions, a value for all or a list with a value per prompt. Errors name the prompt's index.
+        options: what a request is given besides, a value for all or a list with a value per prompt. Errors name the prompt's
+            index.
         """
         prompts, prepared = as_list(prompts), []
         of_each = [one_per_prompt(given, len(prompts), name, object) for name, given in options.items()]
@@ -160,12 +153,6 @@ class InputProcessor:
             with with_prompt_index(index):
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
-
-    def render_chat(self, messages: object, **rendering: Any) -> ChatPrompt:
-        """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
-        from nanoinfer.features.chat.messages import render_chat
-
-        return render_chat(self.tokenizer, messages, **{"max_tokens": self.max_model_len} | rendering)
 
     def _parse(self, prompt: object) -> tuple[str | None, list[int]]:
         """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
@@ -268,11 +255,7 @@ def one_per_prompt(
 
 def unread(name: str, given: object) -> InvalidValueError:
     """Return the error of an option that no feature of the engine reads."""
-    hints = {
-        "lora_request": "needs a model loaded with enable_lora=True",
-        "priority": "has no effect with this scheduler; leave it out, or load the model with scheduling_policy='priority'",
-    }
-    return InvalidValueError(f"{name}={shown(given)} {hints.get(name, 'is read by nothing; leave it out')}")
+    return InvalidValueError(f"{name}={shown(given)} {READ_IF.get(name, 'is read by nothing; leave it out')}")
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int, error: type[NanoinferError] = InvalidValueError) -> None:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
@@ -22,13 +22,10 @@ from nanoinfer.errors import EnginePausedError, InvalidValueError, NanoinferErro
 from nanoinfer.execution.executor import Executor, InFlight
 from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import CacheLayout
+from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +48,14 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         planner: Planner | None = None,
-        store: "BlockStore | None" = None,
+        block_manager: BlockManager | None = None,
         observer: Observer = NOBODY,
         features: ListLike[RequestFeature] = (),
     ) -> None:
         """
         Args:
             planner: completes the scheduler's plans, and observes. None: the plans are complete.
-            store: receives cached blocks that leave the memory. None: they are dropped.
+            block_manager: manages the cache's blocks, and has the same observer. None: every layer keeps every token.
             observer: sees what happens in the engine.
             features: what features make of each request, in their order.
         """
@@ -77,10 +74,10 @@ class LLMEngine:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len
         scheduler_cls, block_manager_cls = scheduling_classes(config)
-        layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
-        caching = config.cache.enable_prefix_caching
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, features=features)
-        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer, layout, store)
+        self.block_manager = block_manager or block_manager_cls(
+            info.num_blocks, info.block_size, config.cache.enable_prefix_caching, observer
+        )
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
         for feature in features:
             self.scheduler.limits |= feature.limits
@@ -268,8 +265,7 @@ class LLMEngine:
                 request.finish(stop, seq)
             for i, token_id in enumerate(sampled.token_ids):
                 self.scheduler.append(seq, token_id)
-                logprobs = sampled.logprobs[i] if sampled.logprobs else None
-                stop = request.advance(seq, token_id, logprobs, sampled.masks[i] if sampled.masks else None)
+                stop = request.advance(seq, token_id, sampled.reports[i] if sampled.reports else None)
                 self.observer.token_appended(request, seq)
                 if stop:
                     break  # tokens after a stop are dropped

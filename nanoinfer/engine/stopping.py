@@ -1,6 +1,6 @@
 """Decide when a sequence ends: EOS, stop ids and lengths are checked on ids, stop strings on text.
 
-In: the ids and the text so far. Out: a Stop, or None, for request.py.
+In: one sampled id at a time. Out: an Answer, whose text grows until it has a Stop.
 """
 
 from collections.abc import Sequence as Strings
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanoinfer.outputs import FinishReason
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tokenization.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +20,44 @@ class Stop:
     error: str | None = None
 
 
-def check_token_ids(seq: Sequence) -> Stop | None:
-    """Check whether the newest id ends the sequence: EOS first, then stop ids, then the length.
+class Answer:
+    """A sequence as text. stop: why it ended. None: it runs."""
 
-    The sampler forbids EOS and stop ids until min_tokens is reached.
-    """
-    newest = seq.token_ids[-1]
-    if newest in seq.eos_token_ids and not seq.params.ignore_eos:
-        return Stop("stop")
-    if newest in (seq.params.stop_token_ids or ()):
-        return Stop("stop", newest)
-    if len(seq.token_ids) >= seq.max_num_tokens:
-        return Stop("length")
-    return None
+    def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
+        self.seq, self.detokenizer = seq, detokenizer
+        self.stop: Stop | None = None
+        self.text = StopStrings(seq.params.stop or ())
+        self._special_stops = detokenizer.skipped_among(seq.params.stop or ())
+
+    def advance(self, token_id: int) -> None:
+        """Process the newest id of the sequence: rules for ids, whole characters, stop strings."""
+        seq = self.seq
+        examine = len(seq.token_ids) - len(seq.prompt_token_ids) > seq.params.min_tokens  # earlier no stop string completes
+        stop = self.check_id(token_id, examine)
+        ends_by_id = stop is not None and stop.finish_reason == "stop"
+        text = self.ending_text(token_id) if ends_by_id else self.detokenizer.push(token_id)
+        if stop is not None:
+            text += self.detokenizer.finish()
+        matched = self.text.push(text, examine=examine)
+        self.stop = Stop("stop", matched) if matched else stop
+
+    def check_id(self, token_id: int, examine: bool) -> Stop | None:
+        """Check whether an id ends the answer: EOS first, then stop ids, stop strings that are special tokens, the length.
+
+        The sampler forbids EOS and stop ids until min_tokens is reached.
+        """
+        seq, params = self.seq, self.seq.params
+        if token_id in seq.eos_token_ids and not params.ignore_eos:
+            return Stop("stop")
+        if token_id in (params.stop_token_ids or ()):
+            return Stop("stop", token_id)
+        if examine and token_id in self._special_stops:  # a text without special tokens does not contain them
+            return Stop("stop", self._special_stops[token_id])
+        return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
+
+    def ending_text(self, token_id: int) -> str:
+        """Return the text of an id that ends the answer. It is dropped."""
+        return ""
 
 
 class StopStrings:
@@ -39,7 +65,7 @@ class StopStrings:
 
     Text that may become part of a stop string is held, so released text is never taken back.
 
-    >>> text = StopStrings(["END"], include_in_output=False)
+    >>> text = StopStrings(["END"])
     >>> text.push("The E"), text.release()
     (None, 'The ')
     >>> text.push("ND of it"), text.release()
@@ -48,11 +74,10 @@ class StopStrings:
     'The '
     """
 
-    def __init__(self, stops: Strings[str], *, include_in_output: bool) -> None:
+    def __init__(self, stops: Strings[str]) -> None:
         self.text = ""
         self._stops = stops
         self._firsts = {stop[0] for stop in stops}
-        self._include_in_output = include_in_output
         self._num_shown = 0
 
     def push(self, piece: str, *, examine: bool = True) -> str | None:
@@ -71,7 +96,7 @@ class StopStrings:
             if start >= 0 and start + len(stop) < first_end:
                 first_end, matched = start + len(stop), stop
         if matched is not None:
-            self.text = self.text[: first_end if self._include_in_output else first_end - len(matched)]
+            self.text = self.text[: first_end - len(matched)]
         return matched
 
     def release(self, *, everything: bool = False) -> str:
@@ -93,3 +118,12 @@ class StopStrings:
             if rest[0] in self._firsts and any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
                 return len(rest)
         return 0
+
+
+class KeptStopStrings(StopStrings):
+    """The text for include_stop_str_in_output, which ends after the stop string."""
+
+    def push(self, piece: str, *, examine: bool = True) -> str | None:
+        matched = super().push(piece, examine=examine)
+        self.text += matched or ""
+        return matched

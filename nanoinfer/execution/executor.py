@@ -6,7 +6,7 @@ In: StepPlans. Out: StepOutputs of plain Python values. This file imports no tor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from nanoinfer.outputs import RequestOutput, TokenLogprobs
+from nanoinfer.outputs import RequestOutput, TokenReport
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.sampling.routes import HeadRows
+    from nanoinfer.sampling.sampler import HeadRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,14 @@ class ExecutorInfo:
 class SequenceOutput:
     """The result of a step for one sequence.
 
-    token_ids: the sampled ids, in order. logprobs, masks: an entry for each of token_ids. None: not requested.
+    token_ids: the sampled ids, in order. reports: an entry for each of token_ids, or [] if the request asks for none.
     error: why no token could be sampled. None: the tokens were sampled.
     """
 
     sequence: Sequence
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reports: list[TokenReport] = field(default_factory=list)
     error: str | None = None
-    masks: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

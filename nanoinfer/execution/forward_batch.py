@@ -6,6 +6,8 @@ In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an exampl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -95,7 +97,7 @@ class ForwardBatch:
             states=_states_of(plan),
         )
         groups = [attention]
-        for tables_of_group in zip(*[seq.more_block_tables for seq in packed.sequences], strict=True):
+        for tables_of_group in zip(*[_hybrid(seq).block_tables for seq in packed.sequences], strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
         extras = tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras)
@@ -126,16 +128,23 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
     return replace(first, block_tables=block_tables.view(len(tables), -1), slot_mapping=slot_mapping)
 
 
+NOTHING = SimpleNamespace(block_tables=[], state_slot=-1, state_writes={})
+
+
+def _hybrid(seq: Sequence) -> Any:
+    return seq.extras.get("hybrid", NOTHING)
+
+
 def _states_of(plan: StepPlan) -> tuple[StateUpdate, ...]:
     """Return where the sequences' states are, or nothing if the model keeps no states."""
-    if not [item for item in plan.scheduled if item.sequence.state_writes]:
+    if not [item for item in plan.scheduled if _hybrid(item.sequence).state_writes]:
         return ()
     updates, start = [], 0
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
-        if seq.state_writes:
-            writes = {num_tokens - seq.num_computed_tokens: state_slot for num_tokens, state_slot in seq.state_writes.items()}
-            updates.append(StateUpdate(start, stop, seq.state_slot, writes))
+        if (record := _hybrid(seq)).state_writes:
+            writes = {num_tokens - seq.num_computed_tokens: slot for num_tokens, slot in record.state_writes.items()}
+            updates.append(StateUpdate(start, stop, record.state_slot, writes))
         start = stop
     return tuple(updates)
 

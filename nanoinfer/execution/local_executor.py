@@ -18,8 +18,8 @@ from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows, Route
-from nanoinfer.sampling.sampler import SampledTokens, SamplerOutput
+from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -51,11 +51,11 @@ class LocalExecutor:
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
         self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
-        owners = self.runner.graphs, *self.sampler.routes
+        owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
-            self._capture_all(self.runner.graphs)
+            self._capture_all(self.runner.graphs, runtime.routes)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
@@ -78,7 +78,7 @@ class LocalExecutor:
             sampling = self._previous_sampling_batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, last)
             tokens = (plan.sampler or self.sampler)(rows, sampling)
             sampled = time.perf_counter() - forwarded
-        must_sync = self.sampler.has_user_stages or reads_prompts or sampling.reads_tokens
+        must_sync = tokens.must_sync or reads_prompts
         seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled}
         return LaunchedStep(plan, tokens, must_sync, seconds)
 
@@ -89,7 +89,7 @@ class LocalExecutor:
         with self._in_step():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        if drafting or sampled.errors or sampled.logprobs or sampled.masks:
+        if drafting or sampled.errors or sampled.reports:
             outputs = _outputs_of(step.plan, sampled, drafting)
         else:
             outputs = [SequenceOutput(seq, [id_]) for (seq, _), id_ in zip(step.plan.rows, sampled.token_ids, strict=True)]
@@ -105,7 +105,7 @@ class LocalExecutor:
     # ---- internals
 
     @torch.inference_mode()
-    def _capture_all(self, graphs: Replayer) -> None:
+    def _capture_all(self, graphs: Replayer, routes: tuple[Route, ...]) -> None:
         """Capture the graphs of all steps and of most draws. Logs what those of steps take of the memory kept for them."""
         gpu, start = torch.get_device_module(self.device), time.perf_counter()
         with self._in_step():
@@ -114,7 +114,7 @@ class LocalExecutor:
             gpu.empty_cache()
             taken, kept = free - gpu.mem_get_info(self.device)[0], self.info.num_graph_bytes
             if hidden is not None:
-                for route in self.sampler.routes:
+                for route in routes:
                     route.prepare(self.runner.head_rows(hidden, slice(0, 1)))
         logger.log(
             logging.WARNING if taken > kept else logging.INFO,
@@ -148,7 +148,6 @@ def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence,
         num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
         # If the row of a draft has failed, it is computed again, without drafts.
         rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
-        logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
-        masks = [sampled.masks[row] for row in rows if row in sampled.masks]
-        outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs, masks=masks))
+        reports = [sampled.reports[row] for row in rows if row in sampled.reports]
+        outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], reports))
     return outputs

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY, num_states_in
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import GRAPH_CHUNKS, Runtime
-from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, most_blocks, most_that_fit
 from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ def size_cache(runtime: Runtime, config: EngineConfig, *, num_blocks: int | None
     limit, num_state_slots = runtime.model.config.max_position_embeddings, 0
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
-    windows, chunk_size = runtime.sizes.windows, config.scheduler.chunk_grid
-    blocks_for = partial(most_blocks, windows=windows, block_size=runtime.block_size, chunk_size=chunk_size)
+    chunk_size = config.scheduler.chunk_grid
+    blocks_for = partial(runtime.sizes.num_blocks_for, block_size=runtime.block_size, chunk_size=chunk_size)
     if num_blocks is not None:
         num_graph_tokens, graph_bytes = 0, peak_graph_bytes(runtime, config, 0)
     else:
@@ -55,7 +55,7 @@ def size_cache(runtime: Runtime, config: EngineConfig, *, num_blocks: int | None
         device=str(runtime.device),
         dtype=str(runtime.dtype).removeprefix("torch."),
         attention_backend=runtime.backend_name,
-        windows=windows,
+        windows=runtime.sizes.windows,
         num_state_slots=num_state_slots,
         num_graph_tokens=num_graph_tokens,
         num_graph_bytes=graph_bytes,
@@ -108,8 +108,9 @@ def _most_that_fit(
     block_bytes = runtime.bytes_per_block + runtime.block_size * runtime.kept_bytes_per_token
     state_bytes, max_num_seqs = runtime.sizes.bytes_per_state, config.scheduler.max_num_seqs
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
-    num_blocks, num_state_slots = most_that_fit(memory, block_bytes, state_bytes, max_num_seqs, blocks_for(longest))
+    num_state_slots = num_states_in(memory, state_bytes, max_num_seqs)
     memory, fewest = memory - num_state_slots * state_bytes, blocks_for(1)
+    num_blocks = min(memory // block_bytes, max_num_seqs * blocks_for(longest))
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_gpu else ""
         raise InvalidValueError(

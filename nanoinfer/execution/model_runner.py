@@ -14,9 +14,8 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import HeadRows
 
 T = TypeVar("T")
 Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step
@@ -38,6 +37,26 @@ class Replayer(Protocol):
     def capture_next(self) -> bool: ...  # captures a step that try_replay lacked. Returns False if there is none
 
 
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks that share a model, as one of them sees them (features/distributed)."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor: ...  # returns the tensors of all ranks
+    def minimum(self, number: int) -> int: ...  # returns the minimum of the ranks' numbers
+
+
+class ModelWeights:
+    """The weights of a model, wherever they are held. Those of a LoadedWeights can be replaced (features/training).
+
+    shards: the ranks that share the model. None: this process has the whole model.
+    """
+
+    shards: Ranks | None = None
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's weights, to replace them."""
@@ -46,7 +65,7 @@ class ModelRunner:
     cache: KVCache
     backend: AttentionBackend
     graphs: Replayer | None = None
-    weights: LoadedWeights = field(default_factory=LoadedWeights)
+    weights: ModelWeights = field(default_factory=ModelWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """Compute the hidden rows of a step. They are valid until the next forward, which may write to the same memory."""

@@ -17,10 +17,9 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner, Replayer
-from nanoinfer.features.training.loaded_weights import LoadedWeights
+from nanoinfer.execution.model_runner import ModelRunner, ModelWeights, Replayer
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.routes import Route, RoutedSampler
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
 GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
@@ -76,7 +75,7 @@ class Runtime:
     report: CompileReport | None = None
     reserved_bytes: int = 0
     reserved_hint: str = ""
-    weights: LoadedWeights = field(default_factory=LoadedWeights)
+    weights: ModelWeights = field(default_factory=ModelWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
     kept_step_bytes: int = 0
@@ -109,7 +108,7 @@ class Runtime:
         return next(self.model.parameters()).dtype
 
 
-def plain_runtime(model: Model, config: EngineConfig, weights: LoadedWeights | None = None) -> Runtime:
+def plain_runtime(model: Model, config: EngineConfig, weights: ModelWeights | None = None) -> Runtime:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
     sizes = CacheSizes.of(model.config)
@@ -133,7 +132,7 @@ def plain_runtime(model: Model, config: EngineConfig, weights: LoadedWeights | N
     # Triton launches kernels on the current device.
     is_cpu = weight.device.type == "cpu"
     in_step = nullcontext if is_cpu else partial(torch.get_device_module(weight.device).device, weight.device)
-    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or LoadedWeights(), in_step=in_step)
+    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or ModelWeights(), in_step=in_step)
 
 
 def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = None) -> ModelRunner:
@@ -148,5 +147,6 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
 
 
 def make_sampler(runtime: Runtime, config: EngineConfig) -> Sampler:
+    """Make the sampler: with the runtime's routes, unless users have added stages."""
     stages = STAGES if config.stages is None else config.stages
-    return Sampler(stages, routes=runtime.routes, logprobs_mode=config.logprobs_mode)
+    return RoutedSampler(runtime.routes) if runtime.routes and stages == STAGES else Sampler(stages)

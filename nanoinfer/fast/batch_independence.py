@@ -18,6 +18,7 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
+from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -63,10 +64,11 @@ def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: i
     num_blocks = 0
     for i, ids in enumerate(token_ids):
         seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=len(ids))
+        tables: list[list[int]] = []
         for _ in range(num_groups):
             first, num_blocks = num_blocks, num_blocks + -(-len(ids) // block_size)
-            seq.more_block_tables.append(list(range(first, num_blocks)))
-        seq.block_table = seq.more_block_tables.pop(0)
+            tables.append(list(range(first, num_blocks)))
+        seq.block_table, *tables_of(seq).block_tables = tables
         sequences.append(seq)
     return sequences
 
@@ -90,9 +92,9 @@ def hidden_rows(
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
         for item in items if cache.states is not None else ():
-            seq, state_slot = item.sequence, int(item.sequence.request_id)
-            seq.state_slot = state_slot if seq.num_computed_tokens else -1
-            seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
+            seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
+            record.state_slot = state_slot if seq.num_computed_tokens else -1
+            record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
         plan, device = StepPlan(tuple(items)), torch.device("cpu")
         batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
         hidden = runner.forward(batch)

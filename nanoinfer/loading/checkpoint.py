@@ -1,7 +1,7 @@
 """Find a checkpoint by a folder, a GGUF file or a hub name: config.json, generation_config.json, the paths of the weights.
 
-In: the user's name for the model. Out: a Checkpoint, plain data. This file opens only JSON and the header of a GGUF file.
-weights.py and formats/ read the tensors.
+In: the user's name for the model. Out: a Checkpoint, plain data, which opens its weights and its tokenizer. The other formats
+(features/formats) are subclasses.
 """
 
 import hashlib
@@ -9,20 +9,33 @@ import json
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, first_ten, shown
 from nanoinfer.loading.folders import BUNDLED, bundled_models, list_bundled, list_folder
 
 if TYPE_CHECKING:
-    from nanoinfer.features.formats.gguf import GGUFFile
+    from nanoinfer.loading.weights import Weights
+    from nanoinfer.tokenization.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "tiny-qwen3"
+
+# The suffix of the files with the weights -> "module:class", a Checkpoint, imported when it is first used. The first of which a
+# folder has a file counts. All but safetensors may also be a single file instead of a folder.
+FORMATS = {
+    ".safetensors": "nanoinfer.loading.checkpoint:Checkpoint",
+    ".gguf": "nanoinfer.features.formats.gguf_families:GGUFCheckpoint",
+}
+# What unpacks the tensors of a config.json with quantization_config: (files, settings, path of config.json) -> Weights
+PACKED = "nanoinfer.features.formats.packed:open_packed"
 
 # All files that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # a LoRA adapter, as peft saves it
+MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
 MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B parameters has 80 kB
 
 # Defaults of requests in generation_config.json -> the names of SamplingParams
@@ -50,11 +63,10 @@ _CONVERT = (
 class Checkpoint:
     """One model's files."""
 
-    path: Path  # the folder, or the GGUF file
-    config: dict[str, Any]  # config.json, or what corresponds to it in a GGUF file
+    path: Path  # the folder, or the single file
+    config: dict[str, Any]  # config.json, or what corresponds to it in another format
     generation_config: dict[str, Any]  # generation_config.json, {} without the file
-    weight_files: list[Path]  # the safetensors files, in the index's order, or the GGUF file
-    gguf: "GGUFFile | None" = None  # the header of a GGUF file
+    weight_files: list[Path]  # the safetensors files, in the index's order
     weight_map: dict[str, str] = field(default_factory=dict)  # the index: tensor -> name of its file. {} without an index
 
     @classmethod
@@ -65,35 +77,37 @@ class Checkpoint:
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
-        if path.is_file():
-            return cls._open_gguf(path)
-        names = set(list_folder(path))
-        if ADAPTER_CONFIG in names:
-            names.discard(ADAPTER_WEIGHTS)
-        gguf_names = sorted(name for name in names if name.endswith(".gguf"))
-        if gguf_names and not any(name.endswith(".safetensors") for name in names):
-            if len(gguf_names) > 1:
-                raise CheckpointNotFoundError(f"{path} holds {first_ten(gguf_names)}; give the path of one of them")
-            return cls._open_gguf(path / gguf_names[0])
+        suffixes = {Path(name).suffix for name in ([path.name] if path.is_file() else _names(path))}
+        place = next((place for suffix, place in FORMATS.items() if suffix in suffixes), FORMATS[".safetensors"])
+        checkpoint: Checkpoint = resolve_name(place).read(path, model)
+        return checkpoint
+
+    @classmethod
+    def read(cls, path: Path, model: str) -> Self:
+        """Read the JSON files of a folder. model: the name for which the folder was found, for errors."""
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = read_json(generation_path) if generation_path.exists() else {}
-        files, weight_map = _weight_files(path, names, model)
-        return cls(path, config, generation_config, files, weight_map=weight_map)
-
-    @classmethod
-    def _open_gguf(cls, path: Path) -> "Checkpoint":
-        from nanoinfer.features.formats.gguf import read_gguf
-        from nanoinfer.features.formats.gguf_families import to_config, to_generation_config
-
-        check_file(path)
-        file = read_gguf(path)
-        return cls(path, to_config(file), to_generation_config(file), [path], file)
+        return cls(path, config, generation_config, *_weight_files(path, _names(path), model))
 
     @property
     def config_path(self) -> Path:
         """The file from which `config` was read."""
-        return self.path / "config.json" if self.gguf is None else self.path
+        return self.path / "config.json"
+
+    def open_weights(self) -> "Weights":
+        """Return the tensors under the model's names, whatever the format in which they are stored."""
+        from nanoinfer.loading.weights import WeightFiles, divided
+        from nanoinfer.models.registry import find_model
+
+        files: Weights = WeightFiles(self.weight_files, self.weight_map)
+        if settings := self.config.get("quantization_config"):
+            files = resolve_name(PACKED)(files, settings, self.config_path)
+        return divided(files, find_model(self.config).weight_rules)
+
+    def load_tokenizer(self) -> "Tokenizer | None":
+        """Load the tokenizer. None: it has none."""
+        return load_tokenizer(self.path)
 
     @property
     def is_bundled(self) -> bool:
@@ -128,14 +142,14 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """Return the folder or .gguf file of that name. A hub name is downloaded: whole, or without weights for a tokenizer."""
+    """Return the folder or single file of that name. A hub name is downloaded: whole, or without weights for a tokenizer."""
     if not model:
         raise CheckpointNotFoundError(f"the model's name is empty; {list_bundled()}")
     try:
         path = Path(model).expanduser()
         model.encode()  # the libraries below accept only UTF-8
         is_file = path.is_file()
-        is_checkpoint = path.is_dir() or (is_file and path.suffix == ".gguf")
+        is_checkpoint = path.is_dir() or (is_file and path.suffix in FORMATS.keys() - {".safetensors"})
     except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointNotFoundError(f"{shown(model)} cannot be used as a folder ({reason}); {list_bundled()}") from error
@@ -152,9 +166,22 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     return download(model, revision, TEXT_FILES + WEIGHT_FILES if with_weights else TEXT_FILES)
 
 
+def load_tokenizer(path: Path) -> "Tokenizer | None":
+    """Load the tokenizer of a folder or a single file. None: it has none."""
+    if path.is_file():
+        return cast("Tokenizer | None", resolve_name(FORMATS[path.suffix]).tokenizer_of(path))
+    # Refuse files on which transformers would hang or spend a long time. It chooses among many names.
+    for file_path in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if file_path.suffix in (".json", ".txt", ".jinja", ".model") and file_path.exists() and not file_path.is_dir():
+            check_file(file_path, MAX_TOKENIZER_BYTES if file_path.name.startswith(_TOKENIZER_FILES) else None)
+    from nanoinfer.tokenization.tokenizer import Tokenizer
+
+    return Tokenizer.load(path)
+
+
 def file_digests(path: Path) -> dict[str, str]:
-    """Return a digest of a GGUF file, or of each file in a folder that may change a model's answers, by the file's name."""
-    patterns = [*TEXT_FILES, *WEIGHT_FILES, "*.gguf"]
+    """Return a digest of a single file, or of each file in a folder that may change a model's answers, by the file's name."""
+    patterns = [*TEXT_FILES, *(f"*{suffix}" for suffix in FORMATS)]
     digests = {}
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         if not file.is_file() or not any(map(file.match, patterns)):
@@ -211,6 +238,12 @@ def _refuse_adapter(path: Path) -> None:
     raise CheckpointNotFoundError(f"{path} is a LoRA adapter, not a model; {hint}")
 
 
+def _names(path: Path) -> set[str]:
+    """Return the names of a folder's files, without the weights of an adapter."""
+    names = set(list_folder(path))
+    return names - {ADAPTER_WEIGHTS} if ADAPTER_CONFIG in names else names
+
+
 def _weight_files(path: Path, present: set[str], model: str) -> tuple[list[Path], dict[str, str]]:
     """Return the weights' files and weight_map: a single file, which transformers prefers too, or the shards of an index."""
     index_path, weight_map = path / "model.safetensors.index.json", {}
@@ -239,9 +272,3 @@ def _read_index(index_path: Path) -> dict[str, str]:
     if outside := [name for name in dict.fromkeys(weight_map.values()) if Path(name).name != name]:
         raise CheckpointError(f"{index_path} names {first_ten(outside)}, outside its folder; download it again")
     return weight_map
-
-
-def first_ten(items: list[str], separator: str = ", ") -> str:
-    """Join the first ten of many items, and say how many more there are. An item may be of any characters and length."""
-    named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
-    return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

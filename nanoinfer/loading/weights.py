@@ -2,10 +2,10 @@
 
 In: a model built on the "meta" device (shapes without memory) and the checkpoint's Weights. Out: the same model with its
 weights. Parameters have the names of the checkpoint, except where the family's WeightRules say otherwise. WeightFiles are the
-Weights of safetensors. formats/ has those of other formats, which are unpacked while they are read.
+Weights of safetensors. Those of other formats are unpacked while they are read (features/formats).
 
-`place_weights` makes each parameter a StoredParameter, which takes no memory. `fill` reads them into memory. Where kernels have
-their own layout of a matrix, it is not filled: they read it piece by piece from the checkpoint.
+`find_sources` compares the headers, and `fill` reads the tensors. What has a layout of its own for the kernels is read from the
+checkpoint piece by piece instead (fast/stored.py).
 
 Files are memory-mapped. On a CPU, a filled matrix that has the model's dtype is a view of the file, so do not change the file
 while the model is in use. Everything else is copied piece by piece, and the file's pages are given back, so loading takes
@@ -14,19 +14,18 @@ little more memory than the model.
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from pkgutil import resolve_name
+from typing import cast
 
 import torch
-from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanoinfer.errors import WeightsError, first_line
-from nanoinfer.loading.checkpoint import first_ten
+from nanoinfer.errors import WeightsError, first_line, first_ten
 from nanoinfer.models.registry import WeightRules
 from nanoinfer.system.pages import release_pages
 
@@ -35,6 +34,9 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 2**24  # the names and shapes of about 100,000 tensors
 
 _PIECE = 2**20  # the number of elements that are read at a time, which stay in the processor's cache
+
+# "module:class" of the Weights that divide tensors of all experts: (weights, layout), imported when it is first used
+FUSED_EXPERTS = "nanoinfer.features.formats.experts:ExpertWeights"
 
 # the names of safetensors
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,51 +51,14 @@ class TensorInfo:
     is_mapped: bool = False  # whether `read` returns a view of the mapped file, which takes no memory
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A matrix scales * (integers - zeros), with a scale and a zero for each output and group of inputs."""
-
-    bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
-    integers: UInt8[Tensor, "out in"]
-    scales: Float[Tensor, "out groups"]
-    zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
-
-    @property
-    def group_size(self) -> int:
-        """The number of inputs that share a scale."""
-        return self.integers.shape[1] // self.scales.shape[1]
-
-    def widened(self) -> Float[Tensor, "out in"]:
-        """The weight in float32."""
-        shifted: Tensor = self.integers.unflatten(1, (-1, self.group_size)).float() - self.zeros.unsqueeze(2)
-        return (shifted * self.scales.unsqueeze(2)).flatten(1)
-
-
-class Identity(NamedTuple):
-    """What tells the tensors of a checkpoint from all others, without reading them whole."""
-
-    paths: list[str]  # of the files
-    part: tuple[int, int]  # the rank that has this part of each tensor, and the number of ranks
-    version: str  # differs whenever a tensor may differ from those of the same paths
-
-
 class Weights(dict[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
     has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
-    identity: Identity | None = None  # None: unknown
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
-
-    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
-        """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
-        return None
-
-    def inputs(self, name: str, values: Tensor) -> Tensor:
-        """Return, of values for each input of a matrix as the checkpoint has it, those of the inputs that it has here."""
-        return values
 
     def release(self) -> None:
         """Give the pages of the files that were read back to the system. They are read again when they are used."""
@@ -166,6 +131,14 @@ class WeightFiles(Weights):
         self._views.clear()
 
 
+def divided(weights: Weights, rules: WeightRules) -> Weights:
+    """Return the same tensors, after dividing those that hold several parameters in checkpoints of this family."""
+    if rules.fused_experts is None:
+        return weights
+    found: Weights = resolve_name(FUSED_EXPERTS)(weights, rules.fused_experts)
+    return found
+
+
 def dtype_of(files: Weights) -> torch.dtype:
     """Return the dtype of most of the checkpoint's tensors, for a config.json without a dtype."""
     names = [info.dtype for info in files.values()]
@@ -187,87 +160,63 @@ def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     return tied
 
 
-class StoredParameter(nn.Parameter):
-    """A parameter whose numbers are still in the checkpoint. As a tensor it is NaN everywhere, and takes no memory.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The tensor of a checkpoint that fills a parameter.
 
     Attributes:
-        files, source: the checkpoint's tensors, and this one's name there.
+        dtype: the parameter's.
         is_transposed: whether the tensor has the parameter's axes in the other order. It is then read whole.
     """
 
     files: Weights
-    source: str
+    name: str
+    dtype: torch.dtype
     is_transposed: bool
-
-    @classmethod
-    def of(cls, like: Tensor, dtype: torch.dtype, files: Weights, source: str, rules: WeightRules) -> "StoredParameter":
-        """Return a parameter of the shape of another."""
-        parameter = cls(torch.full((), math.nan, dtype=dtype).expand(like.shape), requires_grad=False)
-        parameter.files, parameter.source, parameter.is_transposed = files, source, source.endswith(rules.transpose)
-        return parameter
 
     def pieces(self) -> Iterator[slice]:
         """Yield the rows that are read together."""
-        return iter([slice(None)]) if self.is_transposed else self.files.pieces(self.source)
+        return iter([slice(None)]) if self.is_transposed else self.files.pieces(self.name)
 
     def read(self, rows: slice) -> Tensor:
         """Return rows of the parameter."""
-        values = self.files.read(self.source, rows)
+        values = self.files.read(self.name, rows)
         return (values.T if self.is_transposed else values).to(self.dtype)
 
-    def integers(self, rows: slice) -> QuantizedWeight | None:
-        """Return rows of the parameter as the integers in the file: see Weights.integers."""
-        return None if self.is_transposed else self.files.integers(self.source, rows)
-
     def load(self, device: torch.device) -> nn.Parameter:
-        """Return the parameter with its numbers: a view of the mapped file on a CPU if it has the dtype, or else a copy."""
-        info, has_dtype = self.files[self.source], FLOAT_DTYPES.get(self.files[self.source].dtype) is self.dtype
-        if info.is_mapped and has_dtype and self.ndim > 1 and not self.is_transposed and device.type == "cpu":
-            return nn.Parameter(self.files.read(self.source), requires_grad=False)
-        weight = torch.empty(self.shape, dtype=self.dtype, device=device)
+        """Return the parameter: a matrix of the dtype is a view of the mapped file on a CPU, everything else a copy."""
+        info, has_dtype = self.files[self.name], FLOAT_DTYPES.get(self.files[self.name].dtype) is self.dtype
+        if info.is_mapped and has_dtype and len(info.shape) > 1 and not self.is_transposed and device.type == "cpu":
+            return nn.Parameter(self.files.read(self.name), requires_grad=False)
+        shape = info.shape[::-1] if self.is_transposed else info.shape
+        weight = torch.empty(shape, dtype=self.dtype, device=device)
         for rows in self.pieces():
             weight[rows] = self.read(rows)
         return nn.Parameter(weight, requires_grad=False)
 
 
-def pieces_of(weight: Tensor) -> Iterator[Tensor]:
-    """Yield the rows of a parameter in order: those of a StoredParameter piece by piece, any other's together."""
-    if isinstance(weight, StoredParameter):
-        yield from map(weight.read, weight.pieces())
-    else:
-        yield weight.detach()
+Sources = dict[nn.Parameter, Source]  # those of the parameters on the meta device
 
 
-Places = dict[str, list[tuple[nn.Module, str]]]  # parameter -> the modules that hold it (two if tied), and its name there
-
-
-def place_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype) -> Places:
-    """Make every parameter of a model on the meta device a StoredParameter. Raises: WeightsError (match_tensors)."""
-    targets = dict(model.named_parameters())  # a shared parameter is there once
-    sources = match_tensors(targets, files, rules)
-    stored = {target: StoredParameter.of(target, dtype, files, sources[name], rules) for name, target in targets.items()}
-    names: dict[nn.Parameter, str] = {target: name for name, target in targets.items()}
-    places: Places = {name: [] for name in targets}
-    for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter is there once per module
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        setattr(module, leaf, stored[target])
-        places[names[target]].append((module, leaf))
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return the modules that hold each parameter, and its name there. A tied parameter has two modules."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        module, _, leaf = path.rpartition(".")
+        places.setdefault(parameter, []).append((model.get_submodule(module), leaf))
     return places
 
 
-def fill(model: nn.Module, device: torch.device, kept: Container[Tensor] = ()) -> None:
-    """Replace the StoredParameters of a model by parameters in memory, except for those in `kept`."""
-    places = [(module, *own) for module in model.modules() for own in module.named_parameters(recurse=False)]
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    bar = progress_bar("loading weights", len(places))
-    for module, leaf, parameter in places:
-        bar.update()
-        if isinstance(parameter, StoredParameter) and parameter not in kept:
-            if parameter not in filled:
-                filled[parameter] = parameter.load(device)
-            setattr(module, leaf, filled[parameter])
-    bar.close()
+def fill(model: nn.Module, sources: Sources, device: torch.device) -> None:
+    """Read the parameters of a model that have a source. The others stay as they are."""
+    places = places_of(model)
+    with progress_bar("loading weights", len(places)) as bar:
+        for parameter, owners in places.items():
+            bar.update()
+            if parameter in sources:
+                filled = sources[parameter].load(device)
+                for module, leaf in owners:
+                    setattr(module, leaf, filled)
 
 
 def progress_bar(description: str, total: int) -> tqdm:
@@ -275,16 +224,19 @@ def progress_bar(description: str, total: int) -> tqdm:
     return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
 
 
-def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:
-    """Map each parameter's name to its tensor's name by the headers. Missing, unexpected and misshaped tensors are refused."""
-    sources, problems = find_tensors(targets, files, rules)
-    problems += [f"missing: {name}" for name in targets if name not in sources]
+def find_sources(model: nn.Module, files: Weights, dtype: torch.dtype) -> Sources:
+    """Find the tensor of each parameter by the headers. Raises: WeightsError for missing, unexpected and misshaped tensors."""
+    targets, rules = dict(model.named_parameters()), cast(WeightRules, model.weight_rules)  # a tied parameter is there once
+    names, problems = find_tensors(targets, files, rules)
+    problems += [f"missing: {name}" for name in targets if name not in names]
     if problems:
         raise WeightsError(
             "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json: "
             + first_ten(problems, "; ")
         )
-    return sources
+    return {
+        target: Source(files, names[path], dtype, names[path].endswith(rules.transpose)) for path, target in targets.items()
+    }
 
 
 def find_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:

@@ -9,21 +9,20 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
-from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.registry import ConfigJson, refuse_others
 from nanoinfer.models.rope import RopeConfig
+from nanoinfer.models.windows import WindowedAttention, WindowedConfig, layer_windows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(QwenConfig):
-    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+class Gemma3Config(WindowedConfig):
     local_rope: RopeConfig  # the RoPE of the sliding layers
     query_pre_attn_scalar: float
     is_sliding: tuple[bool, ...]  # whether each layer slides, which gives it local_rope even without long texts
@@ -57,8 +56,10 @@ class Gemma3Config(QwenConfig):
         config = {"tie_word_embeddings": True, "head_dim": 256} | config | {"hidden_act": "silu"}
         config |= {"rope_scaling": None, "original_max_position_embeddings": None}
         bias = config.get("attention_bias", False)
+        fields = shared_fields(config | {"rope_parameters": rope})
         return cls(
-            **shared_fields(config | {"rope_parameters": rope}, kinds),
+            **fields,
+            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
@@ -66,6 +67,15 @@ class Gemma3Config(QwenConfig):
             query_pre_attn_scalar=config.get("query_pre_attn_scalar", 256),
             is_sliding=tuple(kind == "sliding_attention" for kind in kinds),
         )
+
+    def make_norm(self, size: int) -> RMSNorm:
+        return ZeroCentredRMSNorm(size, self.rms_norm_eps)
+
+    def make_attention(self, layer: int) -> "Gemma3Attention":
+        return Gemma3Attention(self, layer)
+
+    def make_layer(self, layer: int) -> "Gemma3DecoderLayer":
+        return Gemma3DecoderLayer(self, layer)
 
 
 class GeGLU(SwiGLU):
@@ -75,7 +85,7 @@ class GeGLU(SwiGLU):
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Gemma3Attention(QwenAttention):
+class Gemma3Attention(WindowedAttention):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
         self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # because attend divides by sqrt(head_dim)
@@ -88,10 +98,9 @@ class Gemma3DecoderLayer(QwenDecoderLayer):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
         self.is_sliding = config.is_sliding[layer]
-        self.self_attn = Gemma3Attention(config, layer)
-        self.pre_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = config.make_norm(config.hidden_size)
         self.mlp = GeGLU(config.hidden_size, config.intermediate_size)
-        self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = config.make_norm(config.hidden_size)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, attend))
@@ -100,7 +109,6 @@ class Gemma3DecoderLayer(QwenDecoderLayer):
 
 class Gemma3ForCausalLM(QwenForCausalLM):
     Config = Gemma3Config
-    layer_class = Gemma3DecoderLayer
 
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)

@@ -17,15 +17,16 @@ from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
-from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import ConfigJson, WeightRules
+from nanoinfer.models.windows import WindowedAttention, WindowedConfig, layer_windows
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # the default
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig(QwenConfig):
+class GptOssConfig(WindowedConfig):
     has_sinks: ClassVar[bool] = True  # not every attention backend supports them
     num_experts: int
     num_experts_per_tok: int
@@ -35,22 +36,29 @@ class GptOssConfig(QwenConfig):
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GptOssConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
-        defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
+        config = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0} | config
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = config | {"rope_parameters": _ROPE}
         kinds = config.get("layer_types") or [
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])
         ]
         bias = config.get("attention_bias", True)
+        fields = shared_fields(config)
         return cls(
-            **shared_fields(defaults | config, kinds),
+            **fields,
+            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
             **expert_fields(config),
             qkv_bias=bias,
             o_bias=bias,
-            mlp_bias=True,
             swiglu_alpha=config.get("swiglu_alpha", 1.702),
             swiglu_limit=config.get("swiglu_limit", 7.0),
         )
+
+    def make_attention(self, layer: int) -> "GptOssAttention":
+        return GptOssAttention(self, layer)
+
+    def make_layer(self, layer: int) -> "GptOssDecoderLayer":
+        return GptOssDecoderLayer(self, layer)
 
     @property
     def sparse_layers(self) -> range:
@@ -58,7 +66,7 @@ class GptOssConfig(QwenConfig):
         return range(self.num_hidden_layers)
 
 
-class GptOssAttention(QwenAttention):
+class GptOssAttention(WindowedAttention):
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.sinks = nn.Parameter(empty(config.num_attention_heads))
@@ -97,12 +105,10 @@ class GptOssExperts(nn.Module):
 class GptOssDecoderLayer(QwenDecoderLayer):
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.self_attn = GptOssAttention(config, layer)
         self.mlp = GptOssExperts(config)
 
 
 class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
-    layer_class = GptOssDecoderLayer
     supports_cuda_graph = False  # the router decides on the host what is computed

@@ -11,12 +11,16 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 
 from dataclasses import dataclass
 
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
+from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.registry import ConfigJson
+from nanoinfer.models.windows import WindowedConfig, layer_windows
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(QwenConfig):
+class LlamaConfig(WindowedConfig):
+    mlp_bias: bool = False
+
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "LlamaConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
@@ -24,7 +28,14 @@ class LlamaConfig(QwenConfig):
         kinds = ["sliding_attention"] * config["num_hidden_layers"] if slides else []
         attention_bias = config.get("attention_bias", False)
         biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": config.get("mlp_bias", False)}
-        return cls(**shared_fields(config, kinds), **biases)
+        fields = shared_fields(config)
+        return cls(**fields, **biases, layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds))
+
+    def make_layer(self, layer: int) -> QwenDecoderLayer:
+        made = QwenDecoderLayer(self, layer)
+        if self.mlp_bias:
+            made.mlp = SwiGLU(self.hidden_size, self.intermediate_size, bias=True)
+        return made
 
 
 class LlamaForCausalLM(QwenForCausalLM):

@@ -2,14 +2,14 @@
 
     qkv_bias   Qwen2 and Qwen2.5 always, Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias, Qwen2 never
-    mlp_bias   never. Llama, which shares these layers, may have it (llama.py)
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
-    window     Qwen2 and Qwen3 with use_sliding_window in some layers, Mistral in all: attention over the newest tokens only
+
+The config makes the norms, the attention and the layers, so that other families may have others. windows.py has the attention
+of checkpoints with use_sliding_window.
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are the checkpoints'.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, Layer, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 from nanoinfer.models.rope import RopeConfig
@@ -25,7 +25,6 @@ from nanoinfer.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig:
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # the class of every norm
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -39,9 +38,7 @@ class QwenConfig:
     rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
-    layer_windows: tuple[int | None, ...] = ()  # the window of each layer. (): all layers have full attention
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "QwenConfig":
@@ -55,16 +52,29 @@ class QwenConfig:
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         # Without head_dim, Qwen3 has 128 for every hidden size. Qwen2's config.json has no head_dim.
-        fields = shared_fields(config, None, default_head_dim=128 if is_qwen3 else None)
-        return cls(**fields, qkv_bias=not is_qwen3 or attention_bias, o_bias=attention_bias, qk_norm=is_qwen3)
+        fields = shared_fields(config, default_head_dim=128 if is_qwen3 else None)
+        fields |= {"qkv_bias": not is_qwen3 or attention_bias, "o_bias": attention_bias, "qk_norm": is_qwen3}
+        if config.get("use_sliding_window") or config.get("layer_types"):
+            from nanoinfer.models.windows import WindowedConfig, layer_windows
+
+            if windows := layer_windows(config, fields["max_position_embeddings"], None):
+                return WindowedConfig(**fields, layer_windows=windows)
+        return cls(**fields)
+
+    def make_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.rms_norm_eps)
+
+    def make_attention(self, layer: int) -> "QwenAttention":
+        return QwenAttention(self, layer)
+
+    def make_layer(self, layer: int) -> "QwenDecoderLayer":
+        return QwenDecoderLayer(self, layer)
 
 
-def shared_fields(
-    config: ConfigJson, kinds: Sequence[str] | None = (), *, default_head_dim: int | None = None, **options: bool
-) -> dict[str, Any]:
+def shared_fields(config: ConfigJson, *, default_head_dim: int | None = None, **options: bool) -> dict[str, Any]:
     """Return the fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises: the errors of from_hf.
 
-    kinds: as in layer_windows. (): full attention in all layers. options: the options of RopeConfig.from_hf.
+    options: the options of RopeConfig.from_hf.
     """
     refuse_others(config, hidden_act=("silu",))
     num_heads = config["num_attention_heads"]
@@ -85,46 +95,13 @@ def shared_fields(
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "rope": rope,
-        "layer_windows": layer_windows(config, length, kinds),
     }
-
-
-def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
-    """Return the window of each layer. None: full attention. (): no layer needs a window.
-
-    length: the most tokens of a text. YaRN may raise it above the max_position_embeddings of config.json.
-    kinds: the kind of each layer. None: read from layer_types in config.json, or for older Qwen2 from use_sliding_window and
-    max_window_layers, the first layer that slides.
-
-    Raises: the errors of from_hf.
-    """
-    num_layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
-    if kinds is None:
-        kinds, slides = config.get("layer_types"), config.get("use_sliding_window", False)
-        if not kinds:
-            if not slides or window is None:
-                return ()
-            num_full = config.get("max_window_layers", 28)
-            kinds = ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
-        elif not slides and "sliding_attention" in kinds:
-            raise CheckpointError(f"use_sliding_window must be true, because some layers slide, got {shown(slides)}")
-    if all(kind == "full_attention" for kind in kinds):
-        return ()
-    if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
-        raise UnsupportedError(
-            f"layer_types must name full_attention or sliding_attention (sliding-window attention) for each of {num_layers} "
-            f"layers, got {shown(kinds)}; other kinds are not supported"
-        )
-    if type(window) is not int or window < 1:
-        raise CheckpointError(f"sliding_window must be a number >= 1, because some layers slide, got {shown(window)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds) if window < length else ()
 
 
 class QwenAttention(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.window = config.layer_windows[layer] if config.layer_windows else None
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -134,8 +111,8 @@ class QwenAttention(nn.Module):
         self.o_proj: Layer = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
-            self.k_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
+            self.q_norm = config.make_norm(config.head_dim)
+            self.k_norm = config.make_norm(config.head_dim)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         heads = (-1, self.head_dim)
@@ -148,16 +125,16 @@ class QwenAttention(nn.Module):
         return self.o_proj(self.attention(attend, q, k, v).flatten(1))
 
     def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(self.layer, q, k, v) if self.window is None else attend(self.layer, q, k, v, window=self.window)
+        return attend(self.layer, q, k, v)
 
 
 class QwenDecoderLayer(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = QwenAttention(config, layer)
-        self.post_attention_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.mlp: Layer = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.input_layernorm = config.make_norm(config.hidden_size)
+        self.self_attn = config.make_attention(layer)
+        self.post_attention_layernorm = config.make_norm(config.hidden_size)
+        self.mlp: Layer = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
@@ -166,7 +143,6 @@ class QwenDecoderLayer(nn.Module):
 
 class QwenForCausalLM(nn.Module):
     Config: ClassVar[type[QwenConfig]] = QwenConfig
-    layer_class: ClassVar[type[nn.Module]] = QwenDecoderLayer
     weight_rules = WeightRules(
         prefix="model.",
         embedding="embed_tokens.weight",
@@ -177,8 +153,8 @@ class QwenForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = config.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(config.make_layer(layer) for layer in range(config.num_hidden_layers))
+        self.norm = config.make_norm(config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

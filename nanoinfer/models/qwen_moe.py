@@ -55,6 +55,9 @@ class QwenMoeConfig(QwenConfig):
             mlp_only_layers=tuple(config.get("mlp_only_layers") or ()),
         )
 
+    def make_layer(self, layer: int) -> "QwenMoeDecoderLayer":
+        return QwenMoeDecoderLayer(self, layer)
+
     @property
     def sparse_layers(self) -> list[int]:
         """The indices of the layers that have experts."""
@@ -132,5 +135,4 @@ class QwenMoeDecoderLayer(QwenDecoderLayer):
 class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
     weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
-    layer_class = QwenMoeDecoderLayer
     supports_cuda_graph = False  # the router decides on the host what is computed

@@ -67,14 +67,12 @@ class ParameterColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroups:
-    """Row numbers, on the host, by what the rows need. The first four groups contain each row exactly once."""
+    """Row numbers, on the host, by what the rows need. Each row is in one group."""
 
     greedy_rows: tuple[int, ...] = ()
     top_k_rows: tuple[int, ...] = ()  # with or without top_p
     top_p_rows: tuple[int, ...] = ()  # without top_k
     other_rows: tuple[int, ...] = ()  # neither greedy, nor with top_k, nor with top_p
-    logprobs: tuple[tuple[int, int], ...] = ()  # (row, number of most probable ids) of rows that return log-probabilities
-    masks: tuple[int, ...] = ()  # rows that return which ids could be drawn
 
     @property
     def all_greedy(self) -> bool:
@@ -161,8 +159,7 @@ class SamplingBatch:
     @property
     def reads_tokens(self) -> bool:
         """Whether the host must have the tokens of this step before it can prepare the next step."""
-        returns_more = bool(self.row_groups.logprobs or self.row_groups.masks)
-        return returns_more or (self.is_stateful and any(seq.num_free_tokens == 0 for seq in self.sequences))
+        return self.is_stateful and any(seq.num_free_tokens == 0 for seq in self.sequences)
 
     @property
     def masks_logits(self) -> bool:
@@ -246,14 +243,11 @@ def _columns_and_groups(
         frequency_penalty=tensor(frequency, 0.0),
         presence_penalty=tensor(presence, 0.0),
     )
-    num_logprobs = [vocab_size if p.logprobs == -1 else p.logprobs for p in params]
     groups = RowGroups(
         greedy_rows=rows(greedy),
         top_k_rows=rows(has_top_k),
         top_p_rows=rows(has_top_p & ~has_top_k),
         other_rows=rows(~(greedy | has_top_k | has_top_p)),
-        logprobs=tuple((row, num) for row, num in enumerate(num_logprobs) if num is not None),
-        masks=tuple(row for row, p in enumerate(params) if p.return_sampling_mask),
     )
     return columns, groups
 

@@ -16,7 +16,6 @@ from torch import Tensor
 STEPS = 256  # of the table, for each halving
 LOG2 = 0.6931471805599453
 SCALE, FIRST, SECOND = STEPS / LOG2, LOG2 / STEPS, (LOG2 / STEPS) ** 2 / 2  # 2^(x / STEPS) = 1 + FIRST x + SECOND x^2 + ...
-CACHED = 2**17  # numbers of which a processor's cache holds the exponentials
 
 Exponentials = Callable[[Float[Tensor, "batch vocab"], Float[Tensor, " steps"]], Int[Tensor, "batch vocab"]]
 
@@ -49,18 +48,3 @@ def exponentials(logits: Float[Tensor, "batch vocab"], bits: int) -> Int[Tensor,
     if below.device.type != "cpu":
         return (below.exp() * 2.0**bits).to(torch.int64)
     return on_cpu(below, table(bits))
-
-
-def log_softmax(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-    """Compute the log-probabilities: logit - largest - log(total of exponentials)."""
-    if logits.device.type != "cpu":
-        return logits.log_softmax(dim=-1)
-    below = logits - logits.amax(dim=-1, keepdim=True)
-    parts = below.split(max(CACHED // logits.shape[-1], 1))
-    total = torch.cat([on_cpu(part, table(40)).sum(dim=-1, keepdim=True) for part in parts]).double()
-    mantissa, exponent = torch.frexp(total)
-    s = (2 * mantissa - 1) / (2 * mantissa + 1)  # log(2 * mantissa) = 2 * atanh(s), a series, and s <= 1 / 3
-    series = torch.zeros_like(s)
-    for i in range(23, 0, -2):
-        series = series * (s * s) + 1 / i
-    return below.sub_((2 * s * series + (exponent - 41) * LOG2).float())

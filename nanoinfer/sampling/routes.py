@@ -5,44 +5,19 @@ divide the vocabulary among ranks. Out: token ids, or None for a step that the r
 Those that exist are in fast/sampling/ and distributed/.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.sampler import STAGES, HeadRows, SampledTokens, Sampler, choose
 
-
-class HeadRows:
-    """The hidden rows of a step that choose a token, with the LM head. The logits are computed when they are first read.
-
-    Attributes:
-        hidden: the output of the model's last layer.
-        head: maps `hidden` to logits, in the model's dtype.
-    """
-
-    def __init__(
-        self,
-        hidden: Float[Tensor, "num_rows hidden"],
-        head: Callable[[Tensor], Tensor],
-        processed_logits: Float[Tensor, "num_rows vocab"] | None = None,
-    ) -> None:
-        """processed_logits: the logits in fp32 after the stages before the temperature. None: the model's own logits."""
-        self.hidden, self.head = hidden, head
-        self._logits = processed_logits
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether only the choice needs the logits. False once they were read, or stages have been applied to them."""
-        return self._logits is None
-
-    @property
-    def logits(self) -> Float[Tensor, "num_rows vocab"]:
-        """The logits in fp32."""
-        if self._logits is None:
-            self._logits = self.head(self.hidden).float().contiguous()  # copies expanded logits, which cannot be written
-        return self._logits
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, in place
+STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(stages.apply_temperature) :]  # what a route computes, with the draw
 
 
 @runtime_checkable
@@ -68,3 +43,30 @@ class Route(Protocol):
     def capture_next(self) -> bool:
         """Capture a CUDA graph that earlier steps lacked. Returns False if there is none."""
         return False
+
+
+class RoutedSampler(Sampler):
+    """Chooses the tokens of a step by the first route that supports it. If none does, by the stages."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        """routes: in the order in which they are tried."""
+        super().__init__()
+        self.routes = tuple(routes)
+
+    def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
+        """Run the stages before the temperature if they may change a logit, then the first route that supports the step."""
+        if not len(rows.hidden):
+            return super().__call__(rows, batch)
+        logits = is_finite = None
+        if batch.changes_logits:
+            is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
+            logits = self.apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
+            rows = HeadRows(rows.hidden, rows.head, logits)
+        for route in self.routes:
+            if (token_ids := route.try_sample(rows, batch)) is not None:
+                break
+        else:
+            token_ids = choose(self.apply(STAGES_FROM_TEMPERATURE, rows.logits, batch), batch)
+        if is_finite is not None:
+            token_ids = torch.where(is_finite, token_ids, -1)
+        return self.sampled(token_ids, batch, logits, is_finite)

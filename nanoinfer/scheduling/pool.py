@@ -1,16 +1,12 @@
-"""Count which ids are held, and remember what the free ids still contain. This is pure bookkeeping, no tensors.
+"""Count which blocks are held, and remember what the free blocks still contain. This is pure bookkeeping, no tensors.
 
-A BlockManager has a pool of blocks, and for models with states (state_slots.py) another pool of state slots.
-
-    held       used by a sequence: its reference count says in how many places
-    reusable   free, and its content is in the prefix index, where a prompt may find it
-    empty      free, without content that could be found
+held       used by a sequence: its reference count says in how many places
+reusable   free, and its content is in the prefix index, where a prompt may find it
+empty      free, without content that could be found
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-
-NO_BLOCK = -1  # in a table: there is no block. As a state slot: the sequence has no slot
 
 
 class Pool:
@@ -21,7 +17,6 @@ class Pool:
         empty: the empty ids, in the order in which they are taken.
         reusable: the reusable ids, the least recently used first.
         contents: the content of each id in the prefix index, whether held or free. b"": the id is not in the index.
-        groups: the cache group to which each id with a content belongs.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,7 +25,6 @@ class Pool:
         self.empty = deque(range(size))
         self.reusable: OrderedDict[int, None] = OrderedDict()
         self.contents = [b""] * size
-        self.groups = [0] * size
 
     @property
     def num_free(self) -> int:

@@ -101,9 +101,6 @@ class Sequence:
     num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
     first_scheduled_time: float | None = field(default=None, init=False)  # on the clock of arrival_time: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
-    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # for further KV groups: the block manager
-    state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py
-    state_writes: dict[int, int] = field(default_factory=dict, init=False)  # a step's num_tokens -> slot: state_slots.py
     prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the keys of its full, cached blocks: the block manager
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING: set by the engine, taken by the scheduler
     sampling_state: object = field(default=None, init=False)  # sampling/state.py

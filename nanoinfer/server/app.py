@@ -18,7 +18,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.adapters.adapters import adapter_of
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.features.chat.messages import end_of_reasoning
+from nanoinfer.features.chat.messages import end_of_reasoning, render_chat
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import protocol
 from nanoinfer.server.answers import EventStream, Reply, respond_whole
@@ -271,8 +271,8 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, models: Models) -> None:
             add_special_tokens = body.add_special_tokens is not False
             tokens = list(tokenizer().encode(body.prompt, add_special_tokens=add_special_tokens, max_tokens=most))
         else:
-            rendered = engine.inputs.render_chat(
-                messages_of(body.messages), tools=body.tools, max_tokens=most, **body.rendering
+            rendered = render_chat(
+                engine.inputs, messages_of(body.messages), tools=body.tools, max_tokens=most, **body.rendering
             )
             tokens = rendered["prompt_token_ids"]
         check_length(tokens, most)

@@ -19,7 +19,7 @@ from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.prompts import TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.chat.harmony import CHANNEL, FINAL, HarmonyParser
-from nanoinfer.features.chat.messages import constrain_calls, limit_thinking, with_text_content
+from nanoinfer.features.chat.messages import constrain_calls, limit_thinking, render_chat, with_text_content
 from nanoinfer.features.chat.parsing import END_THINK, THINK, ChatParser, calls_as_hermes
 from nanoinfer.features.chat.tools import after_thinking, requires_call
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition
@@ -76,7 +76,7 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
 
-    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: object) -> TokensPrompt:
+    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: Any) -> TokensPrompt:
         """Render the conversation, and refuse tools if the model knows none. more: further arguments of render_chat."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
@@ -86,7 +86,7 @@ class ChatFormat:
                 param="tools",
                 code="unsupported",
             )
-        return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **more)
+        return render_chat(inputs, messages_of(request.messages), tools=tools, **request.rendering, **more)
 
     def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
         """Render and check the conversation, and constrain the answer by a grammar if calls are required or strict."""

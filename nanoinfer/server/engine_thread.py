@@ -1,7 +1,7 @@
 """The thread that owns an engine: it runs commands between two steps, and steps while requests are unfinished.
 
 In: commands, from any thread, which run in their order. Out: the requests with new Deltas, through one callback. It
-does not know who reads them (async_llm.py).
+does not know who reads them (server/async_llm.py).
 """
 
 import logging

@@ -288,7 +288,7 @@ class _Rendered(BaseModel):
         return self
 
     @property
-    def rendering(self) -> JsonObject:
+    def rendering(self) -> dict[str, Any]:
         """The arguments of render_chat besides the messages and the tools."""
         continues = bool(self.continue_final_message)
         return {
@@ -318,7 +318,7 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         return self
 
     @property
-    def rendering(self) -> JsonObject:
+    def rendering(self) -> dict[str, Any]:
         """The arguments of render_chat. reasoning_effort sets the variables that templates read, unless they are given."""
         effort = self.reasoning_effort
         variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}

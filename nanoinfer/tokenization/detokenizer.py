@@ -4,6 +4,8 @@ In: one token id at a time. Out: the text that no later id can change. A charact
 tokens (an emoji is 4 bytes, often 2 to 4 tokens). It is released with its last byte.
 """
 
+from collections.abc import Iterable, Sequence
+
 from tokenizers.decoders import DecodeStream
 
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ class Detokenizer:
         self._held.clear()
         return text
 
-    def added_texts(self, token_ids: list[int]) -> list[str]:
+    def added_texts(self, token_ids: list[int]) -> Sequence[str | None]:
         """Return the text that each of these ids would add if it came next, for log-probabilities.
 
         It is the text of the id alone, except for a piece of a character, which adds to the held ids either
@@ -65,8 +67,34 @@ class Detokenizer:
             texts.append(text)
         return texts
 
+    def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return {id: text} for those texts that are special tokens, which the text leaves out."""
+        if not self._skip_special_tokens or not texts:
+            return {}
+        special = {token.content: i for i, token in self._tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        return {special[text]: text for text in texts if text in special}
+
     def _decode_complete(self, token_ids: list[int]) -> str:
         return without_incomplete_end(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+
+class NoText(Detokenizer):
+    """The text of a sequence whose request wants none, or for which there is no tokenizer."""
+
+    def __init__(self) -> None:
+        self._held = []
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+    def added_texts(self, token_ids: list[int]) -> Sequence[str | None]:
+        return [None for _ in token_ids]
+
+    def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
+        return {}
 
 
 def without_incomplete_end(text: str) -> str:

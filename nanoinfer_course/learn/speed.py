@@ -19,10 +19,10 @@ from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.sampling.few_logits import sample
 from nanoinfer.features.drafts.speculator import Proposer
+from nanoinfer.features.quantization.rounding import quantize
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import quantize
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw_from_weights, integer_weights

@@ -19,7 +19,7 @@ def _stops(rng: random.Random, longest: int) -> list[str]:
 
 def _held_cases() -> Iterator[Case]:
     def observe(version: Version, text: str, stops: list[str]) -> object:
-        strings = StopStrings(stops, include_in_output=False)
+        strings = StopStrings(stops)
         strings.text = text
         return version(strings)
 
@@ -32,8 +32,8 @@ def _held_cases() -> Iterator[Case]:
 def _stop_cases() -> Iterator[Case]:
     """Yield cases whose text arrives in pieces: what each call returns, and the text after it."""
 
-    def observe(version: Version, stops: list[str], pieces: list[str], include: bool, examine: list[bool]) -> object:
-        text, seen = StopStrings(stops, include_in_output=include), {}
+    def observe(version: Version, stops: list[str], pieces: list[str], examine: list[bool]) -> object:
+        text, seen = StopStrings(stops), {}
         for number, (piece, is_examined) in enumerate(zip(pieces, examine, strict=True), 1):
             stop = version(text, piece, examine=is_examined)
             seen[f"result of call {number}, and self.text after it"] = (stop, text.text)
@@ -45,9 +45,9 @@ def _stop_cases() -> Iterator[Case]:
         rng = random.Random(seed)
         stops = _stops(rng, 1 + seed // 100)
         pieces = ["".join(rng.choice("aab") for _ in range(rng.randint(0, 3))) for _ in range(1 + seed // 60)]
-        include, examine = seed % 3 == 0, [seed % 5 != 4 or number > 1 for number in range(len(pieces))]
-        given = {"self._stops": stops, "self._include_in_output": include, "piece of each call": pieces, "examine": examine}
-        yield Case(given, partial(observe, stops=stops, pieces=pieces, include=include, examine=examine))
+        examine = [seed % 5 != 4 or number > 1 for number in range(len(pieces))]
+        given = {"self._stops": stops, "piece of each call": pieces, "examine": examine}
+        yield Case(given, partial(observe, stops=stops, pieces=pieces, examine=examine))
 
 
 def _accept_cases() -> Iterator[Case]:

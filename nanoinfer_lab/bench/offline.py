@@ -12,7 +12,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo, StepOutput
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.llm import LLM
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.outputs import Counter
 from nanoinfer.scheduling.sequence import Sequence
@@ -98,8 +98,8 @@ def load(model: str | None, workloads: list[Workload], **engine: Any) -> LLM:
     Raises:
         InvalidValueError: a workload is too long for the model or the cache.
     """
-    opened, device = Checkpoint.open(model, engine.get("revision")), loader.resolve_device(engine["device"])
-    dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)
+    opened, device = Checkpoint.open(model, engine.get("revision")), devices.resolve_device(engine["device"])
+    dtype = devices.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)
     is_cache_given = engine.get("kv_cache_memory") is not None
     has_drafter = (engine.get("speculative_config") or {}).get("method", "ngram") != "ngram"
     if not is_cache_given and not has_drafter:

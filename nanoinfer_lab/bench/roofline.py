@@ -23,7 +23,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.features.tracing import Recorder, StepScheduled, StepTimed
 from nanoinfer.llm import LLM
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer_lab.bench.timing import RequestTiming
@@ -184,8 +184,8 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     engine: arguments of LLM, including dtype and device.
     """
     recorder = Recorder()
-    opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
-    model, dtype = loader.on_meta(opened)[0], loader.resolve_dtype(engine["dtype"], opened, device)
+    opened, device = Checkpoint.open(checkpoint), devices.resolve_device(engine["device"])
+    model, dtype = loader.on_meta(opened)[0], devices.resolve_dtype(engine["dtype"], opened, device)
     # The cache is only as large as these steps need, because the first touch of more memory would be measured, too.
     needed = {
         (n, length): cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n)

@@ -176,13 +176,13 @@ def roofline(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
-    from nanoinfer.loading import loader
+    from nanoinfer.loading import devices
     from nanoinfer.system import environment
     from nanoinfer_lab.bench import roofline as measurement
     from nanoinfer_lab.bench.random_models import checkpoint_of
 
     options.import_modules(measured.imports)
-    device = loader.resolve_device(measured.device)
+    device = devices.resolve_device(measured.device)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager

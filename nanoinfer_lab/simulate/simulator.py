@@ -16,12 +16,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import FunctionType
 
+from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY, num_states_in
+from nanoinfer.build import make_block_manager
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY, BlockManager, CacheLayout, most_blocks, most_that_fit
+from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -213,8 +217,9 @@ class Simulation:
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         block_size = config.cache.block_size or (GPU_BLOCK_SIZE if hardware.is_gpu else CPU_BLOCK_SIZE)
         num_blocks, num_state_slots = _cache_of(self.costs, config, block_size)
-        layout = CacheLayout(sizes.cache.windows, config.scheduler.chunk_grid, num_state_slots)
-        self.block_manager = block_manager_cls(num_blocks, block_size, config.cache.enable_prefix_caching, layout=layout)
+        limit, windows = sizes.max_position_embeddings, sizes.cache.windows
+        info = ExecutorInfo(0, limit, limit, num_blocks, block_size, windows=windows, num_state_slots=num_state_slots)
+        self.block_manager = make_block_manager(info, config)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager)
         self.scheduler.clock = lambda: self.now
         self.result.num_blocks = num_blocks
@@ -228,7 +233,7 @@ class Simulation:
         self._num_requests = 0
         self._can_advance = (
             on_step is None
-            and self.block_manager.state_slots is None
+            and not num_state_slots
             and _overrides_only(scheduler_cls, Scheduler, POLICY_METHODS)
             and _overrides_only(block_manager_cls, BlockManager, CACHE_METHODS)
         )
@@ -435,14 +440,14 @@ class _DecodeSteps:
         for index, start in enumerate(self._starts):
             self._by_phase[start % manager.block_size].append(index)
         # A block is full, or leaves a window, when the number of known tokens has one of these rests.
-        rests = {0} | {(window - 1) % manager.block_size for window in manager.windows if window is not None}
+        rests = {0} | {(window - 1) % manager.block_size for window in sizes.cache.windows if window is not None}
         self._rests = [rest - 1 + num_pending for rest in rests]
         self._num_pending = num_pending
 
     def allocate(self) -> bool:
         """Give the sequences their blocks for a step. Return False if blocks may run out."""
         beginning = self._by_phase.get(-self.num_steps % self._manager.block_size, ())
-        if len(beginning) * len(self._manager.windows) > self._manager.num_free_blocks:
+        if len(beginning) * len(self._sizes.cache.windows) > self._manager.num_free_blocks:
             return False
         for index in beginning:
             self._manager.allocate(self._up_to_date(index), 1)
@@ -511,17 +516,14 @@ def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[
         memory = int(hardware.memory_bytes * config.cache.gpu_memory_utilization) - weights
     elif memory is None:
         memory = min(DEFAULT_CPU_MEMORY, (hardware.memory_bytes - weights) // 2)
-    chunk_size, longest = config.scheduler.chunk_grid, config.max_model_len or sizes.max_position_embeddings
+    max_num_seqs, longest = config.scheduler.max_num_seqs, config.max_model_len or sizes.max_position_embeddings
+    blocks_for = partial(sizes.cache.num_blocks_for, block_size=block_size, chunk_size=config.scheduler.chunk_grid)
     block_bytes = sizes.cache.bytes_per_block(block_size, costs.cache_dtype or costs.dtype) // ranks
-    if memory < most_blocks(1, sizes.cache.windows, block_size, chunk_size) * block_bytes:
+    if memory < blocks_for(1) * block_bytes:
         raise InvalidValueError(
             f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "
             f"and a KV cache, got {max(memory, 0) / 1e9:.1f} GB for it; raise tensor_parallel_size, or pick other hardware"
         )
-    return most_that_fit(
-        memory,
-        block_bytes,
-        sizes.cache.bytes_per_state // ranks,
-        config.scheduler.max_num_seqs,
-        most_blocks(longest, sizes.cache.windows, block_size, chunk_size),
-    )
+    state_bytes = sizes.cache.bytes_per_state // ranks
+    num_state_slots = num_states_in(memory, state_bytes, max_num_seqs)
+    return min((memory - num_state_slots * state_bytes) // block_bytes, max_num_seqs * blocks_for(longest)), num_state_slots

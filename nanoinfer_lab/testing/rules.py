@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
@@ -126,9 +127,7 @@ class _ObservedStep:
         self.refused: set[Sequence] = set()
         self.victims: dict[Sequence, Sequence] = {}
         self.exchanges: dict[Sequence, Sequence | None] = {}
-        self.has_room_rules = (
-            self.manager.windows == (None,) and self.manager.state_slots is None and self.manager.stored is None
-        )
+        self.has_room_rules = not isinstance(self.manager, HybridBlockManager)
         methods = (self.order_waiting, self.may_start, self.choose_victim, self.to_preempt)
         vars(scheduler).update({method.__name__: method for method in methods})
         start = time.perf_counter()

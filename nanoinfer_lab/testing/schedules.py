@@ -41,7 +41,7 @@ from nanoinfer.features import tracing
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
+from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
@@ -600,9 +600,7 @@ def _share(constant: object) -> tuple[Callable[[int], object], tuple[int]]:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = dispatch_table | dict.fromkeys(
-        (World, SamplingParams, SchedulerConfig, CacheLayout, SequenceStatus), _share
-    )
+    dispatch_table = dispatch_table | dict.fromkeys((World, SamplingParams, SchedulerConfig, SequenceStatus), _share)
     dispatch_table[Struct] = lambda struct: (Struct, (struct.format,))
 
 

@@ -10,9 +10,8 @@ from statistics import median
 import torch
 from definitions import definitions
 
-from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer import LLM, AsyncLLM, Recorder, SamplingParams
 from nanoinfer.features.tracing import StepScheduled
-from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from nanoinfer.server.settings import ServerSettings

@@ -177,7 +177,8 @@ class CountedServer:
 
 def count_server():
     """Returns: Calls of a streamed request's life by "engine" and "event loop"."""
-    from nanoinfer import AsyncLLM, async_llm
+    from nanoinfer import AsyncLLM
+    from nanoinfer.server import async_llm
     from nanoinfer.server.run import Server
     from tests.helpers import http_server
 

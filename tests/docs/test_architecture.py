@@ -1,150 +1,79 @@
-"""The folders import each other as the table says, without a circle. Bookkeeping imports no torch. Functions are short."""
+"""The core imports nothing of features, the folders have no circle, bookkeeping imports no torch, functions are short."""
 
 import ast
 import re
 import subprocess
 import sys
-from graphlib import TopologicalSorter
-from pathlib import Path
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import nanoinfer
+from tools.structure import (
+    BUILDERS,
+    FILES,
+    MODULES,
+    PACKAGE,
+    PARTS,
+    base_classes,
+    files_of,
+    folder_of,
+    imports_of,
+    leaving,
+    part_of,
+)
 
-PACKAGE = Path(nanoinfer.__file__).parent
-VOCABULARY = ("errors", "sampling_params", "outputs", "config", "arguments")
-
-# The public interface and the machine: a folder -> what its files may import. "common" are VOCABULARY, which needs no torch.
-CORE = {
-    "common": set(),
-    "system": {"common"},
-    "tokenization": {"common"},
-    "scheduling": {"common"},
-    "attention": {"common", "system"},
-    "models": {"common", "attention"},
-    "loading": {"common", "system", "tokenization", "models"},
-    "sampling": {"common", "system", "scheduling"},
-    "execution": {"common", "system", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
-    "engine": {"common", "system", "tokenization", "scheduling", "loading", "sampling", "execution"},
-    "llm": {"common", "engine"},
+# The parts of docs/architecture.md -> those that a file of the part may import, in functions and for type checkers too.
+MAY_IMPORT = {
+    "interface": {"interface", "machine"},
+    "machine": {"interface", "machine"},
+    "features": {"interface", "machine", "features", "fast"},
+    "fast": {"interface", "machine", "features", "fast"},
+    "users": PARTS.keys(),
 }
-# The features, with a folder of features/ or of the package, and fast/. They may import the machine. A folder -> what else.
-FEATURES = {
-    "features.chat": {"features.structured"},
-    "features.drafts": {"features.tracing"},
-    "features.reasoning": {"features.chat"},
-    "fast": {"features.adapters"},
-    "features.distributed": {"fast"},
-    "features.training": {"fast", "features.logprobs"},
-}
-# Who uses all of them -> which of these it may import besides.
-USERS = {
-    "compat": {"server"},
-    "server": {"compat"},
-    "cli": {"server"},
-    "testing": set(),
-}
-
-# The files that put an engine together, and may name every feature.
-BUILDERS = {"build.py", "load.py"}
-# What other files of the core name of features, in functions and for type checkers too. The list may only become shorter.
-NAMED = {
-    "engine/inputs.py": {"nanoinfer.features.chat.messages"},
-    "llm.py": {
-        "nanoinfer.features.chat.messages",
-        "nanoinfer.features.chat.tools",
-        "nanoinfer.features.embedding",
-        "nanoinfer.features.embedding.pooling",
-        "nanoinfer.features.adapters.request",
-        "nanoinfer.features.beam_search.search",
-        "nanoinfer.features.training",
-        "nanoinfer.features.training.rollouts",
-    },
-}
-
-
-def folder_of(module: str) -> str | None:
-    """nanoinfer.models.qwen -> models, nanoinfer.features.drafts.ngram -> features.drafts; the package itself -> None."""
-    _, *folders = module.split(".")
-    if not folders or folders == ["features"]:
-        return None
-    if folders[0] == "features":
-        return ".".join(folders[:2])
-    return "common" if folders[0] in VOCABULARY else folders[0]
-
-
-def imports_of(path: Path, *, for_types: bool = False) -> set[str]:
-    """The package's modules that a file imports, in functions too, and, if asked, those for type checkers alone."""
-    found = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
-            return
-        if isinstance(node, ast.ImportFrom) and node.module in ("nanoinfer", "nanoinfer.features"):
-            found.update(f"{node.module}.{alias.name}" for alias in node.names if not alias.name.startswith("__"))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoinfer."):
-            found.add(str(node.module))
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name.startswith("nanoinfer"))
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    return found
-
-
 PACKAGES = [PACKAGE, PACKAGE.with_name("nanoinfer_lab"), PACKAGE.with_name("nanoinfer_course")]
-ALL_FILES = {path.relative_to(PACKAGE.parent).as_posix(): path for one in PACKAGES for path in sorted(one.rglob("*.py"))}
-FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-MODULES = {
-    name: "nanoinfer." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    for name in FILES
-    if not name.startswith("__")
-}
-FOLDERS = {folder for module in MODULES.values() if (folder := folder_of(module))}
-MACHINE = CORE.keys() - {"llm"}
+ALL_FILES = {path.relative_to(PACKAGE.parent).as_posix(): path for one in PACKAGES for path in files_of(one)}
 
 
-def allowed(folder: str) -> set[str | None]:
-    """The folders that a folder's files may import."""
-    if folder in CORE:
-        return {None, folder} | CORE[folder]
-    if folder in USERS:
-        return {None, folder} | (FOLDERS - USERS.keys()) | USERS[folder]
-    return {None, folder} | MACHINE | FEATURES.get(folder, set())
+def test_every_file_is_in_a_part_or_builds_an_engine():
+    assert {name for name, module in MODULES.items() if part_of(module) is None} | {"__init__.py", "__main__.py"} == set(
+        BUILDERS
+    )
 
 
-def test_the_tables_have_every_folder_and_no_other():
-    features = {folder for folder in FOLDERS if folder.startswith("features.")} | FEATURES.keys()
-    assert features | CORE.keys() | USERS.keys() == FOLDERS
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_file_imports_only_from_the_parts_that_the_table_allows(part):
+    files = [name for name, module in MODULES.items() if part_of(module) == part]
+    wrong = {(name, one) for name in files for one in imports_of(FILES[name]) if part_of(one) not in MAY_IMPORT[part] | {None}}
+    assert wrong == (base_classes() if part == "interface" else set())
 
 
-def test_the_tables_have_no_circle():
-    order = [*TopologicalSorter({folder: allowed(folder) - {None, folder} for folder in FOLDERS}).static_order()]
-    assert order[0] == "common"
+def test_llm_has_at_most_four_base_classes_of_features():
+    assert 0 < len(base_classes()) <= 4
+    assert base_classes() <= set(leaving())
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_file_imports_only_from_the_folders_that_the_tables_allow(name):
-    folder = folder_of(MODULES[name])
-    if name not in BUILDERS and folder is not None:
-        outside = {module for module in imports_of(FILES[name]) if folder_of(module) not in allowed(folder)}
-        assert outside <= NAMED.get(name, set())
+def arrows(names):
+    """Which folders the files of each folder import when they run, or when a function of theirs does."""
+    graph = {}
+    for name in names:
+        folder = folder_of(MODULES[name])
+        graph.setdefault(folder, set()).update(map(folder_of, imports_of(FILES[name], for_types=False)))
+        graph[folder] -= {None, folder}
+    return graph
 
 
-def test_the_core_names_no_features_but_those_of_the_list():
-    named = {}
-    for name in MODULES.keys() - BUILDERS:
-        if folder_of(MODULES[name]) in CORE:
-            named[name] = {one for one in imports_of(FILES[name], for_types=True) if folder_of(one) not in {None} | CORE.keys()}
-    assert {name: modules for name, modules in named.items() if modules} == NAMED
+def test_the_folders_import_each_other_without_a_circle():
+    names = [name for name, module in MODULES.items() if folder_of(module) is not None]
+    *_, last = TopologicalSorter(arrows(names)).static_order()
+    assert last in PARTS["users"]
 
 
-def test_an_import_that_points_upwards_would_be_seen():
-    imported = {folder_of(module) for module in imports_of(FILES["engine/llm_engine.py"])}
-    assert {"scheduling", "execution"} <= imported
-    assert not imported <= allowed("scheduling")
-    assert "chat" not in allowed("engine")
+def test_an_import_that_closes_a_circle_would_be_seen():
+    graph = arrows(["engine/llm_engine.py", "execution/local_executor.py"])
+    assert "scheduling" in graph["engine"] & graph["execution"]
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph | {"scheduling": {"engine"}}).prepare()
 
 
 def test_only_build_opens_the_entry_point_to_fast():
@@ -153,10 +82,24 @@ def test_only_build_opens_the_entry_point_to_fast():
 
 def test_the_page_names_every_file_and_folder():
     listing = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py.typed"))}
-    listing |= {path.name for path in (PACKAGE / "features").iterdir() if path.is_dir() and not path.name.startswith("_")}
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     parts = page.partition("\n## The parts of the package\n")[2].partition("\n## ")[0]
     assert listing - set(re.findall(r"`(\w+(?:\.py|/)?)`", parts)) == set()
+
+
+FEATURES = sorted(path for path in (PACKAGE / "features").iterdir() if path.is_dir() and path.name[0] != "_")
+
+
+@pytest.mark.parametrize("folder", FEATURES, ids=lambda folder: folder.name)
+def test_a_feature_says_what_it_does_which_hooks_it_uses_and_where_to_change_what(folder):
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 20
+    for part in ("What it does: ", "Hooks: ", "Where to change what:"):
+        assert text.count(part) == 1
+    files = set(re.findall(r"`([\w./]+\.(?:py|cpp|h|js|html))`", text))
+    places = folder, PACKAGE, PACKAGE.parent
+    assert [file for file in sorted(files) if not any((place / file).exists() for place in places)] == []
+    assert {path.name for path in folder.glob("*.py")} - {"__init__.py"} <= {file.rpartition("/")[2] for file in files}
 
 
 def test_models_are_python_alone():
@@ -215,7 +158,7 @@ def run_python(code: str) -> str:
 
 
 def test_bookkeeping_imports_no_torch():
-    light = ("common", "tokenization", "scheduling", "chat", "engine")
+    light = ("vocabulary", "tokenization", "scheduling", "features.chat", "engine")
     modules = [module for module in MODULES.values() if folder_of(module) in light]
     assert len(modules) > 15
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"

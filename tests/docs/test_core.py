@@ -27,14 +27,18 @@ OPTIONAL = """
     features/ fast/ server/ cli/ compat/ loading/hub.py engine/reading.py
     models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py
 """.split()
-# Of these, what every run imports, because an engine always counts.
-ALWAYS = ("features/__init__.py", "features/metrics/")
+# Of these, what every run imports, because LLM has methods there, and an engine always counts.
+METHODS = [f"features/{one}/{file}" for one in ("chat", "embedding", "training") for file in ("__init__.py", "methods.py")]
+ALWAYS = ("features/__init__.py", "features/metrics/", *METHODS)
 
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
     "llm.py": "end_to_end/test_llm.py",
     "execution/packing.py": "execution/test_forward_batch.py",
     "features/metrics/engine_metrics.py": "features/metrics/test_metrics.py",
+    "features/chat/methods.py": "end_to_end/test_llm.py",
+    "features/embedding/methods.py": "features/embedding/test_pooling.py",
+    "features/training/methods.py": "features/training/test_rollouts.py",
     "scheduling/observer.py": "engine/test_observer.py",
 }
 

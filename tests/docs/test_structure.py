@@ -13,9 +13,10 @@ PAGE = ROOT / "docs" / "structure.md"
 PARTS = {
     "The public interface": "llm.py config.py sampling_params.py outputs.py errors.py arguments.py",
     "The machine": "engine/ scheduling/ execution/ attention/ models/ sampling/ tokenization/ loading/ system/",
-    "The features": "features/ chat/ embedding/ training/ distributed/",
+    "What puts them together": "build.py load.py",
+    "The features": "features/",
     "What makes it fast": "fast/",
-    "Who uses them": "async_llm.py server/ cli/ testing/ compat/",
+    "Who uses them": "server/ cli/ testing/ compat/",
 }
 INTRODUCTION = """\
 # The folders

@@ -44,7 +44,6 @@ def logits_of(llm, prompts, watched, params=PARAMS):
                 rows[seq.num_output_tokens] = head_rows.logits[row].clone()
         return sampler(head_rows, batch)
 
-    watching.has_user_stages = sampler.has_user_stages
     llm.engine.executor.sampler = watching
     SamplingBatch.build = Watching.build
     try:

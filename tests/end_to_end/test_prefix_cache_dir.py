@@ -201,7 +201,7 @@ def test_corrupted_files_are_computed_again(load, tmp_path, caplog, num_ranks):
     settings = {"tensor_parallel_size": num_ranks}
     with load(**settings) as llm:
         expected, _ = answer(llm)
-        third = llm.engine.block_manager.match_prefix(PROMPT).keys[2]
+        third = llm.engine.block_manager.match_prefix(PROMPT)[2][0]
     path = tmp_path / "kv" / f"{third.hex()}00.kv"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

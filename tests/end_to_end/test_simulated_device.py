@@ -21,7 +21,8 @@ from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedErr
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_model, read_config
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.loader import load_model
 from tests.helpers import forked, lora_adapters, tiny_models
 
 pytestmark = [
@@ -132,7 +133,7 @@ def run_random_requests(family, path, num_requests):
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
-        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
+        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.sampler.routes[0].table.graphs.values()
         assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
         captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
@@ -243,9 +244,9 @@ def run_loads(path, num_loads):
     with simulated():
         replaying, eager = (LLM(path, device="sim", kv_cache_memory=2**15, **SETTINGS, seed=0) for _ in range(2))
         runner = replaying.engine.executor.runner
-        eager.engine.executor.runner.graphs, eager.engine.executor.sampler.routes = (
+        eager.engine.executor.runner.graphs, eager.engine.executor.sampler.sampler.routes = (
             None,
-            eager.engine.executor.sampler.routes[1:],
+            eager.engine.executor.sampler.sampler.routes[1:],
         )
 
         def spoil():
@@ -364,7 +365,8 @@ def run_routes(path):
     with simulated() as device:
         for options in ({}, {"enforce_eager": True}):
             llm = LLM(path, device="sim", kv_cache_memory=2**20, attention_backend="reference", **SETTINGS, **options)
-            assert [type(route).__name__ for route in llm.engine.executor.sampler.routes] == ["FewLogits"][: not options]
+            routes = getattr(llm.engine.executor.sampler.sampler, "routes", ())
+            assert [type(route).__name__ for route in routes] == ["FewLogits"][: not options]
             device.reset_counts()
             assert tokens_of(llm) == expected_tokens(path)
             assert device.waits == []

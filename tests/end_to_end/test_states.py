@@ -13,7 +13,8 @@ from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_model, read_config
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.loader import load_model
 from tests.helpers import tiny_models
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

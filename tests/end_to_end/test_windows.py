@@ -10,6 +10,7 @@ from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models import registry
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.windows import WindowedAttention
 from tests.helpers import tiny_models
 
 FAMILIES = [family for family in tiny_models.FAMILIES if family.endswith("_window")]
@@ -168,7 +169,7 @@ def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as
         def __init__(self, config):
             super().__init__(config)
             for layer, window in zip(self.layers, windows, strict=True):
-                layer.self_attn.window = window
+                layer.self_attn.__class__, layer.self_attn.window = WindowedAttention, window
 
     monkeypatch.setattr(registry, "_registered", {"Qwen3ForCausalLM": Sliding})
     path = tiny_models.save("qwen3", tmp_path)

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
-from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
+from nanoinfer.engine.stopping import Answer, KeptStopStrings, Stop, StopStrings
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tokenization.detokenizer import NoText
 
 EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 
@@ -32,12 +33,12 @@ EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 def test_eos_goes_before_stop_ids_and_both_before_the_length(newest, num_left, params, expected):
     seq = Sequence("r", [EOS, STOP_ID], SamplingParams(**params), 0, 4 + num_left, frozenset([EOS, EOS_TOO]))
     seq.token_ids += [OTHER, newest]
-    assert check_token_ids(seq) == expected
+    assert Answer(seq, NoText()).check_id(newest, examine=True) == expected
 
 
 def stream(stops, pieces, *, include=False, num_unexamined=0):
     """Push the pieces up to the one that completes a stop string. Returns the match, the releases and the StopStrings."""
-    text, releases = StopStrings(stops, include_in_output=include), []
+    text, releases = (KeptStopStrings if include else StopStrings)(stops), []
     for i, piece in enumerate(pieces):
         if matched := text.push(piece, examine=i >= num_unexamined):
             return matched, [*releases, text.release(everything=True)], text
@@ -166,7 +167,7 @@ def test_the_text_is_the_oracles_and_what_was_shown_is_never_taken_back(stops, p
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(st.text("abc"), max_size=6)
 )
 def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces):
-    text, shown = StopStrings(stops, include_in_output=False), ""
+    text, shown = StopStrings(stops), ""
     for piece in pieces:
         if text.push(piece):
             return
@@ -181,7 +182,7 @@ def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces
     pieces=st.lists(st.tuples(few_letters, st.booleans(), st.booleans()), max_size=10),
 )
 def test_what_is_held_is_the_longest_proper_beginning_whatever_was_examined_and_released(stops, pieces):
-    text = StopStrings(stops, include_in_output=False)
+    text = StopStrings(stops)
     for piece, is_examined, is_released in pieces:
         if text.push(piece, examine=is_examined):
             return
@@ -212,7 +213,7 @@ class CountedStop(str):
 )
 def test_a_place_of_the_text_that_has_failed_is_not_compared_again(stops, text):
     CountedStop.num_compared = 0
-    strings, num_pieces = StopStrings([*map(CountedStop, stops)], include_in_output=False), 0
+    strings, num_pieces = StopStrings([*map(CountedStop, stops)]), 0
     for start in range(0, len(text), 3):
         assert strings.push(text[start : start + 3]) is None
         strings.release()
@@ -231,7 +232,7 @@ def test_a_long_stop_string_is_searched_only_where_enough_text_is_held():
             searched.append(max(len(self) - start, 0))
             return super().find(stop, start)
 
-    strings = StopStrings(["x" * 2000], include_in_output=False)
+    strings = StopStrings(["x" * 2000])
     strings.text = CountedText()
     for piece in ["the text has none of it "] * 100:
         assert strings.push(piece) is None
@@ -248,7 +249,7 @@ def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():
             return matched
 
     for stops, pieces in [(["ab"], ["a", "b"]), (["aa", "b"], ["ba", "a"])]:
-        text = Forgetful(stops, include_in_output=False)
+        text = Forgetful(stops)
         found = next((matched for piece in pieces if (matched := text.push(piece))), None)
         agrees = (found, text.text) == read_character_by_character(stops, pieces, False, 0)
         assert agrees is (pieces[0] == "ba")  # a match inside one piece is found; one over two pieces is not

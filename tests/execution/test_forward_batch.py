@@ -5,6 +5,7 @@ import torch
 from nanoinfer import SamplingParams
 from nanoinfer.attention.base import StateUpdate
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.features.hybrid.tables import HybridTables, tables_of
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -92,7 +93,7 @@ def test_a_step_of_the_rows_of_the_step_before_reads_its_tokens_in_the_order_of_
 
 def test_a_further_kv_group_has_its_own_blocks_and_slots():
     seq = sequence(range(6), computed=5, table=[2, 5])
-    seq.more_block_tables = [[-1, 3]]
+    tables_of(seq).block_tables = [[-1, 3]]
     batch = build(ScheduledSequence(seq, 1))
     [group] = batch.further_groups
     assert group.block_tables.tolist() == [[-1, 3]]
@@ -102,7 +103,7 @@ def test_a_further_kv_group_has_its_own_blocks_and_slots():
 
 def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
     plain, seq = sequence([1], table=[0]), sequence(range(10), computed=4, table=[0, 1, 2])
-    seq.state_slot, seq.state_writes = 7, {8: 5, 10: 6}
+    seq.extras = {"hybrid": HybridTables(state_slot=7, state_writes={8: 5, 10: 6})}
     batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
     assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
 

@@ -8,6 +8,7 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
 from nanoinfer.execution.executor import Executor
+from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.sampling.sampler import Sampler
@@ -81,13 +82,14 @@ def test_a_draft_is_kept_if_it_is_the_token_that_was_sampled(executor, expected)
 
 
 def test_a_plan_may_bring_its_own_sampler(executor, expected):
-    executor.sampler.returns_logits = True  # logprobs_mode="raw_logits", which a beam search does not want
+    executor.sampler = ReportingSampler(executor.sampler, "raw_logits")  # which a beam search does not want
     seq = sequence(logprobs=3)
-    for plan, returns_logprobs in (({}, False), ({"sampler": Sampler()}, True)):
+    for plan, returns_logprobs in (({}, False), ({"sampler": ReportingSampler(Sampler())}, True)):
         [found] = run(executor, ScheduledSequence(seq, 6), **plan)[1].sequences
         top = expected[-1].topk(3)
-        assert found.logprobs[0].ids == top.indices.tolist()
-        assert (found.logprobs[0].values == pytest.approx(top.values.tolist(), abs=1e-4)) is returns_logprobs
+        [report] = found.reports
+        assert report.logprobs.ids == top.indices.tolist()
+        assert (report.logprobs.values == pytest.approx(top.values.tolist(), abs=1e-4)) is returns_logprobs
 
 
 def test_logits_that_are_not_finite_are_an_error_of_their_sequence(executor, model, monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import memory
@@ -14,7 +15,6 @@ from nanoinfer.execution.memory import available_cpu_memory, describe_graphs, me
 from nanoinfer.execution.runtime import Runtime, plain_runtime
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.scheduling.block_manager import DEFAULT_CPU_MEMORY
 from nanoinfer.system.process import mapped_file_bytes
 
 CPU = torch.device("cpu")

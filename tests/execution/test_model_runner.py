@@ -13,7 +13,7 @@ from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.fast.cuda.graphs import StepGraphs, StepSize
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
-from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.routes import RoutedSampler
 from tests.helpers import triton_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_draws_are_replayed_behind_replayed_steps(path):
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
     params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **given) for given in asking]
     llm = llm_with(path, record, async_scheduling=True)
-    llm.engine.executor.sampler = Sampler(routes=[SamplerGraphs(5, record)])
+    llm.engine.executor.sampler = RoutedSampler([SamplerGraphs(5, record)])
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
     assert tokens_of(llm, params) == expected
     assert record.draws

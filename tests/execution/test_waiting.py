@@ -9,10 +9,10 @@ from triton.runtime.jit import KernelInterface
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.features.logprobs.token_logprobs import _listed_and_likeliest
 from nanoinfer.features.structured.words import BadWords, NGrams
 from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.logprobs import _listed_and_likeliest
 from nanoinfer.sampling.sampler import STAGES, SampledTokens
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.sampling_rows import sampling_by
@@ -59,8 +59,8 @@ class NoCopies(OnlyPinnedCopies):
 class OnTheDevice(SampledTokens):
     """Tokens that are not copied to the host, because "meta" has no values."""
 
-    def __init__(self, token_ids, read):
-        self.token_ids = token_ids
+    def __init__(self, token_ids, logits, must_sync, explain):
+        self.token_ids, self.logits = token_ids, logits
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +72,8 @@ def as_on_a_gpu(monkeypatch):
 class Unread(sampler.SampledTokens):
     """Tokens that stay on their device."""
 
-    def __init__(self, token_ids, read):
-        self.token_ids = token_ids
+    def __init__(self, token_ids, logits, must_sync, explain):
+        self.token_ids, self.logits = token_ids, logits
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from nanoinfer.build import ParameterFeatures
+from nanoinfer.build import ParameterFeatures, make_block_manager
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -23,8 +23,8 @@ from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOut
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
+from nanoinfer.features.logprobs.token_logprobs import Report, TokenLogprobs
 from nanoinfer.features.tracing import TracingObserver
-from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -57,12 +57,14 @@ class Record:
 
 def tables_of(seq) -> list[list[int]]:
     """The block tables of a sequence: one for each KV group."""
-    return [seq.block_table, *seq.more_block_tables]
+    record = seq.extras.get("hybrid")
+    return [seq.block_table, *(record.block_tables if record else [])]
 
 
 def states_of(seq) -> tuple[int, dict[int, int]]:
     """The slot with the state that a step reads, or -1, and the slots that it writes, by the number of tokens before."""
-    return seq.state_slot, seq.state_writes
+    record = seq.extras["hybrid"]
+    return record.state_slot, record.state_writes
 
 
 # ---- what the engine is given
@@ -210,7 +212,7 @@ class RecordingExecutor(FakeExecutor):
 
     def collect(self, step):
         if step.plan.sampler is not None:
-            rows = [SequenceOutput(seq, logprobs=[likely_tokens(seq)]) for seq, _ in step.plan.rows]
+            rows = [SequenceOutput(seq, reports=[Report(likely_tokens(seq))]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
 
@@ -318,13 +320,14 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         else None,
     )  # fmt: skip
     planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
+    executor, observer = RecordingExecutor(load, record), TracingObserver(events, load.block_size)
     return LLMEngine(
-        RecordingExecutor(load, record),
+        executor,
         config,
         eos_token_ids=frozenset([EOS]),
         planner=planner,
-        store=store,
-        observer=TracingObserver(events, load.block_size),
+        block_manager=make_block_manager(executor.info, config, observer, store),
+        observer=observer,
         features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, VOCAB_SIZE)],
     )
 

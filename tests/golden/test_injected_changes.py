@@ -55,9 +55,9 @@ INJECTED = {
     ],
     "scheduling/block_manager.py": [
         ("the newest block is evicted", "return next(iter(candidates))", "return next(reversed(candidates))"),
-        ("the first block is freed first", "zip(*map(reversed, tables), strict=True)", "zip(*tables, strict=True)"),
+        ("the first block is freed first", "drop(reversed(seq.block_table))", "drop(list(seq.block_table))"),
         ("beams need a block more", "return num_shared + num_forks", "return num_shared + 1 + num_forks"),
-        ("a prefix in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
+        ("a prefix in use counts as free", "sum(block in self.blocks.reusable for _, block in prefix)", "len(prefix)"),
         (
             "at most one block is kept free",
             "num_needed + num_kept_free <= self.num_free_blocks",
@@ -68,9 +68,8 @@ INJECTED = {
             "num_full = num_tokens // self.block_size if",
             "num_full = (num_tokens - 1) // self.block_size if",
         ),
-        ("a sequence seems to hold a block less", "else len(seq.block_table)\n", "else max(len(seq.block_table) - 1, 0)\n"),
-        ("a reset turns the order round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
-        ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
+        ("a sequence seems to hold a block less", "return len(seq.block_table)\n", "return max(len(seq.block_table) - 1, 0)\n"),
+        ("a reset turns the order round", "in list(self.index.ids.values()):", "in list(self.index.ids.values())[::-1]:"),
     ],
     "scheduling/pool.py": [
         ("the last block is taken first", "deque(range(size))", "deque(reversed(range(size)))"),
@@ -84,8 +83,20 @@ INJECTED = {
             "max(len(token_ids) - 1, 0) // self.block_size",
             "max(len(token_ids) - 1 - self.block_size, 0) // self.block_size",
         ),
+    ],
+    "features/hybrid/prefix_index.py": [
         ("a hit is a block shorter", "range(len(keys), 0, -1)", "range(len(keys) - 1, 0, -1)"),
         ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
+    ],
+    "features/hybrid/block_manager.py": [
+        (
+            "the first blocks are freed first",
+            "zip(*map(reversed, tables), strict=True)",
+            "zip(*tables, strict=True)",
+        ),
+        ("a prefix of a group in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
+        ("a reset turns the order of a group round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
+        ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "features/hybrid/state_slots.py": [
         ("the last free slot is for no checkpoint", "keeps and self.pool.num_free:", "keeps and self.pool.num_free > 1:"),
@@ -94,7 +105,7 @@ INJECTED = {
     ],
     "features/disk_cache/stored_blocks.py": [
         ("what was read is held the other way round", "sorted(held, reverse=True)", "sorted(held)"),
-        ("the store loses the start of a prompt", "for key in reversed(prefix.keys)", "for key in prefix.keys"),
+        ("the store loses the start of a prompt", "for key, _ in reversed(prefix)", "for key, _ in prefix"),
         ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
         (
             "a step reads more",

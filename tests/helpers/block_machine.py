@@ -5,7 +5,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing.machines import CHOICES, TOKENS, run
 from nanoinfer_lab.testing.rules import Memory, names
@@ -94,7 +93,7 @@ class BlockMachine(RuleBasedStateMachine):
         """Check that every token is where its block table says, and that the blocks in no block table are free."""
         for seq in self.alive:
             self.memory.check(seq, seq.num_computed_tokens)
-        held = {block for seq in self.alive for table in self.manager.tables(seq) for block in table} - {NO_BLOCK}
+        held = {block for seq in self.alive for table, _ in self.manager.named_tables(seq) for block in table} - {-1}
         num_free, expected = self.manager.num_free_blocks, self.NUM_BLOCKS - len(held)
         assert num_free == expected, (
             f"num_free_blocks must be {expected}, because the block tables of {names(self.alive) or 'no sequence'} have "

@@ -5,9 +5,11 @@ import math
 import torch
 
 from nanoinfer import SamplingParams
+from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
+from nanoinfer.features.own_code.stages import checked_stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.routes import RoutedSampler
+from nanoinfer.sampling.sampler import STAGES, HeadRows, Sampler
 from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
@@ -21,7 +23,8 @@ PARAMS = {  # that put a row into each group of RowGroups
 
 def sampling_by(*routes, stages=STAGES, **options):
     """The sampler with these routes, as a function of logits. Without a route it runs stage by stage: the definition."""
-    sampler = Sampler(stages, routes=routes, **options)
+    is_routed = routes and tuple(stages) == STAGES
+    sampler = ReportingSampler(RoutedSampler(routes) if is_routed else Sampler(checked_stages(tuple(stages))), **options)
     return lambda logits, batch: sampler(HeadRows(logits, the_same), batch)
 
 

@@ -38,7 +38,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from nanoinfer.attention import base
 from nanoinfer.fast.cuda.graphs import CUDACapture
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices
 from tests.helpers import triton_interpreter  # noqa: F401
 
 NAME = "sim"
@@ -521,7 +521,7 @@ def install() -> None:
 def engine_may_use_it() -> Iterator[None]:
     """Let LLM(device="sim") use the device, with the backends of a GPU."""
     with (
-        mock.patch.object(loader, "DEVICE_TYPES", (*loader.DEVICE_TYPES, NAME)),
+        mock.patch.object(devices, "DEVICE_TYPES", (*devices.DEVICE_TYPES, NAME)),
         mock.patch.dict(base.PREFERRED, {NAME: base.PREFERRED["cuda"]}),
         mock.patch.object(CUDACapture, "__call__", compared_capture),
     ):

@@ -7,9 +7,12 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, UnsupportedError, WeightsError
-from nanoinfer.loading import loader
+from nanoinfer.load import load
+from nanoinfer.loading import devices
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load, load_model, on_meta, read_config, resolve_device, resolve_dtype
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.devices import resolve_device, resolve_dtype
+from nanoinfer.loading.loader import load_model, on_meta
 from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import write_adapter
@@ -41,8 +44,8 @@ def test_a_model_has_the_weights_of_its_file(qwen3_path):
 
 
 def test_a_loaded_engine_config_brings_tokenizer_and_end_ids():
-    loaded = load(EngineConfig(model="tiny-gpt2", device="cpu"))
-    assert loaded.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+    loaded, weights = load(EngineConfig(model="tiny-gpt2", device="cpu"))
+    assert weights.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
     assert loaded.tokenizer is not None
     assert loaded.eos_token_ids == loaded.checkpoint.eos_token_ids != frozenset()
 
@@ -50,11 +53,11 @@ def test_a_loaded_engine_config_brings_tokenizer_and_end_ids():
 @pytest.mark.parametrize("settings", [{}, {"lora": "itself"}, {"enable_lora": True}])
 def test_an_adapter_beside_the_weights_is_one_line_in_the_log_unless_adapters_are_asked_for(tmp_path, caplog, settings):
     path = tiny_models.save("qwen3", tmp_path / "model")
-    plain = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True)).model.state_dict()
+    plain = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True))[0].model.state_dict()
     assert not caplog.records
     write_adapter(path, {"model.layers.0.self_attn.q_proj": (64, 48)})
     settings = settings | ({"lora": ((str(path), 1.0),)} if "lora" in settings else {})
-    model = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True, **settings)).model.state_dict()
+    model = load(EngineConfig(model=str(path), device="cpu", enforce_eager=True, **settings))[0].model.state_dict()
     assert all(torch.equal(model[name], plain[name]) for name in plain) == ("lora" not in settings)
     lines = [record.getMessage() for record in caplog.records if "the LoRA adapter in" in record.getMessage()]
     assert len(lines) == (0 if settings else 1)
@@ -62,8 +65,8 @@ def test_an_adapter_beside_the_weights_is_one_line_in_the_log_unless_adapters_ar
 
 
 def test_a_tokenizer_of_another_folder_must_be_there(qwen3_path):
-    assert load(EngineConfig(model=str(qwen3_path), device="cpu")).tokenizer is None
-    assert load(EngineConfig(model=str(qwen3_path), tokenizer="tiny-gpt2", device="cpu")).tokenizer is not None
+    assert load(EngineConfig(model=str(qwen3_path), device="cpu"))[0].tokenizer is None
+    assert load(EngineConfig(model=str(qwen3_path), tokenizer="tiny-gpt2", device="cpu"))[0].tokenizer is not None
     with pytest.raises(CheckpointNotFoundError, match="holds no tokenizer files"):
         load(EngineConfig(model=str(qwen3_path), tokenizer=str(qwen3_path), device="cpu"))
 
@@ -81,7 +84,7 @@ def test_what_needs_no_weights_is_checked_before_they_are_read(changed, options,
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_quantization_is_refused_on_a_gpu(monkeypatch, enforce_eager):
-    monkeypatch.setattr(loader, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(UnsupportedError, match="quantization='int8' runs on a CPU only, got device 'cuda'"):
         load(EngineConfig(model="tiny-qwen3", quantization="int8", enforce_eager=enforce_eager))
 
@@ -155,7 +158,7 @@ def test_a_gpu_must_be_there(monkeypatch):
 def test_the_dtype_is_the_one_that_was_chosen_or_the_checkpoints_if_the_cpu_is_fast_at_it(
     changed, monkeypatch, dtype, own, is_fast, expected
 ):
-    monkeypatch.setattr(loader, "cpu_has_fast_bf16", lambda: is_fast)
+    monkeypatch.setattr(devices, "cpu_has_fast_bf16", lambda: is_fast)
     assert resolve_dtype(dtype, changed(dtype=own), CPU) == expected
 
 

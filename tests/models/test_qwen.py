@@ -5,7 +5,8 @@ import torch
 
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, UnsupportedError
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, layer_windows
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM
+from nanoinfer.models.windows import layer_windows
 from tests.helpers import tiny_models
 
 SIZES = {

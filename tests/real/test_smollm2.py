@@ -8,7 +8,6 @@ import transformers
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_tokenizer, open_weights
 from nanoinfer_lab import verify
 from tests.helpers import http_server, tool_cases
 from tests.real.texts import TEXTS
@@ -36,7 +35,7 @@ def test_every_weight_of_the_file_is_the_gguf_packages(unpacked, gguf_path):
     from tests.real import folders
 
     expected = {name.removeprefix("model."): weight for name, weight in folders.weights_of(unpacked).items()}
-    weights = open_weights(Checkpoint.open(str(gguf_path)))
+    weights = Checkpoint.open(str(gguf_path)).open_weights()
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(weights.read(name), weight), name
@@ -45,7 +44,7 @@ def test_every_weight_of_the_file_is_the_gguf_packages(unpacked, gguf_path):
 def test_the_files_tokenizer_gives_the_ids_of_the_unpacked_one(unpacked, gguf_path):
     from tests.real import folders
 
-    expected, tokenizer = folders.tokenizer_of(unpacked), load_tokenizer(gguf_path.parent, Checkpoint.open(str(gguf_path)).gguf)
+    expected, tokenizer = folders.tokenizer_of(unpacked), Checkpoint.open(str(gguf_path)).load_tokenizer()
     for text in TEXTS:
         assert tokenizer.encode(text) == expected.encode(text).ids, text
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanoinfer.sampling.exponentials import exponentials, log_softmax
+from nanoinfer.features.logprobs.token_logprobs import log_softmax
+from nanoinfer.sampling.exponentials import exponentials
 
 
 @pytest.mark.parametrize("bits", [32, 40])

@@ -1,7 +1,7 @@
 """Blocks: by hand with blocks of two tokens, then a state machine (helpers/block_machine.py)."""
 
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
+from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.block_machine import BlockMachine, check_block_manager
 
@@ -180,11 +180,3 @@ def test_a_sequence_has_its_next_slot_if_allocating_would_change_nothing():
     assert manager.next_slots([child, prompt]) is None  # no block is free
     child.num_computed_tokens -= 1
     assert manager.next_slots([child]) is None  # two new tokens
-
-
-def test_a_sequence_with_windows_has_no_next_slot_that_is_known():
-    manager = BlockManager(num_blocks=8, block_size=2, layout=CacheLayout((None, 4)))
-    seq = sequence([5, 6, 7])
-    run(manager, seq)
-    seq.token_ids.append(8)
-    assert manager.next_slots([seq]) is None

@@ -15,7 +15,11 @@ import pytest
 from tests.helpers.injected import changes_of, check_places, copy_package, injected
 
 ROOT = Path(__file__).parents[2]
-FILES = [f"test_{name}.py" for name in ("block_manager", "kv_groups", "state_slots", "stored_blocks", "scheduler")]
+FILES = [
+    *(f"tests/scheduling/test_{name}.py" for name in ("block_manager", "prefix_index", "scheduler")),
+    *(f"tests/features/hybrid/test_{name}.py" for name in ("kv_groups", "state_slots")),
+    "tests/features/disk_cache/test_stored_blocks.py",
+]
 # file -> what is wrong then, the line or a part of it, and what replaces it
 FAULTS = {
     "scheduling/pool.py": [
@@ -34,15 +38,12 @@ FAULTS = {
     "scheduling/block_manager.py": [
         ("a copied block keeps its reference", "self.blocks.drop([shared])", "pass"),
         ("a shared block is written", "self.blocks.ref_counts[table[index]] > 1:", "self.blocks.ref_counts[table[index]] > 2:"),
-        ("a prefix is not held", "self.blocks.hold(self._blocks_of(prefix))", "pass"),
-        ("a fork holds nothing", "self.blocks.hold(held)", "pass"),
-        ("what a window leaves is freed twice", "table[index:first] = [NO_BLOCK] * (first - index)", "pass"),
-        ("what a window leaves is never free", "self.blocks.drop(released)", "pass"),
-        ("an evicted block is still found", "self.index.remove(key, self.blocks.groups[block])", "self.blocks.forget(block)"),
-        ("what failed stays in the cache", "self.evict(group.ids[key])", "pass"),
-        ("what failed stays in the store", "self.stored.discard(key)", "pass"),
-        ("a freed sequence keeps its tables", "table.clear()", "pass"),
-        ("a prefix needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
+        ("a prefix is not held", "hold(seq.block_table)", "hold([])"),
+        ("a fork holds nothing", "hold(child.block_table)", "hold([])"),
+        ("an evicted block is still found", "self.index.remove(block)", "self.blocks.forget(block)"),
+        ("what failed stays in the cache", "self.evict(self.index.ids[key])", "pass"),
+        ("a freed sequence keeps its table", "seq.block_table.clear()", "pass"),
+        ("a prefix needs no free block", "len(prefix) + num_revived", "len(prefix)"),
         ("a copy needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
         (
             "a decode writes a shared block",
@@ -52,18 +53,41 @@ FAULTS = {
         ("a full block has a slot", "start < len(table) * block_size and", "start <= len(table) * block_size and"),
         ("two tokens are one", "seq.num_pending_tokens != start + 1", "seq.num_pending_tokens < start + 1"),
         ("more blocks are taken than are free", "found.count(False) <= self.num_free_blocks", "True"),
-        ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
     ],
     "scheduling/prefix_index.py": [
         (
             "a block of the same content replaces the other",
+            "self.ids.setdefault(key, block) == block",
+            "self.ids.update({key: block}) is None",
+        ),
+        ("a salt separates nobody", '(cache_salt or "").encode', '"".encode'),
+        ("a key outlives its block", "self.keys.pop(", "self.keys.get("),
+    ],
+    "features/hybrid/prefix_index.py": [
+        (
+            "a block of the same content replaces the other of its group",
             "ids.setdefault(key, block) == block",
             "ids.update({key: block}) is None",
         ),
-        ("a salt separates nobody", '(cache_salt or "").encode', '"".encode'),
+        ("a salt separates nobody with groups", '(cache_salt or "").encode', '"".encode'),
         ("a key outlives its blocks", "del self.keys[pool.contents[removed]]", "pass"),
         ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
         ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
+    ],
+    "features/hybrid/block_manager.py": [
+        (
+            "a shared block of a group is written",
+            "self.blocks.ref_counts[table[index]] > 1:",
+            "self.blocks.ref_counts[table[index]] > 2:",
+        ),
+        ("a prefix of groups is not held", "self.blocks.hold(self._blocks_of(prefix))", "pass"),
+        ("a fork with groups holds nothing", "self.blocks.hold(held)", "pass"),
+        ("what a window leaves is freed twice", "table[index:first] = [NO_BLOCK] * (first - index)", "pass"),
+        ("what a window leaves is never free", "self.blocks.drop(released)", "pass"),
+        ("what failed stays in a group's cache", "self.evict(group.ids[key])", "pass"),
+        ("a freed sequence keeps its tables", "table.clear()", "pass"),
+        ("a prefix of groups needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
+        ("a copy in a group needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
     ],
     "features/hybrid/state_slots.py": [
         (
@@ -82,6 +106,8 @@ FAULTS = {
         ("a state is read from another group", "self.store.find((key, group))", "self.store.find((key, 0))"),
         ("what is hit is not held while others are read", "groups[group].pool.hold([block])", "pass"),
         ("what was read stays held", "groups[group].pool.drop([block])", "pass"),
+        ("what failed stays in the store", "self.stored.discard(key)", "pass"),
+        ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
         (
             "a block is kept under another group",
             "self.store.keep((key, number), group.ids[key])",
@@ -102,9 +128,9 @@ def tree(tmp_path_factory):
     """A folder with a copy of the package and of these tests."""
     folder = tmp_path_factory.mktemp("tree")
     copy_package(folder)
-    shutil.copytree(
-        ROOT / "tests" / "scheduling", folder / "tests" / "scheduling", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
@@ -113,7 +139,7 @@ def run_tests(tree, file=""):
     """Run the tests with the package of a tree, a file's own first, up to one that fails. Returns the finished process."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
-    files = [f"tests/scheduling/{name}" for name in sorted(FILES, key=lambda name: name != f"test_{Path(file).name}")]
+    files = sorted(FILES, key=lambda name: Path(file).parent.name not in name)
     return subprocess.run([*arguments, *files], env=environment, cwd=tree, capture_output=True, text=True)
 
 

@@ -4,15 +4,13 @@ import json
 import shutil
 
 import pytest
-from tokenizers import Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import InputProcessor
 from nanoinfer.errors import CheckpointError, InvalidPromptError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.features.chat.messages import render_chat
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
@@ -109,10 +107,10 @@ def test_a_prompt_with_two_bos_is_told_once(bos_path, caplog):
     inputs, params = InputProcessor(info, Tokenizer.load(bos_path), EngineConfig()), SamplingParams()
     for prompt in ("Once upon a time", "", [BOS, BOS, 5], {"prompt_token_ids": [BOS, BOS]}):
         inputs.prepare(prompt, params)
-    inputs.prepare(inputs.render_chat(LILY), params)
+    inputs.prepare(render_chat(inputs, LILY), params)
     assert not caplog.records
     for _ in range(2):
-        prepared = inputs.prepare(inputs.render_chat(LILY)["prompt"], params)
+        prepared = inputs.prepare(render_chat(inputs, LILY)["prompt"], params)
         assert prepared.prompt_token_ids[:2] == [BOS, BOS]
     assert [record.message for record in caplog.records] == [
         "a prompt begins with <|endoftext|> twice, since the tokenizer adds it to a text that has it; call chat(), or give ids"
@@ -140,25 +138,3 @@ def test_a_users_call_with_truncation_does_not_shorten_later_prompts():
 def test_text_that_is_not_valid_unicode_is_refused():
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         Tokenizer.load(BUNDLED / "tiny-qwen3").encode("\ud800")
-
-
-def test_a_words_forms_are_all_that_the_tokenizer_writes_at_a_word_boundary(tokenizer):
-    spellings = tokenizer.spellings(" kind")  # a space before it is not a part of the word
-    assert spellings == tokenizer.spellings("kind")
-    assert len(spellings) == len(set(spellings))
-    written = {tuple(tokenizer.encode(text)) for text in ("kind", " kind")}
-    assert written == set(spellings)
-    for before in ("a", "a\n", "was", '"', "Hello,"):
-        for space in ("", " ") if not before.isalpha() else (" ",):
-            ids = tokenizer.encode(before + space + "kind")
-            assert any(tuple(ids[-len(spelling) :]) == spelling for spelling in spellings), before
-
-
-def test_a_tokenizer_that_writes_a_space_before_every_text_has_a_spelling_without_it():
-    """Llama's: "kind" is the token "_kind" at the start of a text and after a space, and "kind" after a line break."""
-    vocab = {"<unk>": 0, "\u2581": 1, "\u2581kind": 2, "kind": 3, "\n": 4}
-    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581?kind|\u2581|\n"), "isolated")
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert tokenizer.spellings("kind") == [(2,), (1, 2), (3,)]

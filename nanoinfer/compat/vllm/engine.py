@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nanoinfer import RequestStream
 from nanoinfer.arguments import check_argument_names
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.async_llm import RequestStream
 
 if TYPE_CHECKING:
     from nanoinfer.features.adapters.request import LoRARequest

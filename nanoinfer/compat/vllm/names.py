@@ -2,6 +2,7 @@
 
 from builtins import dict as ReasoningConfig  # LLM(reasoning_config=...) accepts the tags that it knows
 
+from nanoinfer import AsyncLLM as AsyncLLMEngine
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.compat.vllm.placeholders import (
     AttentionConfig,
@@ -19,4 +20,3 @@ from nanoinfer.features.embedding.pooling import (
     ScoringRequestOutput,
 )
 from nanoinfer.features.own_code.logits_processors import VllmConfig
-from nanoinfer.server.async_llm import AsyncLLM as AsyncLLMEngine

@@ -34,11 +34,13 @@ from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
+from nanoinfer.fast.stored import StoredParameter
+from nanoinfer.fast.stored import load as load_stored
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
+from nanoinfer.features.quantization.rounding import check_sizes, quantize_model
 from nanoinfer.features.training.loaded_weights import LoadedWeights
-from nanoinfer.loading.quantization import check_sizes, quantize_model
-from nanoinfer.loading.weights import StoredParameter, fill, progress_bar
+from nanoinfer.loading.weights import progress_bar
 from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory
 
@@ -114,7 +116,7 @@ def _lay_out(fused: FusedLinear, pack: Callable[..., PackedLinear], packs: Packs
         packs[key] = packs.get(key) or pack(fused, kept=packs.kept(fused.linears))
     except UnsupportedError:
         for linear in fused.linears:
-            fill(linear, linear.weight.device)
+            load_stored(linear, linear.weight.device)
         raise
     return packs[key]
 
@@ -153,7 +155,7 @@ def _read_owned(trace: Trace) -> None:
     """Read the parameters that a forward pass uses itself, without a module."""
     for name, value in trace.owned.items():
         if isinstance(value, StoredParameter):
-            trace.owned[name] = value.load(value.device)
+            trace.owned[name] = value.source.load(value.device)
 
 
 def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
@@ -171,7 +173,7 @@ def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
                     if not keeps_plain:
                         table.register_parameter("weight", None)
                     continue
-            fill(table, table.weight.device)
+            load_stored(table, table.weight.device)
 
 
 def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: LoadedWeights) -> None:
@@ -220,7 +222,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig) -> Runtime:
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
         if config.quantization:
             quantize_model(cast(nn.Module, runtime.model), config.quantization)
-        fill(cast(nn.Module, runtime.model), runtime.device)
+        load_stored(cast(nn.Module, runtime.model), runtime.device)
         return runtime
     if type(runtime.backend) is CPUBackend:
         runtime = replace(runtime, backend=kernels)
@@ -234,7 +236,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig) -> Runtime:
     few_layers = compile_with(one_layer_of_each_kind(model, sizes.num_hidden_layers), keeps_plain=True).model
     tried = replace(runtime, model=cast(Model, few_layers))
     is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
-    compiled = compile_with(model, weights=runtime.weights, keeps_plain=drafts)
+    compiled = compile_with(model, weights=cast(LoadedWeights, runtime.weights), keeps_plain=drafts)
     packs.keep()
     runtime = replace(runtime, model=cast(Model, compiled.model), report=compiled)
     if head is not None and isinstance(packed := packs.get(((head,), None)), ScreenedLinear):
@@ -242,7 +244,7 @@ def accelerate_on_cpu(runtime: Runtime, config: EngineConfig) -> Runtime:
     if drafts:
         rounded_to = f"int{config.bits_of_copy}"
         packs, drafter = Packs(model, rounded_to, moments=moments), _drafter_of(model, compiled.model)
-        drafter = compile_model(drafter, rounded_to, weights=runtime.weights, packs=packs).model
+        drafter = compile_model(drafter, rounded_to, weights=cast(LoadedWeights, runtime.weights), packs=packs).model
         packs.keep()
         runtime = replace(runtime, rounded_copy=cast(Model, drafter))
     if compiled.num_plain_linears:

@@ -34,10 +34,12 @@ from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.fast.stored import Identity, StoredParameter, store
+from nanoinfer.features.quantization.rounding import WITHOUT_CALIBRATION, Moments, stored_integers
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.quantization import WITHOUT_CALIBRATION, Moments, stored_integers
-from nanoinfer.loading.weights import StoredParameter, Weights, fill, place_weights, progress_bar
+from nanoinfer.loading.weights import fill, find_sources, progress_bar
 from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
 
@@ -53,16 +55,17 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
 
     All ranks of a model call it together. Raises: UnsupportedError if the user has given a text that cannot be used.
     """
-    shards, ids = runtime.weights.shards, runtime.weights.calibration_ids
+    weights = cast(LoadedWeights, runtime.weights)
+    shards, ids = weights.shards, weights.calibration_ids
     linears = [module.weight for module in cast(nn.Module, runtime.model).modules() if type(module) is nn.Linear]
-    stored = {weight.source: weight.files for weight in linears if isinstance(weight, StoredParameter)}
+    stored = {weight.source.name: weight for weight in linears if isinstance(weight, StoredParameter)}
     moments: Moments = {}
     try:
         are_kept = [stored_integers(weight, 4) is not None for weight in linears]
         if (shards is None or shards.rank == 0) and (ids or not all(are_kept)):
             if any(are_kept):  # a layer in float32 would raise the peak of memory
                 raise UnsupportedError("the checkpoint has integers of 4 bits for some weights")
-            moments = _kept_or_measured(runtime, next(iter(stored.values()), Weights()), compile_with)
+            moments = _kept_or_measured(runtime, next((one.identity for one in stored.values()), None), compile_with)
     except (UnsupportedError, AttributeError, TypeError) as error:  # a model's own code may read more of its layers
         if ids:
             raise UnsupportedError(f"calibration cannot be used: {error}; or leave it out") from error
@@ -74,14 +77,15 @@ def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
     size = int(shards.gather(torch.tensor([len(sent)]))[0])
     first = shards.gather(F.pad(sent, (0, size - len(sent))))[0]  # a negative padding cuts
     whole: Moments = torch.load(io.BytesIO(first.numpy().tobytes()))
-    return {name: stored[name].inputs(name, values) for name, values in whole.items() if name in stored}
+    return {name: shards.inputs_of(stored[name].source, values) for name, values in whole.items() if name in stored}
 
 
-def _kept_or_measured(runtime: Runtime, files: Weights, compile_with: Compile) -> Moments:
-    origin, ids = runtime.weights.origin, runtime.weights.calibration_ids
-    if origin is None or files.identity is None or not KeptArrays.are_possible:
+def _kept_or_measured(runtime: Runtime, identity: Identity | None, compile_with: Compile) -> Moments:
+    weights = cast(LoadedWeights, runtime.weights)
+    origin, ids = weights.origin, weights.calibration_ids
+    if origin is None or identity is None or not KeptArrays.are_possible:
         raise UnsupportedError("moments are kept for checkpoints without merged adapters, on Linux and macOS")
-    file = KeptArrays(files.identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
+    file = KeptArrays(identity._replace(part=(0, 1)), "moments", (), repr(ids).encode())
     if file.arrays:
         return {name: array.view(torch.float32) for name, [array] in file.arrays.items()}
     try:
@@ -99,9 +103,9 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
     """Read ids, or random ones if there are none, with the checkpoint's whole model. runtime: the sizes of its cache."""
     moments: dict[str, Tensor] = {}
     model, files = on_meta(Checkpoint.open(engine.model, engine.revision))
-    place_weights(model, files, model.weight_rules, torch.float32)
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    fill(model, torch.device("cpu"), kept=tables)
+    sources = find_sources(model, files, torch.float32)
+    store(model, sources, {module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)})
+    fill(model, sources, torch.device("cpu"))
     compiled = partial(compile_with, pack=partial(_MeasuredLinear, moments=moments))
 
     def compute(layer: nn.Module, *given: Any) -> Any:
@@ -112,14 +116,14 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
         return out
 
     def measure_head(head: Any, x: Hidden) -> Tensor:
-        sums = moments[head.weight.source] = torch.zeros(head.in_features)
+        sums = moments[head.weight.source.name] = torch.zeros(head.in_features)
         for row in x:  # torch's sum has another order on other processors
             sums += row * row
         return x.new_zeros(()).expand(len(x), head.out_features)  # nobody reads the logits
 
     for owner, name, module in [(one, *child) for one in model.modules() for child in one.named_children()]:
         if isinstance(module, nn.Embedding):
-            read: Any = cast(StoredParameter, module.weight).read
+            read: Any = cast(StoredParameter, module.weight).source.read
             setattr(owner, name, _Calls(module, lambda x, read=read: torch.cat([read(slice(i, i + 1)) for i in x.tolist()])))
         elif f"{name}.weight" == model.weight_rules.head:
             setattr(owner, name, _Calls(module, partial(measure_head, module)))
@@ -148,7 +152,7 @@ class _MeasuredLinear(PackedLinear):
     def __init__(self, fused: FusedLinear, moments: dict[str, Tensor], **options: Any) -> None:
         super().__init__(fused, **options)
         self._sums = torch.zeros(self.num_in)
-        moments |= {cast(StoredParameter, linear.weight).source: self._sums for linear in fused.linears}
+        moments |= {cast(StoredParameter, linear.weight).source.name: self._sums for linear in fused.linears}
 
     def call(self, **slices: Any) -> KernelCall:
         arguments = MeasuredCall(inner := super().call(**slices), self._sums.data_ptr())

@@ -36,8 +36,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.threads import one_torch_thread
-from nanoinfer.loading.quantization import Moments
-from nanoinfer.loading.weights import Identity, StoredParameter
+from nanoinfer.fast.stored import Identity, StoredParameter
+from nanoinfer.features.quantization.rounding import Moments
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Packs(dict[tuple[tuple[nn.Linear, ...], str | None], PackedLinear]):
         self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         weights = [module.weight for module in self._paths if type(module) is nn.Linear]
         stored = [weight for weight in weights if isinstance(weight, StoredParameter)]
-        identity = stored[0].files.identity if stored and len(stored) == len(weights) else None
+        identity = stored[0].identity if stored and len(stored) == len(weights) else None
         self._file = None
         if identity is not None and KeptArrays.are_possible:
             layout = stored[0].dtype, quantization, screened is not None
@@ -200,8 +200,9 @@ def _made_from(version: str, more: bytes) -> str:
     """Return a digest of all that decides the bytes of packed arrays. version: the checkpoint's. more: what else decides."""
     here = Path(__file__).parent
     package = here.parents[1]
-    paths = [*(package / "loading").rglob("*.py"), package / "distributed" / "sharding.py", *here.glob("*.py")]
-    paths += [*here.glob("*.cpp"), *here.glob("*.h")]
+    paths = [path for name in ("formats", "quantization") for path in (package / "features" / name).glob("*.py")]
+    paths += [*(package / "loading").rglob("*.py"), package / "features" / "distributed" / "sharding.py"]
+    paths += [here.parent / "stored.py", *here.glob("*.py"), *here.glob("*.cpp"), *here.glob("*.h")]
     what = version, native.find_target(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     return _digest(repr(what).encode(), more, *(path.read_bytes() for path in sorted(paths))).decode()
 

@@ -1,6 +1,6 @@
 """Linear layers on a CPU in 8 and 4 bits, computed by quantized_linear.cpp.
 
-In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py rounds.
+In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. features/quantization rounds.
 
 With one row, a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. With many
 rows it takes the time of the products, so activations are rounded to 8 bits too: for each row and group, x = scale * integer in
@@ -30,8 +30,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear, write_outputs
 from nanoinfer.fast.cpu.program import KernelCall, Program, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.loading.quantization import Moments, quantize, quantized, stored_integers
-from nanoinfer.loading.weights import QuantizedWeight, StoredParameter
+from nanoinfer.fast.stored import StoredParameter
+from nanoinfer.features.quantization.rounding import Moments, QuantizedWeight, quantize, quantized, stored_integers
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 
@@ -65,7 +65,7 @@ class PackedQuantizedLinear(PackedLinear):
         moments: Moments | None = None,
     ) -> None:
         self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
-        known = (moments or {}).get(first.source) if isinstance(first, StoredParameter) else None
+        known = (moments or {}).get(first.source.name) if isinstance(first, StoredParameter) else None
         self._in_four_bits = None if known is None else partial(rounded, moments=known)
         super().__init__(fused, kept)
 

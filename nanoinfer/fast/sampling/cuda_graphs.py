@@ -18,7 +18,8 @@ from torch import Tensor
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraphs, capture_sizes
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
-from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.sampler import HeadRows
 
 MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
 

@@ -29,8 +29,8 @@ from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_ker
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
-from nanoinfer.sampling.routes import HeadRows, Route
-from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
+from nanoinfer.sampling.routes import STAGES_FROM_TEMPERATURE, Route
+from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature, RequestOptions, unread
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, RequestFeature, unread
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
@@ -30,8 +30,8 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, shape_of
 from nanoinfer.features.adapters.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import Shards
-from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.process import available_cpu_memory
 
 
@@ -101,7 +101,7 @@ class Adapters(RequestFeature):
         self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
         self._indices: OrderedDict[str, int] = OrderedDict()  # digest -> adapter index, the least recently used first
 
-    def prepare(self, prepared: PreparedRequest, options: RequestOptions) -> PreparedRequest:
+    def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         request = options.pop("lora_request", None)
         return prepared if request is None else self.get(request).added_to(prepared)
 

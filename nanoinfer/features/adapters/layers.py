@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import HookInKernels
-from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.system.transfer import integers_on_device
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
-from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_file, first_ten, locate, read_json
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, first_ten, shown
+from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_file, locate, read_json
 from nanoinfer.loading.weights import DerivedWeights, TensorInfo, WeightFiles, Weights
 from nanoinfer.models.registry import WeightRules
 

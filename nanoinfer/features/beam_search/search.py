@@ -22,6 +22,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanoinfer.features.logprobs.token_logprobs import Report, ReportingSampler, TokenLogprobs
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ class BeamSearch:
         engine.check_accepting()
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # the blocks that other requests leave free
-        self._sampler = Sampler()  # without the engine's logprobs_mode, which may ask for other numbers
+        self._sampler = ReportingSampler(Sampler())  # without the engine's logprobs_mode, which may ask for other numbers
         self._searches = []
         sampling_params = SamplingParams(temperature=0.0, detokenize=False)
         for index, prompt in enumerate(as_list(prompts)):
@@ -174,7 +175,7 @@ class _PromptSearch:
             self.is_done, self.finished = True, []
             return
         num_generated = self.beams[0].num_output_tokens + 1
-        top = [output.logprobs[0] for output in outputs]  # for each beam, at least the best num_candidates
+        top = [_logprobs_of(output) for output in outputs]  # for each beam, at least the best num_candidates
         token_ids = np.concatenate([logprobs.ids for logprobs in top])
         origins = np.repeat(np.arange(len(top)), [len(logprobs.ids) for logprobs in top])
         totals = np.concatenate([np.array(logprobs.values, np.float32) for logprobs in top]) + self.scores[origins]
@@ -236,3 +237,10 @@ class _PromptSearch:
             children.append(child)
         self.free(engine)
         self.beams = children
+
+
+def _logprobs_of(output: SequenceOutput) -> TokenLogprobs:
+    [report] = output.reports
+    logprobs = report.logprobs if isinstance(report, Report) else None
+    assert logprobs is not None, "the beam asks for them"
+    return logprobs

@@ -33,7 +33,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Open
 
 
 def render_chat(
-    tokenizer: Tokenizer | None,
+    inputs: InputProcessor,
     messages: object,
     *,
     chat_template: str | None = None,
@@ -47,8 +47,9 @@ def render_chat(
     """Render one conversation as a prompt. It ends with answer_begin, the beginning of the answer.
 
     The tokenizer's EOS ends the answer, besides the model's EOS ids, if the template writes it.
-    The other arguments are those of LLM.chat, and max_tokens as in Tokenizer.encode.
+    The other arguments are those of LLM.chat, and max_tokens as in Tokenizer.encode. None: the model's length.
     """
+    tokenizer = inputs.tokenizer
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
     if tokenizer is None:
         raise InvalidPromptError("no tokenizer is loaded, so there is no chat template; use token ids")
@@ -84,7 +85,7 @@ def render_chat(
     )
     text += answer_begin
     # The template has written all special tokens, so `encode` must not add them a second time.
-    ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+    ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens or inputs.max_model_len)
     prompt: ChatPrompt = {"prompt": text, "prompt_token_ids": ids}
     end = tokenizer.hf.eos_token
     end_id = None if end is None else tokenizer.backend.token_to_id(end)
@@ -117,12 +118,12 @@ def render_chats(
         with with_prompt_index(index):
             check_params(given)
             arguments = {"tools": None if tool_choice == "none" else schemas, **rendering}
-            prompt = inputs.render_chat(chat, **arguments)
+            prompt = render_chat(inputs, chat, **arguments)
             form = given.structured_outputs
             if must_call or (form is not None and form.grammar is not None):
                 form = None
             if form is not None and (begun := begun_message(prompt["prompt"] or "")) and not begun[1]:
-                prompt = inputs.render_chat(chat, **arguments, answer_begin=FINAL)
+                prompt = render_chat(inputs, chat, **arguments, answer_begin=FINAL)
             prompts.append(prompt)
             text = prompt["prompt"] or ""
             assert inputs.tokenizer is not None, "it has rendered the prompt"

@@ -35,12 +35,13 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedErro
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.fast.stored import pieces_of
 from nanoinfer.features.disk_cache.stored_blocks import Entry
+from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.tables import tables_of
+from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import Shards
-from nanoinfer.loading.quantization import QuantizedLinear
-from nanoinfer.loading.weights import pieces_of
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
@@ -265,12 +266,12 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
     seq = Sequence("probe", [i % info.vocab_size for i in range(num)], SamplingParams(), seed=0, max_num_tokens=num)
     layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
-    manager = BlockManager(info.num_blocks, info.block_size, layout=layout)
+    manager = HybridBlockManager(info.num_blocks, info.block_size, layout=layout)
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
-    places += [] if runner.cache.states is None else [seq.state_writes[num]]
+    places += [] if runner.cache.states is None else [tables_of(seq).state_writes[num]]
     probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)

@@ -25,7 +25,8 @@ from nanoinfer.features.distributed.communicator import Communicator, create_sha
 from nanoinfer.features.distributed.runner import LeadingShards, Workers
 from nanoinfer.features.distributed.sharding import check_shards
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.devices import resolve_device, resolve_dtype
 from nanoinfer.system.helper_process import start_python
 from nanoinfer.system.process import log_once
 

@@ -32,7 +32,8 @@ from nanoinfer.features.distributed import split_sampling
 from nanoinfer.features.distributed.communicator import Communicator, RankLostError
 from nanoinfer.features.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.system.transfer import on_device
 
 REPORT_SECONDS = 3.0  # the longest wait for a worker's last report

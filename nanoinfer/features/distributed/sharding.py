@@ -14,7 +14,7 @@ Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.features.distributed.communicator import Communicator
-from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
+from nanoinfer.loading.weights import DerivedWeights, Source, TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.gpt_oss import GptOssExperts, GptOssForCausalLM
@@ -126,6 +126,10 @@ class Shards:
     def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights:
         """Return this rank's part of the whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
+
+    def inputs_of(self, source: Source, values: Tensor) -> Tensor:
+        """Return, of values for each input of a matrix in the checkpoint, those of the inputs that this rank has."""
+        return cast(ShardedWeights, source.files).inputs(source.name, values)
 
     def shard_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """Return this rank's part of an adapter's update of a layer: A's columns for a row layer, otherwise B's rows."""

@@ -17,7 +17,8 @@ from nanoinfer.features.drafts.draft_model import DraftModelProposer, QuantizedP
 from nanoinfer.features.drafts.mtp import MTPProposer, load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
-from nanoinfer.loading.loader import Loaded, load
+from nanoinfer.load import load
+from nanoinfer.loading.loader import Loaded
 from nanoinfer.models.registry import Model
 
 
@@ -31,7 +32,7 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
         return load_module(target)
     if (name := speculative.model) is None:
         return None
-    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    draft, _ = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
     ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
     hint = "choose a draft model of the same family"
     if theirs != ours:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution.local_executor import LocalExecutor
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
+from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.tables import NAME, HybridTables, tables_of
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -85,7 +86,7 @@ class DraftModelProposer(DrafterProposer):
         super().__init__(executor)
         info = executor.info
         layout = CacheLayout(info.windows, config.chunk_grid)
-        self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False, layout=layout)
+        self.block_manager = HybridBlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False, layout=layout)
         self._max_model_len, self._config = info.max_model_len, config
 
     def forget(self, seq: Sequence) -> None:
@@ -138,18 +139,19 @@ class QuantizedProposer(DrafterProposer):
         draft_seq = self._draft_seqs.get(seq) or self._new_draft_seq(seq)
         draft_seq.token_ids, draft_seq.extras = list(seq.token_ids), seq.extras
         draft_seq.num_computed_tokens = seq.num_computed_tokens
-        draft_seq.block_table, draft_seq.more_block_tables = seq.block_table, seq.more_block_tables
-        draft_seq.state_slot, draft_seq.state_writes = seq.state_slot, {}
-        if seq.state_writes:  # into the slot of the last draft, since the step reads the sequence's own
-            *_, slot = seq.state_writes.values()
-            draft_seq.state_writes = {draft_seq.num_computed_tokens + 1: slot}
+        draft_seq.block_table = seq.block_table
+        if NAME in seq.extras:
+            writes, record = tables_of(seq).state_writes, replace(tables_of(seq), state_writes={})
+            if writes:  # into the slot of the last draft, since the step reads the sequence's own
+                record.state_writes = {draft_seq.num_computed_tokens + 1: [*writes.values()][-1]}
+            draft_seq.extras = {**seq.extras, NAME: record}
         return draft_seq
 
     def _plan(self, drafts: list[Draft]) -> StepPlan:
         for draft in drafts:
-            draft_seq = draft.seq
-            if draft_seq.num_computed_tokens in draft_seq.state_writes:
-                draft_seq.state_slot = draft_seq.state_writes[draft_seq.num_computed_tokens]
-                draft_seq.state_writes = {draft_seq.num_computed_tokens + 1: draft_seq.state_slot}
+            num_computed_tokens, record = draft.seq.num_computed_tokens, draft.seq.extras.get(NAME)
+            if isinstance(record, HybridTables) and num_computed_tokens in record.state_writes:
+                record.state_slot = record.state_writes[num_computed_tokens]
+                record.state_writes = {num_computed_tokens + 1: record.state_slot}
         scheduled = tuple(ScheduledSequence(draft.seq, 1) for draft in drafts)
         return StepPlan(scheduled, rows_of(scheduled))

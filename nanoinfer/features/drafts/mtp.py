@@ -26,8 +26,8 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.draft_model import Draft, DraftModelProposer
 from nanoinfer.features.hybrid.qwen_next import Qwen3_5ForCausalLM, QwenNextConfig, QwenNextDecoderLayer
 from nanoinfer.features.training.loaded_weights import LoadedWeights
-from nanoinfer.loading.loader import Loaded, open_weights
-from nanoinfer.loading.weights import fill, place_weights
+from nanoinfer.loading.loader import Loaded
+from nanoinfer.loading.weights import fill, find_sources
 from nanoinfer.models.layers import Hidden, Ids, ZeroCentredRMSNorm
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.registry import Model, WeightRules
@@ -86,7 +86,7 @@ def load_module(target: Loaded) -> Model:
     model, hint = target.model, "use method 'ngram', or 'draft_model' with a smaller model"
     if not isinstance(model, Qwen3_5ForCausalLM):
         raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {hint}")
-    weights, rules = open_weights(target.checkpoint), QwenNextDrafter.weight_rules
+    weights, rules = target.checkpoint.open_weights(), QwenNextDrafter.weight_rules
     if not any(name.startswith(rules.prefix) for name in weights):
         raise UnsupportedError(
             f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
@@ -95,8 +95,7 @@ def load_module(target: Loaded) -> Model:
     with torch.device("meta"):
         module = QwenNextDrafter(model.config)
     weight = next(model.parameters())
-    place_weights(module, weights, rules, weight.dtype)
-    fill(module, weight.device)
+    fill(module, find_sources(module, weights, weight.dtype), weight.device)
     return cast(Model, module.to(weight.device).eval())
 
 

@@ -37,13 +37,13 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.execution.executor import PromptReader
+from nanoinfer.features import LoadedLLM
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.scheduling.step_plan import PromptRows
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.llm import LLM
-    from nanoinfer.sampling.routes import HeadRows
+    from nanoinfer.sampling.sampler import HeadRows
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # the default of rerankers
 _BEFORE = (
@@ -124,7 +124,7 @@ class ScoringRequestOutput(PoolingRequestOutput):
 
 
 def embed(
-    llm: "LLM", prompts: PromptType | Sequence[PromptType], params: PoolingParams, use_tqdm: bool
+    llm: LoadedLLM, prompts: PromptType | Sequence[PromptType], params: PoolingParams, use_tqdm: bool
 ) -> list[EmbeddingRequestOutput]:
     """Compute the embedding of each text, as LLM.embed does."""
     prepared = reading.prepare_all(prompts, partial(Pooler(llm).prepare, params=params))
@@ -137,7 +137,7 @@ def embed(
 
 
 def score(
-    llm: "LLM",
+    llm: LoadedLLM,
     queries: str | Sequence[str],
     documents: str | Sequence[str],
     params: PoolingParams,
@@ -259,7 +259,7 @@ def _mode(settings: dict[str, object], path: Path) -> str:
 class Pooler:
     """Prepares texts for one LLM. It may be called by any thread."""
 
-    def __init__(self, llm: "LLM") -> None:
+    def __init__(self, llm: LoadedLLM) -> None:
         """Read what the checkpoint asks for. Raises: the errors of Pooling.of."""
         engine: Any = llm.engine  # its executor is a LocalExecutor
         self.pooling = Pooling.of(llm.checkpoint)

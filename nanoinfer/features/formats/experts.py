@@ -28,7 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanoinfer.loading.weights import DerivedWeights, QuantizedWeight, TensorInfo, Weights
+from nanoinfer.features.quantization.rounding import HasIntegers, QuantizedWeight
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _POWERS = torch.tensor([2.0 ** (scale - 127) for scale in range(256)])  # torch.ldexp may be off by a rounding
@@ -95,7 +96,9 @@ class ExpertWeights(DerivedWeights):
         return (tensor.T if is_transposed else tensor)[outputs][rows]
 
     def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
-        return None if name in self._sources else self.base.integers(name, rows)
+        if not isinstance(self.base, HasIntegers) or name in self._sources:
+            return None
+        return self.base.integers(name, rows)
 
 
 def _scales_of(name: str) -> str:

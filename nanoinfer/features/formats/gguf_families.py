@@ -7,15 +7,22 @@ Source: gguf/constants.py and convert_hf_to_gguf.py of https://github.com/ggml-o
 
 import re
 import struct
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from nanoinfer.errors import CheckpointError, UnsupportedError, WeightsError, shown
-from nanoinfer.features.formats.gguf import GGUFFile
-from nanoinfer.loading.checkpoint import first_ten
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, first_ten, shown
+from nanoinfer.features.formats.gguf import GGUFFile, read_gguf
+from nanoinfer.loading.checkpoint import Checkpoint, check_file
+from nanoinfer.loading.folders import list_folder
 from nanoinfer.models.registry import MODELS
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
+
+if TYPE_CHECKING:
+    from nanoinfer.features.formats.gguf_weights import GGUFWeights
+    from nanoinfer.tokenization.tokenizer import Tokenizer
 
 # general.architecture -> architecture in config.json
 _ARCHITECTURES = {
@@ -108,6 +115,44 @@ _ROPE = {"dimension_count", "dimension_count_swa", "dimension_sections", "freq_b
 _ROPE |= {f"scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned", *_YARN)}
 # Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, the largest of which is `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class GGUFCheckpoint(Checkpoint):
+    """A checkpoint in one GGUF file. file: its header."""
+
+    file: GGUFFile = field(kw_only=True)
+
+    @classmethod
+    def read(cls, path: Path, model: str) -> Self:
+        """Read the header of a file, or of the only GGUF file in a folder."""
+        if path.is_dir():
+            names = sorted(name for name in list_folder(path) if name.endswith(".gguf"))
+            if len(names) > 1:
+                raise CheckpointNotFoundError(f"{path} holds {first_ten(names)}; give the path of one of them")
+            path /= names[0]
+        check_file(path)
+        file = read_gguf(path)
+        return cls(path, to_config(file), to_generation_config(file), [path], file=file)
+
+    @property
+    def config_path(self) -> Path:
+        return self.path
+
+    def open_weights(self) -> "GGUFWeights":
+        from nanoinfer.features.formats.gguf_weights import GGUFWeights
+
+        return GGUFWeights(self.file)
+
+    def load_tokenizer(self) -> "Tokenizer | None":
+        return self.tokenizer_of(self.path, self.file)
+
+    @staticmethod
+    def tokenizer_of(path: Path, file: GGUFFile | None = None) -> "Tokenizer | None":
+        """Load the tokenizer of a file. file: its header. None: not read yet."""
+        from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
 
 
 def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, NanoinferError, UnsupportedError, first_line, shown
-from nanoinfer.tokenization.tokenizer import Tokenizer, add_ends, panics_raised
+from nanoinfer.loading.tokenizer_files import add_ends
+from nanoinfer.tokenization.tokenizer import Tokenizer, panics_raised
 
 if TYPE_CHECKING:
     import tokenizers

@@ -19,7 +19,8 @@ from nanoinfer.errors import WeightsError, shown
 from nanoinfer.features.formats.experts import unpack_fp4
 from nanoinfer.features.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.features.formats.gguf_families import WITH_STATES, parameter_name
-from nanoinfer.loading.weights import FLOAT_DTYPES, QuantizedWeight, TensorInfo, Weights
+from nanoinfer.features.quantization.rounding import QuantizedWeight
+from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, Weights
 from nanoinfer.system.pages import release_pages
 
 _GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
-from nanoinfer.loading.weights import DerivedWeights, QuantizedWeight, TensorInfo, Weights
+from nanoinfer.features.quantization.rounding import QuantizedWeight
+from nanoinfer.loading.weights import DerivedWeights, TensorInfo, Weights
 
 _FLOATS = ("F16", "BF16", "F32")  # of scales
 _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)

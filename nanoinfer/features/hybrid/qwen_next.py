@@ -36,7 +36,6 @@ class QwenNextConfig(QwenMoeConfig):
         linear_num_key_heads: the number of key heads in a layer with a state. Each serves equally many value heads.
     """
 
-    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
     layer_types: tuple[str, ...]
     rotary_dim: int
     linear_num_key_heads: int
@@ -67,7 +66,7 @@ class QwenNextConfig(QwenMoeConfig):
             raise CheckpointError(
                 f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(share)}"
             )
-        linear = {name: config[name] for name in cls.__annotations__ if name.startswith("linear_")}
+        linear = {name: config[name] for name in QwenNextConfig.__annotations__ if name.startswith("linear_")}
         num_key_heads, num_value_heads = linear["linear_num_key_heads"], linear["linear_num_value_heads"]
         if num_value_heads % num_key_heads:
             raise CheckpointError(
@@ -88,6 +87,12 @@ class QwenNextConfig(QwenMoeConfig):
             decoder_sparse_step=of_next.get("decoder_sparse_step", 1),
             mlp_only_layers=tuple((of_next.get("mlp_only_layers") or ()) if has_experts else range(num_layers)),
         )
+
+    def make_norm(self, size: int) -> RMSNorm:
+        return ZeroCentredRMSNorm(size, self.rms_norm_eps)
+
+    def make_layer(self, layer: int) -> "QwenNextDecoderLayer":
+        return QwenNextDecoderLayer(self, layer)
 
     @property
     def num_attention_layers(self) -> int:
@@ -195,12 +200,17 @@ class Qwen3NextDecoderLayer(QwenNextDecoderLayer):
     delta_net = GatedDeltaNetOfNext
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(QwenNextConfig):
+    def make_layer(self, layer: int) -> Qwen3NextDecoderLayer:
+        return Qwen3NextDecoderLayer(self, layer)
+
+
 class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
     Config = QwenNextConfig
     weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
-    layer_class = QwenNextDecoderLayer
     supports_cuda_graph = False  # Python code advances the state of each sequence
 
     def __init__(self, config: QwenNextConfig) -> None:
@@ -209,4 +219,4 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
-    layer_class = Qwen3NextDecoderLayer
+    Config = Qwen3NextConfig

@@ -1,6 +1,6 @@
 """Assign state slots to sequences, for models whose layers keep a state instead of keys and values.
 
-A BlockManager calls it with the sequences to which it gives blocks for the layers with attention.
+A HybridBlockManager calls it with the sequences to which it gives blocks for the layers with attention.
 
 A block holds keys and values of certain tokens, and a state sums up all tokens so far. So a prefix can be continued only where
 its state was kept: a checkpoint, at the end of a block. A hit is the longest cached prefix that ends at a checkpoint. A step
@@ -20,31 +20,31 @@ A slot that a step leaves is released by the next allocate of its sequence (_set
 writes to it while it is still being read.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from nanoinfer.scheduling.pool import NO_BLOCK
-from nanoinfer.scheduling.prefix_index import PrefixIndex
+from nanoinfer.features.hybrid.prefix_index import HybridIndex
+from nanoinfer.features.hybrid.tables import NO_SLOT, HybridTables, tables_of
 from nanoinfer.scheduling.sequence import Sequence
 
-if TYPE_CHECKING:
-    from nanoinfer.features.disk_cache.stored_blocks import StoredBlocks
-
-NO_SLOT = NO_BLOCK  # the slot of a sequence without a computed token
 WINDOW = 2  # the window of the states' group: a query reaches only the token before it, so a prefix needs only its end
 
 
 class StateSlots:
-    """Owns the last cache group of a prefix index, every Sequence.state_slot and every Sequence.state_writes."""
+    """Owns the last cache group of a prefix index, and the state slots in the HybridTables of each sequence.
 
-    def __init__(self, index: PrefixIndex, stored: "StoredBlocks | None" = None) -> None:
-        """stored: receives checkpoints that leave the memory. None: they are dropped."""
-        self._index, self._stored, self._number = index, stored, len(index.groups) - 1
+    Attributes:
+        before_drop: called with the key of a checkpoint before the checkpoint leaves the memory.
+    """
+
+    def __init__(self, index: HybridIndex) -> None:
+        self._index, self._number = index, len(index.groups) - 1
         self.pool, self._ids = index.groups[-1].pool, index.groups[-1].ids
+        self.before_drop: Callable[[bytes], object] = lambda key: None
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        num_missing = len(_unknown(seq, num_new_tokens))
-        slot = seq.state_writes.get(seq.num_computed_tokens, seq.state_slot)
-        if slot == seq.state_slot and seq.state_writes.keys() - {seq.num_computed_tokens}:
+        num_missing, record = len(_unknown(seq, num_new_tokens)), tables_of(seq)
+        slot = record.state_writes.get(seq.num_computed_tokens, record.state_slot)
+        if slot == record.state_slot and record.state_writes.keys() - {seq.num_computed_tokens}:
             pass  # allocate has already been called for this step
         elif slot == NO_SLOT or self.pool.ref_counts[slot] > 1:
             num_missing += 1
@@ -55,68 +55,68 @@ class StateSlots:
     def share(self, slot: int, seq: Sequence) -> None:
         """Let a sequence begin with the state in this slot."""
         self.pool.hold([slot])
-        seq.state_slot = slot
+        tables_of(seq).state_slot = slot
 
     def allocate(self, seq: Sequence, num_new_tokens: int, *, keeps: bool) -> None:
         """Take the slots that a step writes: after its known tokens, after each further one, for a checkpoint if `keeps`."""
-        self._settle(seq)
+        record = self._settle(seq)
         start, unknown = seq.num_computed_tokens, _unknown(seq, num_new_tokens)
         end = start + num_new_tokens - len(unknown)
         of_unknown = {position: self.take() for position in unknown}
-        writes = {end: self._slot_to_write(seq)} | of_unknown
+        writes = {end: self._slot_to_write(record.state_slot)} | of_unknown
         boundary = end - end % self._index.block_size
         if start < boundary < end and keeps and self.pool.num_free:
             writes = {boundary: self.take()} | writes
-        seq.state_writes = writes
+        record.state_writes = writes
 
     def cache_finished(self, seq: Sequence, num_tokens: int) -> None:
         """Add the states at the ends of the sequence's cached blocks to the prefix index."""
-        for position, slot in seq.state_writes.items():
+        for position, slot in tables_of(seq).state_writes.items():
             num_blocks, rest = divmod(position, self._index.block_size)
             if rest or position > num_tokens or num_blocks > len(seq.prefix_keys):
                 continue
             block = self._index.further(seq.prefix_keys[: num_blocks - 1], seq.token_ids, position, seq.cache_salt)
-            if self._index.enter([*block], self._number, [slot]):
+            if self._index.enter([*block], [slot], self._number):
                 before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_SLOT)
                 if position - self._index.block_size > len(seq.prompt_token_ids) and before in self.pool.reusable:
                     # While a text grows, only its newest checkpoint is useful, so the previous checkpoint is reused first.
                     self.pool.reusable.move_to_end(before, last=False)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        self._settle(parent)
-        self.share(parent.state_slot, child)
+        self.share(self._settle(parent).state_slot, child)
 
     def free(self, seq: Sequence) -> None:
-        slots = dict.fromkeys((seq.state_slot, *seq.state_writes.values()))
+        record = tables_of(seq)
+        slots = dict.fromkeys((record.state_slot, *record.state_writes.values()))
         self.pool.drop([slot for slot in slots if slot != NO_SLOT])
-        seq.state_slot, seq.state_writes = NO_SLOT, {}
+        record.state_slot, record.state_writes = NO_SLOT, {}
 
     def forget(self, key: bytes) -> None:
         """Drop the checkpoint with this key, if it exists."""
         if key in self._ids:
-            self._index.remove(key, self._number)
+            self._index.remove_from(self._number, key)
 
     def take(self) -> int:
         """Take a free slot. If none is empty, drop the least recently used checkpoint."""
         if not self.pool.empty:
             key = self._index.keys[self.pool.contents[next(iter(self.pool.reusable))]]
-            if self._stored is not None:
-                self._stored.keep(key)
+            self.before_drop(key)
             self.forget(key)
         return self.pool.take()
 
     # ---- inside
 
-    def _settle(self, seq: Sequence) -> None:
+    def _settle(self, seq: Sequence) -> HybridTables:
         """Keep the slot with the state after the sequence's computed tokens, and release the other slots of its last step."""
-        current = seq.state_writes.pop(seq.num_computed_tokens, seq.state_slot)
-        slots = dict.fromkeys((seq.state_slot, *seq.state_writes.values()))  # each slot once, in a defined order
+        record = tables_of(seq)
+        current = record.state_writes.pop(seq.num_computed_tokens, record.state_slot)
+        slots = dict.fromkeys((record.state_slot, *record.state_writes.values()))  # each slot once, in a defined order
         self.pool.drop([slot for slot in slots if slot not in (current, NO_SLOT)])
-        seq.state_slot, seq.state_writes = current, {}
+        record.state_slot, record.state_writes = current, {}
+        return record
 
-    def _slot_to_write(self, seq: Sequence) -> int:
-        """Return the slot for the sequence's next state: its own, unless a checkpoint or another sequence shares it."""
-        slot = seq.state_slot
+    def _slot_to_write(self, slot: int) -> int:
+        """Return the slot for a sequence's next state: its own, unless a checkpoint or another sequence shares it."""
         if slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (self.pool.contents[slot] and self.pool.num_free):
             return self.take()
         if self.pool.contents[slot]:

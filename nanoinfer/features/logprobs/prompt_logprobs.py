@@ -5,20 +5,19 @@ In: the hidden rows of a prompt, as steps compute them. Out: RequestOutput.promp
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.request import with_token_texts
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.outputs import LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.step_plan import PromptRows
-from nanoinfer.tokenization.detokenizer import Detokenizer
+from nanoinfer.tokenization.detokenizer import Detokenizer, NoText
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.sampling.routes import HeadRows
+    from nanoinfer.sampling.sampler import HeadRows
 
 PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time: 16 MB
 
@@ -39,11 +38,11 @@ class PromptLogprobsReader(PromptReader):
         """tokenizer: makes the texts of the entries. None: they have no texts."""
         self.positions: list[LogprobsOnePosition | None] = [None]
         self._num_top, self._temperature = num_top, temperature
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
+        self._detokenizer = NoText() if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
 
     def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         """Read the rows before the prompt's last that were not read before a preemption, a limited number at a time."""
-        from nanoinfer.sampling.logprobs import token_logprobs
+        from nanoinfer.features.logprobs.token_logprobs import token_logprobs
         from nanoinfer.sampling.stages import divided
 
         token_ids, first = chunk.sequence.prompt_token_ids, chunk.start - chunk.position  # first: the row of position 0
@@ -54,9 +53,8 @@ class PromptLogprobsReader(PromptReader):
                 logits = divided(logits, logits.new_full((len(logits),), self._temperature))
             following = token_ids[len(self.positions) : len(self.positions) + len(logits)]
             for entry in token_logprobs(logits, following, [self._num_top] * len(logits)):
-                if self._detokenizer is not None:
-                    self._detokenizer.push(token_ids[len(self.positions) - 1])
-                self.positions.append(with_token_texts(entry, self._detokenizer))
+                self._detokenizer.push(token_ids[len(self.positions) - 1])
+                self.positions.append(entry.with_texts(self._detokenizer))
 
     def complete(self, output: RequestOutput) -> None:
         output.prompt_logprobs = self.positions

@@ -106,8 +106,6 @@ class EngineMetrics(Observer):
             ),
             *(buckets.histogram(f"vllm:{name}") for name, buckets in self._histograms.items()),
         ]
-        if manager.stored is not None:
-            metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nanoinfer.engine.inputs import check_ids
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidPromptError, InvalidValueError
 from nanoinfer.features.structured.params import RepetitionDetectionParams
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling_params import SamplingParams
@@ -80,10 +80,32 @@ def word_constraints(params: SamplingParams, tokenizer: Tokenizer | None, vocab_
         elif tokenizer is None:
             raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
         else:
-            words += tokenizer.spellings(word)
+            words += spellings_of(word, tokenizer)
     if possible := tuple(ids for ids in words if max(ids) < vocab_size):
         yield BadWords(possible)
     if params.no_repeat_ngram_size:
         yield NGrams(params.no_repeat_ngram_size)
     if isinstance(params.repetition_detection, RepetitionDetectionParams):
         yield Repetition(params.repetition_detection, params.min_tokens)
+
+
+def spellings_of(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the ids of a word at the beginning of a text, after a space and after a line break.
+
+    The number of ids differs. Byte-level tokenizers have a single token for many words with a space before them, and several
+    without it. Tokenizers that write a space before every text encode a word differently after a line break.
+    """
+    word = word.lstrip()
+    try:
+        at_start, after_space, line_break, after_line_break = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word, "\n", "\n" + word)
+        )
+    except InvalidPromptError as error:
+        raise InvalidValueError(f"bad_words: {error}") from error
+    if not at_start:
+        raise InvalidValueError(f"bad_words has {word!r}, for which the tokenizer has no tokens; leave it out")
+    spellings = [at_start, after_space]
+    num = len(line_break)
+    if len(after_line_break) > num and after_line_break[:num] == line_break:
+        spellings.append(after_line_break[num:])
+    return list(dict.fromkeys(spellings))

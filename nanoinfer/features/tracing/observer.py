@@ -94,10 +94,9 @@ class TracingObserver(Observer):
 
     def token_appended(self, request: Request, seq: Sequence) -> None:
         answer, token_id = request.answers[seq.index], seq.token_ids[-1]
-        num_held_ids = answer.detokenizer.num_held_ids if answer.detokenizer else 0
         reasons = (answer.stop.finish_reason, answer.stop.stop_reason) if answer.stop else (None, None)
-        texts = self.text(token_id), answer.shown, answer.text.held
-        self.emit(events.TokenAppended(seq.sequence_id, len(seq.token_ids) - 1, token_id, *texts, num_held_ids, *reasons))
+        texts, held = (self.text(token_id), answer.shown, answer.text.held), answer.detokenizer.num_held_ids
+        self.emit(events.TokenAppended(seq.sequence_id, len(seq.token_ids) - 1, token_id, *texts, held, *reasons))
 
     def request_finished(self, request: Request) -> None:
         if (output := request.output) is not None:

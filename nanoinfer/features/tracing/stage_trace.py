@@ -17,7 +17,6 @@ from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied,
 from nanoinfer.features.tracing.observer import TracingObserver
 from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
-from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage, stage_name
 from nanoinfer.sampling.stages import Logits
 
@@ -44,23 +43,21 @@ class TracingSampler(Sampler):
     """
 
     def __init__(self, sampler: Sampler, observer: TracingObserver) -> None:
-        vars(self).update(vars(sampler))  # the same stages, routes and modes
+        super().__init__(sampler.stages)
         self._observer = observer
 
-    def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
-        if not len(rows.hidden):
-            return super().__call__(rows, batch)
+    def sample_by_stages(self, logits: Logits, batch: SamplingBatch) -> SampledTokens:
         self.begin()
-        sampled = self._sample_by_stages(rows.logits, batch)
+        sampled = super().sample_by_stages(logits, batch)
         greedy = set(batch.row_groups.greedy_rows)
         self.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
         self._observer.stage_seconds[self._observer.launched.step] = self.seconds
         return sampled
 
-    def _apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
+    def apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
         self.after_stage("model", logits)
         for stage in stages:
-            logits = super()._apply((stage,), logits, batch)
+            logits = super().apply((stage,), logits, batch)
             self.after_stage(stage_name(stage), logits)
         return logits
 

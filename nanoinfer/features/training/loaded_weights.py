@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.loading.weights import Places, Weights
+from nanoinfer.execution.model_runner import ModelWeights, Ranks
+from nanoinfer.loading.weights import Source, Weights, places_of
 from nanoinfer.models.registry import ModelConfig, WeightRules
 
 if TYPE_CHECKING:
@@ -36,17 +37,13 @@ class HookInKernels:
 
 
 @runtime_checkable
-class Shards(Protocol):
+class Shards(Ranks, Protocol):
     """The part of a model that one of several ranks has (features/distributed/sharding.py)."""
 
-    rank: int
-    size: int
-
-    def gather(self, x: Tensor) -> Tensor: ...  # returns the tensors of all ranks
-    def minimum(self, number: int) -> int: ...  # returns the minimum of the ranks' numbers
     def split(self, model: nn.Module, weights: Weights) -> tuple[nn.Module, Weights]: ...
     def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
     def join(self, model: nn.Module, vocab_size: int) -> None: ...
+    def inputs_of(self, source: Source, values: Tensor) -> Tensor: ...  # returns those of the inputs that this rank has
     def shard_of_update(self, layer: str, update: "LowRankUpdate") -> "LowRankUpdate": ...
     @property
     def whole(self) -> nn.Module: ...  # returns the model before it was split, on the meta device
@@ -63,26 +60,27 @@ class Origin:
     shards: Shards | None
 
 
-class LoadedWeights:
+class LoadedWeights(ModelWeights):
     """The weights of one model.
 
     Attributes:
-        places: the modules and names of each parameter. Rounded weights have none, because they cannot be replaced.
+        places: the modules of each parameter, and its name there. Rounded weights have none, because they cannot be replaced.
         origin: how the model was loaded. None: not from a checkpoint.
+        num_parameters: the number of the checkpoint's parameters, even if the model is only a rank's part.
         calibration_ids: the tokens of the user's text by which weights are rounded. Empty: there is none.
     """
 
+    shards: Shards | None
     calibration_ids: Sequence[int] = ()
 
-    def __init__(self, places: Places | None = None, origin: Origin | None = None) -> None:
-        self.places, self.origin = places or {}, origin
+    def __init__(self, model: nn.Module | None = None, origin: Origin | None = None, num_parameters: int = 0) -> None:
+        """model: the model, before modules are replaced."""
+        self.origin, self.num_parameters = origin, num_parameters
+        self.shards = None if origin is None else origin.shards
+        owners = {} if model is None else places_of(model)
+        self.places = {} if model is None else {name: owners[parameter] for name, parameter in model.named_parameters()}
         self._kernel_weights: dict[nn.Module, list[tuple[KernelWeight, int]]] = {}
         self._renewals: list[Callable[[], object]] = []
-
-    @property
-    def shards(self) -> Shards | None:
-        """This rank's view of the ranks that share the model. None: this process has the whole model."""
-        return None if self.origin is None else self.origin.shards
 
     def add_kernel_weight(self, linear: nn.Module, weight: KernelWeight, start: int) -> None:
         """Renew a kernel's weight whenever the layer's weights change. start: the index of the layer's first output in it."""

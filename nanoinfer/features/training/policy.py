@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
@@ -27,6 +26,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
+from nanoinfer.features.logprobs.token_logprobs import log_softmax
 from nanoinfer.features.training.functions import (
     KernelFunction,
     TrainedAttention,
@@ -35,9 +35,9 @@ from nanoinfer.features.training.functions import (
     normalize,
     rotate,
 )
+from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_configured
-from nanoinfer.sampling.exponentials import log_softmax
+from nanoinfer.loading.loader import load_model
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -61,8 +61,8 @@ class Policy(nn.Module):
     def __init__(self, model: str | os.PathLike[str] | None = None, dtype: str = "auto") -> None:
         super().__init__()
         checkpoint = Checkpoint.open(None if model is None else os.fspath(model))
-        self.model, held, _ = load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu", enforce_eager=True))
-        self._places = held.places
+        self.model = load_model(checkpoint, dtype)
+        self._places = LoadedWeights(self.model).places
         for places in self._places.values():
             module, name = places[0]
             parameter = nn.Parameter(getattr(module, name).detach().clone())  # what was loaded may be a view of the file

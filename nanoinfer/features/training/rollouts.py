@@ -27,15 +27,14 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.features import LoadedLLM
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.features.training import update
 from nanoinfer.features.training.loaded_weights import Origin
-from nanoinfer.loading.loader import divided
-from nanoinfer.loading.weights import Weights
+from nanoinfer.loading.weights import Weights, divided
 
 if TYPE_CHECKING:
     from nanoinfer.execution.model_runner import ModelRunner
-    from nanoinfer.llm import LLM
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -106,7 +105,7 @@ def _runner_of(engine: LLMEngine) -> "ModelRunner":
 
 def origin_of(engine: LLMEngine) -> Origin:
     """Return how the engine's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
-    return update.origin_of(_runner_of(engine).weights)
+    return update.origin_of(update.weights_of(_runner_of(engine)))
 
 
 # ---- pauses, and memory
@@ -160,7 +159,7 @@ def is_sleeping(engine: LLMEngine) -> bool:
 # ---- log-probabilities of given tokens
 
 
-def compute_logprobs(llm: "LLM", prompts: PromptType | Sequence[PromptType], temperature: float) -> list[list[float]]:
+def compute_logprobs(llm: LoadedLLM, prompts: PromptType | Sequence[PromptType], temperature: float) -> list[list[float]]:
     """Read the log-probability of every token after the first."""
     check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
     inputs, max_model_len = llm.engine.inputs, llm.engine.max_model_len

@@ -9,16 +9,17 @@ import os.path
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
+from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, first_ten, shown
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin
-from nanoinfer.loading.checkpoint import Checkpoint, first_ten
-from nanoinfer.loading.loader import divided, open_weights, read_config
-from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, WeightFiles, Weights, find_tensors
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.config_json import read_config
+from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, WeightFiles, Weights, divided, find_tensors
 from nanoinfer.system.pages import release_pages
 
 can_release = sys.platform == "linux"  # whether `release` gives memory back on this system
@@ -47,6 +48,10 @@ class GivenWeights(Weights):
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         return self._tensors[name][rows]
+
+
+def weights_of(runner: ModelRunner) -> LoadedWeights:
+    return cast(LoadedWeights, runner.weights)  # build.py has made it
 
 
 def origin_of(weights: LoadedWeights) -> Origin:
@@ -106,22 +111,22 @@ def open_path(origin: Origin, path: str) -> Weights:
     ours = vars(origin.sizes) | {"tie_word_embeddings": None}
     if model_class is not origin.model_class or vars(sizes) | {"tie_word_embeddings": None} != ours:
         raise WeightsError(f"{checkpoint.config_path} is not the config of this LLM's model; make a new LLM of it")
-    return open_weights(checkpoint)
+    return checkpoint.open_weights()
 
 
 def fill(runner: ModelRunner, name: str, tensor: Tensor) -> None:
     """Replace a weight on this rank. Call `finish` after the last weight."""
-    _fill(runner.weights, GivenWeights([(name, tensor)]))
+    _fill(weights_of(runner), GivenWeights([(name, tensor)]))
 
 
 def fill_from(runner: ModelRunner, path: str) -> None:
     """Replace the weights on this rank by its part of those of a file or a checkpoint. Call `finish` afterwards."""
-    _fill(runner.weights, open_path(origin_of(runner.weights), path))
+    _fill(weights_of(runner), open_path(origin_of(weights_of(runner)), path))
 
 
 def finish(runner: ModelRunner) -> None:
     """Renew everything that kernels computed from the weights on this rank."""
-    runner.weights.finish()
+    weights_of(runner).finish()
 
 
 def _fill(held: LoadedWeights, weights: Weights) -> None:
@@ -135,5 +140,5 @@ def _fill(held: LoadedWeights, weights: Weights) -> None:
 
 def release(runner: ModelRunner, *, weights: bool) -> None:
     """Give the memory of the KV cache, or of the weights, back to the system on this rank. The contents are lost."""
-    for tensor in runner.weights.tensors() if weights else runner.cache.tensors():
+    for tensor in weights_of(runner).tensors() if weights else runner.cache.tensors():
         release_pages(tensor)

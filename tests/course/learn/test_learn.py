@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from nanoinfer.attention.dense import causal_attention
 from nanoinfer.cli.main import app
-from nanoinfer.loading.quantization import quantize
+from nanoinfer.features.quantization.rounding import quantize
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer_course import cli as learn
 from nanoinfer_course.learn import speed
@@ -71,7 +71,7 @@ MUTANTS = {
             ("start + len(stop) < first_end", "start + len(stop) <= first_end"),
             ("start + len(stop) < first_end", "matched is None"),
         ],
-        "cut": [("first_end if self._include_in_output else first_end - len(matched)", "first_end - len(matched)")],
+        "cut": [("first_end - len(matched)", "first_end")],
         "examine": [("not examine or not piece", "not piece")],
     },
     "ngram_draft": {

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import native, packs
+from nanoinfer.fast.stored import Identity, StoredParameter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.loading.weights import Identity, WeightFiles, Weights
+from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
@@ -220,10 +221,8 @@ def test_dtypes_quantisations_and_ranks_have_files_of_their_own(folder, checkpoi
         ((0, 1), torch.bfloat16, None),
         ((0, 1), torch.bfloat16, "int8"),
     ]:
-        layer, stored = torch.nn.Linear(8, 8, dtype=dtype), Weights()
-        stored.identity = Identity([str(checkpoint)], part, "")
-        layer.weight = packs.StoredParameter(layer.weight.detach())
-        layer.weight.files = stored
+        layer, source = torch.nn.Linear(8, 8, dtype=dtype), Source(Weights(), "", dtype, is_transposed=False)
+        layer.weight = StoredParameter.of(layer.weight, source, Identity([str(checkpoint)], part, ""))
         paths.add(packs.Packs(layer, quantization)._file)
     assert len(paths) == 5
 

@@ -11,9 +11,9 @@ from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.features.quantization.rounding import QuantizedLinear, quantize, quantize_model
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.loading.quantization import QuantizedLinear, quantize, quantize_model
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.fast.cpu import calibration, native, packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear, rounded
 from nanoinfer.features.distributed.sharding import ShardedWeights
+from nanoinfer.features.quantization.rounding import quantize
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
-from nanoinfer.loading.quantization import quantize
 from nanoinfer.loading.weights import TensorInfo, Weights
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter

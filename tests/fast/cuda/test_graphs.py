@@ -23,6 +23,7 @@ from nanoinfer.fast.cuda.graphs import (
     StepSize,
     prompt_sizes,
 )
+from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_ROWS = 4, 400, 24, 19
@@ -46,7 +47,7 @@ def batch_of(lengths, rng=random):
     """A step of two KV groups. lengths: (tokens in the cache, new tokens) of each sequence, decodes first."""
     sequences = scratch_sequences([[rng.randrange(1, 60) for _ in range(sum(pair))] for pair in lengths], BLOCK_SIZE)
     for seq, (num_cached, _) in zip(sequences, lengths, strict=True):
-        seq.more_block_tables = [seq.block_table[::-1]]
+        tables_of(seq).block_tables = [seq.block_table[::-1]]
         seq.num_computed_tokens = num_cached
     scheduled = tuple(ScheduledSequence(seq, new) for seq, (_, new) in zip(sequences, lengths, strict=True))
     return ForwardBatch.build(StepPlan(scheduled), BLOCK_SIZE, CPU)

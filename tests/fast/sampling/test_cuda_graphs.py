@@ -12,8 +12,8 @@ from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.features.tracing import TokenDrawn, TracingObserver
 from nanoinfer.features.tracing.stage_trace import TracingSampler
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.routes import HeadRows
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.routes import HeadRows, RoutedSampler
+from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
@@ -168,7 +168,7 @@ def test_drawn_tokens_outlive_the_next_replay():
 def test_the_rows_of_another_head_are_not_drawn_by_the_graphs_of_the_first():
     """Such as those of a drafter, which shares the routes with its model."""
     graphs, batch = SamplerGraphs(2, SimulatedCapture()), batch_of([sequence(temperature=0)], 3)
-    sampler = Sampler(routes=[graphs])
+    sampler = RoutedSampler([graphs])
     hidden = torch.tensor([[0.0, 1.0, 2.0]])
     for head, expected in ((lambda rows: rows, 2), (lambda rows: -rows, 0)):
         assert sampler(HeadRows(hidden, head), batch).read().token_ids == [expected]
@@ -260,7 +260,7 @@ SAMPLED = [
 def tokens_of(path, capture, params=SAMPLED, **options):
     llm = LLM(str(path), device="cpu", kv_cache_memory=2**24, max_num_seqs=5, **options)
     if capture:
-        llm.engine.executor.sampler = Sampler(routes=[SamplerGraphs(5, capture)])
+        llm.engine.executor.sampler = RoutedSampler([SamplerGraphs(5, capture)])
     lengths = (3, 9, 14, 7, 2, 8)  # the row with a penalty ends soon: until then no draw is replayed
     params = [
         SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, seed=n, **its)
@@ -295,7 +295,7 @@ def test_a_traced_draw_is_not_replayed():
     capture, recorder = SimulatedCapture(), Recorder(stages=True)
     rows = [sequence(seed=1, temperature=0.7)]
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
-    sampler, observer = Sampler(routes=[SamplerGraphs(4, capture)]), TracingObserver(recorder, 4)
+    sampler, observer = RoutedSampler([SamplerGraphs(4, capture)]), TracingObserver(recorder, 4)
     observer.launched = StepPlan((), rows=((rows[0], 0),))
     traced = TracingSampler(sampler, observer)(HeadRows(logits.clone(), the_same), batch_of(rows, 30)).read()
     observer.flush()

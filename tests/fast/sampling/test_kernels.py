@@ -11,7 +11,7 @@ from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_kernels, use_exponentials
 from nanoinfer.sampling import exponentials
 from nanoinfer.sampling.draw import draw_from_weights, integer_weights
-from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.sampling.stages import apply_temperature
 from tests.helpers.sampling_rows import BAD, INF, batch_of, random_logits, sampling_by, sequence
 

@@ -11,15 +11,15 @@ NAMING = "{% for message in messages if message.role == 'judge' %}{{ message.con
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def inputs():
     with LLM("tiny-qwen3", kv_cache_memory=2**20) as llm:
-        return llm.engine.tokenizer
+        return llm.engine.inputs
 
 
-def test_a_role_is_one_of_openais_or_one_that_the_template_names(tokenizer):
+def test_a_role_is_one_of_openais_or_one_that_the_template_names(inputs):
     given = [{"role": "judge", "content": "Fair."}]
-    assert render_chat(tokenizer, given, chat_template=NAMING)["prompt"] == "Fair."
-    assert render_chat(tokenizer, [{"role": "tool", "content": "31"}], chat_template=PLAIN)["prompt"] == "tool: 31"
+    assert render_chat(inputs, given, chat_template=NAMING)["prompt"] == "Fair."
+    assert render_chat(inputs, [{"role": "tool", "content": "31"}], chat_template=PLAIN)["prompt"] == "tool: 31"
     for role in ("judge", 5):
         with pytest.raises(InvalidValueError, match=r"messages\[1\]: the role must be one of system, .* names, got "):
-            render_chat(tokenizer, [{"role": "user", "content": "a"}, {"role": role}], chat_template=PLAIN)
+            render_chat(inputs, [{"role": "user", "content": "a"}, {"role": role}], chat_template=PLAIN)

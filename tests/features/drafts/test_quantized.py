@@ -6,7 +6,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices
 from nanoinfer.scheduling.step_plan import ScheduledSequence
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
@@ -140,7 +140,7 @@ def test_without_a_compiler_it_is_refused(path_of, monkeypatch):
 
 def test_the_memory_of_the_copy_is_counted(path_of, monkeypatch):
     num_bytes = sum(tensor.nbytes for tensor in tiny_models.build("qwen3", **WIDTHS).state_dict().values())
-    monkeypatch.setattr(loader, "available_cpu_memory", lambda: num_bytes + 1000)
+    monkeypatch.setattr(devices, "available_cpu_memory", lambda: num_bytes + 1000)
     LLM(path_of("qwen3"), **SETTINGS)
     with pytest.raises(OutOfMemoryError, match=r"their copy in 4 bits, which drafts, .*; leave out speculative_config, or"):
         LLM(path_of("qwen3"), **SETTINGS, **drafting(bits=4))

@@ -17,16 +17,17 @@ from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, Unsupport
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.fast.stored import StoredParameter
 from nanoinfer.features.chat.template import apply_chat_template
 from nanoinfer.features.formats.gguf import read_gguf
 from nanoinfer.features.formats.gguf_families import to_config, to_generation_config
 from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
+from nanoinfer.features.quantization.rounding import quantized
+from nanoinfer.load import load_configured
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
-from nanoinfer.loading.quantization import quantized
-from nanoinfer.loading.weights import StoredParameter
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.loading.weights import Source
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers import gguf_files, tiny_models
 from tests.helpers.gguf_files import bundled_metadata, floats, random_blocks
@@ -177,9 +178,8 @@ def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp
             tensors[f"blk.0.attn_{name}.weight"], expected[name] = tensor, unpacked
         weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", {"general.architecture": "qwen3"}, tensors)))
         linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in weights]
-        rules = WeightRules(prefix="", embedding="")
         for linear, name in zip(linears, weights, strict=True):
-            linear.weight = StoredParameter.of(linear.weight, torch.bfloat16, weights, name, rules)
+            linear.weight = StoredParameter.of(linear.weight, Source(weights, name, torch.bfloat16, is_transposed=False))
         pieces = list(quantized([linear.weight for linear in linears], bits))
         assert max(int(piece.integers.max()) for piece in pieces) < 2**bits
         joined = torch.cat([piece.widened() for piece in pieces])
@@ -453,7 +453,7 @@ def test_blocks_in_a_parameter_of_one_axis_are_refused(family, name, more, tmp_p
 def test_a_folder_with_one_gguf_file_is_that_file_and_one_with_several_names_them(tmp_path):
     model = tiny_models.build("qwen3")
     path = save(model, tmp_path)
-    assert Checkpoint.open(str(tmp_path)).gguf == Checkpoint.open(str(path)).gguf
+    assert Checkpoint.open(str(tmp_path)).file == Checkpoint.open(str(path)).file
     (tmp_path / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match=r"holds model.gguf, other.gguf; give the path of one of them"):
         Checkpoint.open(str(tmp_path))
@@ -630,7 +630,7 @@ def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
         config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
-        loader.load_configured(Checkpoint.open(str(path)), config)
+        load_configured(Checkpoint.open(str(path)), config)
         lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         text = "4.5 bits per weight run in bfloat16 and take 0.2 GB; quantization='int8' takes 0.1 GB, 'int4' 0.1 GB"
         assert lines == [text][:num_lines]

@@ -15,9 +15,10 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError, WeightsError
+from nanoinfer.features.quantization.rounding import quantized
+from nanoinfer.load import load_configured
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import quantized
 from tests.helpers import tiny_models
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
@@ -184,7 +185,7 @@ def test_logits_equal_transformers_with_the_weights_that_the_format_means(name, 
 
 @pytest.mark.parametrize("name", ["gptq desc_act", "awq", "int4 asymmetric", "fp8"])
 def test_any_rows_of_a_layer_are_those_of_the_whole(name, saved):
-    weights = loader.open_weights(Checkpoint.open(str(saved(name)[0])))
+    weights = Checkpoint.open(str(saved(name)[0])).open_weights()
     whole = weights.read(f"{LAYER}.weight")
     assert whole.shape == weights[f"{LAYER}.weight"].shape == (96, 64)
     for start, stop in ((0, 5), (13, 14), (30, 96), (90, 200)):
@@ -206,8 +207,8 @@ def test_a_quantised_checkpoint_runs_in_8_bits_with_nearly_the_same_tokens(saved
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
 def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
     checkpoint = Checkpoint.open(str(saved(name)[0]))
-    weights, config = loader.open_weights(checkpoint), EngineConfig(dtype="bfloat16", device="cpu")
-    model, _, _ = loader.load_configured(checkpoint, config)
+    weights, config = checkpoint.open_weights(), EngineConfig(dtype="bfloat16", device="cpu")
+    model, _ = load_configured(checkpoint, config)
     attention = model.layers[0].self_attn
     names = [f"model.layers.0.self_attn.{suffix}_proj.weight" for suffix in "qkv"]
     exact = torch.cat([weights.read(name) for name in names])

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from nanoinfer.attention.cache_sizes import most_blocks
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager, with_groups
+from nanoinfer.features.hybrid.prefix_index import first_reached
+from nanoinfer.features.hybrid.tables import NO_BLOCK, tables_of
 from nanoinfer.features.tracing import BlockEvicted, BlocksReleased, Recorder, TracingObserver
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks
-from nanoinfer.scheduling.pool import NO_BLOCK
-from nanoinfer.scheduling.prefix_index import first_reached
+from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing import machines
@@ -53,7 +55,7 @@ class GroupedMemory(Memory):
 
 @pytest.mark.parametrize("windows", [(3,), (None, 3), (5, None, 2)], ids=str)
 def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(windows):
-    manager = partial(BlockManager, layout=CacheLayout(windows, 7))
+    manager = partial(HybridBlockManager, layout=CacheLayout(windows, 7))
     machine = type(
         "Grouped",
         (BlockMachine,),
@@ -76,7 +78,7 @@ class GroupedLoad(machines.Load):
     def begin(self, windows, block_size, max_num_seqs, budget, chunk_size, spare):
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
         num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
-        manager = BlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
+        manager = HybridBlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
         self.begin_with(config, manager)
 
 
@@ -104,7 +106,7 @@ def computed(manager, token_ids, chunk=1000, cache_salt=None):
 
 @pytest.mark.parametrize("chunk", [1, 64, 100, 512])
 def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_chunk(chunk):
-    manager = BlockManager(4000 // 64 + 1, 64, layout=CacheLayout((512,), chunk))
+    manager = HybridBlockManager(4000 // 64 + 1, 64, layout=CacheLayout((512,), chunk))
     seq, most = computed(manager, range(4000), chunk)
     assert 512 <= most <= 512 + 64 + chunk
     assert manager.num_free_blocks == manager.num_blocks - manager.num_held_blocks(seq)  # the others can be taken at once
@@ -113,22 +115,22 @@ def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_
 
 def test_full_attention_would_hold_every_block():
     """The negative control: what the test above counts can be more."""
-    _, most = computed(BlockManager(63, 64, layout=CacheLayout((None,), 64)), range(4000), 64)
+    _, most = computed(HybridBlockManager(63, 64, layout=CacheLayout((None,), 64)), range(4000), 64)
     assert most == 4000
 
 
 def test_the_example_of_the_docstring():
     recorder = Recorder()
-    manager = BlockManager(8, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 6), 14))
+    manager = HybridBlockManager(8, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 6), 14))
     seq, _ = computed(manager, range(14))
     assert seq.block_table == [0, 1, 2, 3]
-    assert seq.more_block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
+    assert tables_of(seq).block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
     observer.flush()
     assert recorder.of(BlocksReleased) == [BlocksReleased("r", (4, 5))]
 
 
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
-    manager = BlockManager(12, 4, layout=CacheLayout((None, 6), 100))
+    manager = HybridBlockManager(12, 4, layout=CacheLayout((None, 6), 100))
     seq, _ = computed(manager, range(21))
     manager.free(seq)
     tokens = [*range(20), 99]
@@ -143,7 +145,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
 
 
 def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
-    manager = BlockManager(12, 4, layout=CacheLayout((6,), 100))
+    manager = HybridBlockManager(12, 4, layout=CacheLayout((6,), 100))
     seq, _ = computed(manager, range(21))
     [(_, first)] = manager.match_prefix([0, 1, 2, 3, 99])
     manager.evict(first)
@@ -152,7 +154,7 @@ def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
 
 
 def test_prompts_with_different_salts_share_no_block_of_any_group():
-    manager = BlockManager(24, 4, layout=CacheLayout((None, 6), 100))
+    manager = HybridBlockManager(24, 4, layout=CacheLayout((None, 6), 100))
     first, _ = computed(manager, range(13), cache_salt="a")
     assert len(manager.match_prefix([*range(13)], "a")) == 3
     assert len(manager.match_prefix([*range(13)])) == len(manager.match_prefix([*range(13)], "b")) == 0
@@ -160,7 +162,7 @@ def test_prompts_with_different_salts_share_no_block_of_any_group():
 
 
 def test_a_prompt_that_changed_is_another_one():
-    manager = BlockManager(12, 4, layout=CacheLayout((6,), 100))
+    manager = HybridBlockManager(12, 4, layout=CacheLayout((6,), 100))
     seq, _ = computed(manager, range(21))
     tokens = [*range(20), 99]
     assert [len(manager.match_prefix(tokens)) for _ in range(3)] == [5, 5, 5]
@@ -172,6 +174,15 @@ def test_a_prompt_that_changed_is_another_one():
     manager.free(seq)
 
 
+def test_a_sequence_with_windows_has_no_next_slot_that_is_known():
+    manager = HybridBlockManager(num_blocks=8, block_size=2, layout=CacheLayout((None, 4)))
+    seq = Sequence("r", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=9)
+    manager.allocate(seq, 3)
+    seq.num_computed_tokens = 3
+    seq.token_ids.append(8)
+    assert manager.next_slots([seq]) is None
+
+
 def test_a_users_class_decides_for_every_group():
     class EvictsLast(BlockManager):
         def choose_evicted(self, candidates):
@@ -179,7 +190,7 @@ def test_a_users_class_decides_for_every_group():
 
     def first_evicted(manager_cls):
         recorder = Recorder()
-        manager = manager_cls(6, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 4), 8))
+        manager = with_groups(manager_cls)(6, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 4), 8))
         manager.free(computed(manager, range(8))[0])
         computed(manager, range(50, 59), chunk=8)
         observer.flush()

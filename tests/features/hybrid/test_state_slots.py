@@ -6,11 +6,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from nanoinfer.attention.cache_sizes import num_states_in
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_that_fit
 from nanoinfer.scheduling.policies import DeadlineScheduler
-from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing import machines
@@ -19,7 +20,7 @@ from tests.helpers.block_machine import CHOICES, BlockMachine, check_block_manag
 
 
 def make(num_state_slots, num_blocks=8, **more):
-    return BlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_state_slots), **more)
+    return HybridBlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_state_slots), **more)
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -36,9 +37,11 @@ def start(manager, seq):
 
 
 def test_half_of_the_memory_must_hold_a_state():
-    assert most_that_fit(120, block_bytes=10, state_bytes=60, max_num_seqs=4, longest=9) == (6, 1)
+    assert num_states_in(120, state_bytes=60, max_num_seqs=4) == 1
+    assert num_states_in(1000, state_bytes=60, max_num_seqs=4) == 8
+    assert num_states_in(1000, state_bytes=0, max_num_seqs=4) == 0
     with pytest.raises(InvalidValueError, match="half of the cache's 119 bytes must hold the state of a sequence, 60 bytes"):
-        most_that_fit(119, block_bytes=10, state_bytes=60, max_num_seqs=4, longest=9)
+        num_states_in(119, state_bytes=60, max_num_seqs=4)
 
 
 def run(manager, seq):
@@ -51,7 +54,7 @@ def test_a_prompt_can_be_continued_after_its_last_whole_block_and_nowhere_else()
     manager = make(12, 12)
     first = sequence([5, 6, 7, 8, 9])
     assert start(manager, first) == 0
-    assert [*first.state_writes] == [4, 5]  # after the last whole block, and after all tokens
+    assert [*tables_of(first).state_writes] == [4, 5]  # after the last whole block, and after all tokens
     assert start(manager, sequence([5, 6, 7, 8, 1, 1])) == 4
     assert start(manager, sequence([5, 6, 7, 8, 1, 1], cache_salt="a")) == 0
     assert start(manager, sequence([5, 6, 1, 1])) == 0  # the block of 5 and 6 is cached, but not the state after it
@@ -72,15 +75,15 @@ def test_a_state_that_is_kept_is_not_written_again():
     manager = make(8)
     seq = sequence([5, 6])
     start(manager, seq)
-    kept = seq.state_writes[2]
+    kept = tables_of(seq).state_writes[2]
     seq.token_ids.append(7)
     run(manager, seq)
-    assert seq.state_slot == kept
-    own = seq.state_writes[3]
+    assert tables_of(seq).state_slot == kept
+    own = tables_of(seq).state_writes[3]
     assert own != kept
     seq.token_ids.append(8)
     run(manager, seq)
-    assert (seq.state_slot, seq.state_writes) == (own, {4: own})  # its own slot is written in place
+    assert (tables_of(seq).state_slot, tables_of(seq).state_writes) == (own, {4: own})  # its own slot is written in place
 
 
 def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
@@ -112,10 +115,10 @@ def test_a_checkpoint_is_taken_before_a_slot_that_a_sequence_has_and_the_oldest_
     start(manager, other)  # no slot is empty
     assert start_would_reuse(manager, [1, 1, 0]) == 0
     assert start_would_reuse(manager, [2, 2, 0]) == 2
-    assert manager.can_start(1, Prefix())
+    assert manager.can_start(1, [])
     start(manager, sequence([5]))
     assert start_would_reuse(manager, [2, 2, 0]) == 0
-    assert not manager.can_start(1, Prefix())  # sequences have all three
+    assert not manager.can_start(1, [])  # sequences have all three
 
 
 def test_a_checkpoint_goes_with_its_block():
@@ -135,12 +138,12 @@ def test_forks_read_the_same_state_and_each_writes_its_own():
     start(manager, parent)
     manager.fork(parent, child)
     child.num_computed_tokens = 3
-    shared = parent.state_slot
+    shared = tables_of(parent).state_slot
     for seq in (parent, child):
         seq.token_ids.append(8)
         run(manager, seq)
-    assert parent.state_slot == child.state_slot == shared
-    assert len({shared, parent.state_writes[4], child.state_writes[4]}) == 3
+    assert tables_of(parent).state_slot == tables_of(child).state_slot == shared
+    assert len({shared, tables_of(parent).state_writes[4], tables_of(child).state_writes[4]}) == 3
 
 
 def test_the_state_after_the_last_accepted_draft_stays():
@@ -150,12 +153,12 @@ def test_the_state_after_the_last_accepted_draft_stays():
     seq.token_ids.append(8)
     manager.allocate(seq, 1)
     manager.allocate(seq, 1 + 3)  # with three drafts
-    assert [*seq.state_writes] == [4, 5, 6, 7]
-    after_one = seq.state_writes[5]
+    assert [*tables_of(seq).state_writes] == [4, 5, 6, 7]
+    after_one = tables_of(seq).state_writes[5]
     seq.num_computed_tokens += 2  # one was right
     seq.token_ids += [9, 1]
     manager.allocate(seq, 1)
-    assert seq.state_slot == after_one
+    assert tables_of(seq).state_slot == after_one
     assert manager.state_slots.pool.num_free == 7
 
 
@@ -181,15 +184,15 @@ class States(Memory):
 
     def write(self, seq, first, end):
         super().write(seq, first, end)
-        assert self.states[seq.state_slot] == tuple(seq.token_ids[:first])
-        for num_tokens, slot in seq.state_writes.items():
+        assert self.states[tables_of(seq).state_slot] == tuple(seq.token_ids[:first])
+        for num_tokens, slot in tables_of(seq).state_writes.items():
             self.states[slot] = tuple(seq.token_ids[:num_tokens])
-        assert end in seq.state_writes
+        assert end in tables_of(seq).state_writes
 
 
 def with_states(num_state_slots):
     """A block manager for the machines, which call it as a class."""
-    return staticmethod(partial(BlockManager, layout=CacheLayout(num_state_slots=num_state_slots)))
+    return staticmethod(partial(HybridBlockManager, layout=CacheLayout(num_state_slots=num_state_slots)))
 
 
 BITS = st.integers(0, 1)
@@ -224,7 +227,9 @@ class BlocksAndStates(BlockMachine):
 
     def check(self):
         super().check()
-        held = {slot for seq in self.alive for slot in (seq.state_slot, *seq.state_writes.values())} - {-1}
+        held = {slot for seq in self.alive for slot in (tables_of(seq).state_slot, *tables_of(seq).state_writes.values())} - {
+            -1
+        }
         assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size - len(held)
 
     def teardown(self):

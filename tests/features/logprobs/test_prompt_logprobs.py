@@ -11,9 +11,9 @@ from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
 from nanoinfer.features.logprobs import prompt_logprobs
 from nanoinfer.features.logprobs.prompt_logprobs import reader_of
+from nanoinfer.features.logprobs.token_logprobs import TokenLogprobs
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -51,7 +51,7 @@ def test_they_are_the_models_however_many_rows_are_computed_at_a_time_and_each_i
 
 def test_the_text_of_a_piece_of_a_character_is_what_it_adds(monkeypatch):
     entries = [TokenLogprobs([i, ord("y")], [-1.0, -2.0], [1, 2]) for i in FOX[1:]]
-    monkeypatch.setattr("nanoinfer.sampling.logprobs.token_logprobs", lambda *_: entries)
+    monkeypatch.setattr("nanoinfer.features.logprobs.token_logprobs.token_logprobs", lambda *_: entries)
     reader, seq = reader_of(ASKED, byte_tokenizer(), 300), Sequence("r", FOX, SamplingParams(), 0, 99)
     rows = SimpleNamespace(logits=entries)  # as many as there are entries
     executor = SimpleNamespace(info=SimpleNamespace(vocab_size=300), runner=SimpleNamespace(head_rows=lambda *_: rows))

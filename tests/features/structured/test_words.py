@@ -3,13 +3,18 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features.structured.words import NGrams, word_constraints
+from nanoinfer.features.structured.words import NGrams, spellings_of, word_constraints
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 EOS, STOP_ID, OTHER = 2, 7, 5
 TWICE = {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}
@@ -106,3 +111,26 @@ def test_ngrams_read_each_token_once():
     ngrams = NGrams(2)
     assert ngrams.repeated([5, 6, 5]) == {6}
     assert ngrams.repeated([5, 8, 5, 7, 5]) == {6, 7}  # 8 is where 6 was, and not read again
+
+
+def test_a_words_forms_are_all_that_the_tokenizer_writes_at_a_word_boundary():
+    tokenizer = Tokenizer.load(BUNDLED / "tiny-qwen3")
+    spellings = spellings_of(" kind", tokenizer)  # a space before it is not a part of the word
+    assert spellings == spellings_of("kind", tokenizer)
+    assert len(spellings) == len(set(spellings))
+    written = {tuple(tokenizer.encode(text)) for text in ("kind", " kind")}
+    assert written == set(spellings)
+    for before in ("a", "a\n", "was", '"', "Hello,"):
+        for space in ("", " ") if not before.isalpha() else (" ",):
+            ids = tokenizer.encode(before + space + "kind")
+            assert any(tuple(ids[-len(spelling) :]) == spelling for spelling in spellings), before
+
+
+def test_a_tokenizer_that_writes_a_space_before_every_text_has_a_spelling_without_it():
+    """Llama's: "kind" is the token "_kind" at the start of a text and after a space, and "kind" after a line break."""
+    vocab = {"<unk>": 0, "\u2581": 1, "\u2581kind": 2, "kind": 3, "\n": 4}
+    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581?kind|\u2581|\n"), "isolated")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert spellings_of("kind", tokenizer) == [(2,), (1, 2), (3,)]

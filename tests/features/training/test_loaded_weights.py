@@ -20,7 +20,7 @@ class Doubled:
 
 
 def held(*layers: nn.Linear) -> LoadedWeights:
-    return LoadedWeights({f"{i}.{leaf}": [(layer, leaf)] for i, layer in enumerate(layers) for leaf in ("weight", "bias")})
+    return LoadedWeights(nn.ModuleList(layers))
 
 
 def test_write_renews_a_weight_for_every_kernel_and_leaves_the_others():

@@ -1,1 +1,1 @@
-from nanoinfer.embedding.pooling import PoolingParams
+from nanoinfer.features.embedding.pooling import PoolingParams

@@ -1,1 +1,1 @@
-from nanoinfer.async_llm import AsyncLLM as AsyncLLMEngine
+from nanoinfer import AsyncLLM as AsyncLLMEngine

@@ -1,1 +1,1 @@
-from nanoinfer.async_llm import AsyncLLM
+from nanoinfer import AsyncLLM

@@ -10,16 +10,18 @@ scale per group).
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from nanoinfer.config import BITS
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.loading.weights import QuantizedWeight, StoredParameter, pieces_of
+from nanoinfer.fast.stored import StoredParameter, pieces_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,34 @@ Moments = Mapping[str, Tensor]  # the name of a weight in the checkpoint -> the 
 Round = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # groups -> integers [out, in], scales and zeros [out, groups]
 
 MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix scales * (integers - zeros), with a scale and a zero for each output and group of inputs."""
+
+    bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
+    integers: UInt8[Tensor, "out in"]
+    scales: Float[Tensor, "out groups"]
+    zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
+
+    @property
+    def group_size(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        shifted: Tensor = self.integers.unflatten(1, (-1, self.group_size)).float() - self.zeros.unsqueeze(2)
+        return (shifted * self.scales.unsqueeze(2)).flatten(1)
+
+
+@runtime_checkable
+class HasIntegers(Protocol):
+    """The Weights of a format that stores integers."""
+
+    def integers(self, name: str, rows: slice = slice(None)) -> QuantizedWeight | None:
+        """Return rows of a matrix as the integers in the file. None: it has none, or a QuantizedWeight cannot hold them."""
 
 
 class QuantizedLinear(nn.Module):
@@ -69,8 +99,15 @@ def check_sizes(model: nn.Module) -> None:
 
 def stored_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     """Return the first row of a matrix whose integers are in the checkpoint and fit into `bits`. None: it is rounded."""
-    first = weight.integers(slice(1)) if isinstance(weight, StoredParameter) else None
+    first = _integers(weight, slice(1))
     return first if first is not None and first.bits <= bits else None
+
+
+def _integers(weight: Tensor, rows: slice) -> QuantizedWeight | None:
+    if not isinstance(weight, StoredParameter) or weight.source.is_transposed:
+        return None
+    files = weight.source.files
+    return files.integers(weight.source.name, rows) if isinstance(files, HasIntegers) else None
 
 
 def num_linear_bytes(model: nn.Module, bits: int) -> int:
@@ -114,7 +151,8 @@ def quantized(
     rounded = partial(quantize, bits=bits, group_size=group_size, in_four_bits=in_four_bits)
     for weight, first in zip(weights, kept, strict=True):
         if isinstance(weight, StoredParameter) and first is not None:
-            pieces = (weight.integers(rows) or rounded(weight.read(rows)) for rows in weight.pieces())
+            source = weight.source
+            pieces = (_integers(weight, rows) or rounded(source.read(rows)) for rows in source.pieces())
         else:
             pieces = (rounded(piece) for piece in pieces_of(weight))
         for piece in pieces:

@@ -1,6 +1,7 @@
 """Log-probabilities beside a token: values in float64, order, ranks among ties, and which logits the sampler uses."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.features.logprobs.token_logprobs import token_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.sampling_rows import sampling_by
@@ -35,7 +36,9 @@ def sample(logits, *sequences, processed=False, mode=None):
     samplers = (sampling_by(*routes, logprobs_mode=mode) for routes in ((), (FewLogits(),)))
     plain, fast = (sampler(logits.clone(), batch).read() for sampler in samplers)
     assert plain == fast
-    return plain
+    return SimpleNamespace(
+        token_ids=plain.token_ids, logprobs={row: report.logprobs for row, report in plain.reports.items() if report.logprobs}
+    )
 
 
 def assert_entry_is(entry, logits, token_id, num_top):

@@ -11,12 +11,9 @@ import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 from nanoinfer.loading.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from nanoinfer.features.formats.gguf import GGUFFile
 
 PAGE = 4096  # bytes
 MAX_PAGES = 512
@@ -29,7 +26,7 @@ def sampled_digest(checkpoint: Checkpoint) -> str:
     """
     digest, pages = hashlib.sha256(repr(checkpoint.weight_map).encode()), []
     for path in checkpoint.weight_files:
-        table, middles = _tensors(path, checkpoint.gguf)
+        table, middles = _tensors(path, checkpoint)
         digest.update(table)
         pages += [(path, number * PAGE) for number in sorted({middle // PAGE for middle in middles})]
     num = min(MAX_PAGES, len(pages))
@@ -45,10 +42,13 @@ def sampled_digest(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _tensors(path: Path, gguf: "GGUFFile | None") -> tuple[bytes, list[int]]:
+def _tensors(path: Path, checkpoint: Checkpoint) -> tuple[bytes, list[int]]:
     """Return a file's table of tensors, and the byte in the middle of each tensor."""
-    if gguf is not None:
-        return repr(gguf.tensors).encode(), [tensor.start + tensor.num_bytes // 2 for tensor in gguf.tensors.values()]
+    if path.suffix == ".gguf":
+        from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
+
+        tensors = cast(GGUFCheckpoint, checkpoint).file.tensors
+        return repr(tensors).encode(), [tensor.start + tensor.num_bytes // 2 for tensor in tensors.values()]
     with path.open("rb") as file:
         table = file.read(int.from_bytes(file.read(8), "little"))
         data = file.tell()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer.loading import identity
+from nanoinfer.fast.cpu import identity
+from nanoinfer.fast.cpu.identity import MAX_PAGES, PAGE, sampled_digest
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.identity import MAX_PAGES, PAGE, sampled_digest
 from tests.helpers import gguf_files, tiny_models
 
 

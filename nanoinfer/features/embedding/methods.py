@@ -1,0 +1,70 @@
+"""LLM.embed and LLM.score."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanoinfer.arguments import check_argument_names
+from nanoinfer.engine.prompts import PromptType
+from nanoinfer.features import LoadedLLM
+
+if TYPE_CHECKING:
+    from nanoinfer.features.embedding.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
+
+
+class EmbeddingMethods:
+    """The part of LLM that reads texts instead of answering them."""
+
+    @check_argument_names("embed()")
+    def embed(
+        self: LoadedLLM,
+        prompts: PromptType | Sequence[PromptType],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: "PoolingParams | None" = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> "list[EmbeddingRequestOutput]":
+        """Compute the embedding of each text, and return them in the order of the texts.
+
+        Args:
+            prompts: Texts as for generate(), of at most max_model_len tokens each. As in sentence-transformers, checkpoints may
+                have a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
+                truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
+            use_tqdm: Whether to show a progress bar.
+            pooling_params: None is PoolingParams().
+            truncate_prompt_tokens: The field of pooling_params, as an argument of its own, as in vLLM.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
+            UnsupportedError: The checkpoint says that something else is to be computed.
+        """
+        from nanoinfer.features.embedding import pooling
+
+        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
+        return pooling.embed(self, prompts, params, use_tqdm)
+
+    @check_argument_names("score()")
+    def score(
+        self: LoadedLLM,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: "PoolingParams | None" = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> "list[ScoringRequestOutput]":
+        """Compute how well each document fits its query. There is one query for all documents, or a query for each.
+
+        A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other checkpoint
+        is a reranker, which reads each pair.
+
+        Args:
+            use_tqdm, pooling_params, truncate_prompt_tokens: As in embed.
+            instruction: The criterion by which a reranker judges. None: INSTRUCTION of features/embedding/pooling.py.
+
+        Raises: As embed does.
+        """
+        from nanoinfer.features.embedding import pooling
+
+        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
+        return pooling.score(self, queries, documents, params, instruction, use_tqdm)
