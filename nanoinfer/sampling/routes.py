@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import STAGES, HeadRows, SampledTokens, Sampler, choose
+from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler, choose
+from nanoinfer.sampling.stages import STAGES, apply_temperature
 
-STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, in place
-STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(stages.apply_temperature) :]  # what a route computes, with the draw
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(apply_temperature)]  # they change few logits, in place
+STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(apply_temperature) :]  # what a route computes, with the draw
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from nanoinfer.features.formats.gguf_families import to_config, to_generation_co
 from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
 from nanoinfer.features.quantization.rounding import quantized
-from nanoinfer.load import load_configured
+from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.weights import Source
@@ -629,8 +629,8 @@ def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog
     path = save(model, tmp_path, tensors)
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
-        config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
-        load_configured(Checkpoint.open(str(path)), config)
+        config = EngineConfig(model=str(path), dtype="bfloat16", quantization=quantization, device="cpu")
+        load(config)
         lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         text = "4.5 bits per weight run in bfloat16 and take 0.2 GB; quantization='int8' takes 0.1 GB, 'int4' 0.1 GB"
         assert lines == [text][:num_lines]
