@@ -22,9 +22,9 @@ PROMPTS = [[9, 8], [5, 6, 7] * 9, [5, 6, 7] * 5 + [1]]
 PARAMS = ({"temperature": 0.9, "top_p": 0.9, "n": 3}, {"temperature": 0.0}, {"repetition_penalty": 1.3, "min_p": 0.01})
 
 
-def generate(engine, llm):
+def generate(engine, llm, max_tokens=10):
     """Return the outputs and a list with an entry for each step that has sampled."""
-    each = [engine.SamplingParams(max_tokens=10, seed=3, ignore_eos=True, **params) for params in PARAMS]
+    each = [engine.SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **params) for params in PARAMS]
     schedule, plans = llm.scheduler.schedule, []
     llm.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
     outputs = llm.generate(PROMPTS, each)
@@ -40,12 +40,12 @@ def test_a_step_reads_its_tokens_alone(family, has_flash_attn, tmp_path):
         llm = engine.LLM(folder, device="cuda:0", dtype="bfloat16", num_blocks=16, **SIZES)
         assert (llm.runner.graphs is not None) == has_flash_attn
         gpu.waits.clear()
-        outputs, steps = generate(engine, llm)
+        outputs, steps = generate(engine, llm, max_tokens=4)
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
     assert gpu.waits == ["engine.step"] * len(steps)
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_flash_attention_and_graphs_give_the_tokens_of_a_cpu(family, tmp_path):
     done = forked.run_function(run_on_simulated_device, family, tmp_path)
     assert done.returncode == 0, done.stderr
