@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["README.md", "README.zh.md", "AGENTS.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+NAMES = [
+    "README.md",
+    "README.zh.md",
+    "AGENTS.md",
+    "BENCHMARKS.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "one_file/README.md",
+]
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer*/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
