@@ -113,7 +113,7 @@ class BlockManager:
         found: list[bool] = []
         for seq in sequences:
             start, table = seq.num_computed_tokens, seq.block_table
-            if len(seq.token_ids) + seq.num_pending_tokens != start + 1:
+            if seq.num_tokens != start + 1:
                 return None
             found += (start < len(table) * block_size and ref_counts[table[start // block_size]] == 1,)
         return found if found.count(False) <= self.num_free_blocks else None

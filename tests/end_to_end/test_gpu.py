@@ -9,11 +9,11 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, find_backend
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
@@ -80,7 +80,7 @@ def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_p
     model = loader.load_model(Checkpoint.open(str(path)), str(dtype).removeprefix("torch."), "cuda")
     model = compile_model(model).model
     with torch.inference_mode():
-        here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
+        here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), HybridDenseAttention())).float()
     truth = there(torch.float32)
     assert (here - truth).abs().mean() < 1.25 * (there(dtype) - truth).abs().mean()
 

@@ -12,6 +12,7 @@ from nanoinfer.engine.stopping import Stop
 from nanoinfer.features.logprobs.token_logprobs import Report, TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
+from tests.helpers.growing import grow
 
 PROMPT = [1, 2, 3]
 
@@ -24,7 +25,7 @@ def request(*, room=99, tokenizer=True, **params):
 
 def advance(request, seq, token_id, logprobs=None):
     """What the engine does with a sampled id."""
-    seq.token_ids.append(token_id)
+    grow(seq, token_id)
     return request.advance(seq, token_id, logprobs)
 
 
@@ -359,7 +360,7 @@ def test_a_request_ended_before_its_first_token_has_an_empty_output():
 
 def test_the_output_tells_its_prompt_and_counts():
     one = request(room=1)
-    one.sequences[0].num_preemptions, one.sequences[0].num_cached_tokens = 2, 16
+    one.metrics.num_preemptions, one.metrics.num_cached_tokens = 2, 16
     advance(one, one.sequences[0], ord("a"))
     assert (one.output.request_id, one.output.prompt, one.output.prompt_token_ids) == ("r7", "a prompt", PROMPT)
     assert one.output.finished

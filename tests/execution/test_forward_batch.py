@@ -1,11 +1,10 @@
-"""A plan as the tensors of a step: the example of AttentionMetadata, drafts, forks, placeholders and KV groups, by hand."""
+"""A plan as the tensors of a step: the example of AttentionMetadata, drafts, forks and placeholders, by hand."""
 
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.base import StateUpdate
-from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
-from nanoinfer.features.hybrid.tables import HybridTables, tables_of
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.local_executor import fill_in
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -22,8 +21,16 @@ def plan_of(*scheduled):
     return StepPlan(scheduled, rows=rows_of(scheduled))
 
 
-def build(*scheduled, previous=None, **options):
-    return ForwardBatch.build(plan_of(*scheduled), 4, CPU, previous, **options)
+def build(*scheduled):
+    return ForwardBatch.build(plan_of(*scheduled), 4, CPU)
+
+
+def ids_after(rows, token_ids, *scheduled):
+    """The ids of a step after a step with these rows, which has sampled these tokens."""
+    plan = plan_of(*scheduled)
+    input_ids = ForwardBatch.build(plan, 4, CPU).input_ids
+    fill_in(input_ids, plan, StepPlan((), rows=tuple((seq, 0) for seq in rows)), token_ids)
+    return input_ids.tolist()
 
 
 def example():
@@ -45,14 +52,6 @@ def test_the_example_of_the_metadata():
     assert (attention.max_query_len, attention.max_seq_len, attention.num_decodes) == (3, 6, 1)
 
 
-def test_with_single_queries_every_token_of_a_chunk_is_a_sequence_that_ends_with_it():
-    attention = build(*example(), has_single_queries=True).attention
-    assert attention.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-    assert attention.seq_lens.tolist() == attention.seq_lens_cpu == [6, 1, 2, 3]
-    assert attention.block_tables.tolist() == [[2, 5], [7, 0], [7, 0], [7, 0]]
-    assert (attention.max_query_len, attention.num_decodes) == (1, 4)
-
-
 def test_a_draft_is_a_query_of_its_sequence_at_the_next_position():
     batch = build(ScheduledSequence(sequence([1, 2, 3], computed=2, table=[6, 2]), 1, (30, 31)))
     assert batch.input_ids.tolist() == [3, 30, 31]
@@ -72,40 +71,20 @@ def test_a_chunk_in_the_middle_of_a_prompt_has_its_positions_and_no_row():
 
 def test_a_token_that_only_the_device_knows_is_taken_from_the_step_before():
     known, pending = sequence([5, 6], computed=1, table=[0]), sequence([1, 2, 3], computed=3, table=[1])
-    pending.num_pending_tokens = 1
-    previous = PreviousTokens(torch.tensor([40, 41, -1]), {pending: 1, known: 2})
-    batch = build(ScheduledSequence(known, 1), ScheduledSequence(pending, 1), previous=previous)
-    assert batch.input_ids.tolist() == [6, 41]
-    assert batch.positions.tolist() == [1, 3]
+    pending.num_tokens = 4
+    scheduled = ScheduledSequence(known, 1), ScheduledSequence(pending, 1)
+    assert ids_after([sequence([7]), pending, known], torch.tensor([40, 41, -1]), *scheduled) == [6, 41]
+    assert build(*scheduled).positions.tolist() == [1, 3]
 
 
 def test_a_step_of_the_rows_of_the_step_before_reads_its_tokens_in_the_order_of_the_rows():
     rows = [sequence([1, 2, 3], computed=3, table=[i]) for i in range(3)]
     for seq in rows:
-        seq.num_pending_tokens = 1
+        seq.num_tokens = 4
     token_ids = torch.tensor([40, -1, 42])
-    previous = PreviousTokens(token_ids, {seq: row for row, seq in enumerate(rows)})
     for used, expected in ((rows, [40, 0, 42]), (rows[::-1], [42, 0, 40]), (rows[:2], [40, 0])):
-        batch = build(*(ScheduledSequence(seq, 1) for seq in used), previous=previous)
-        assert batch.input_ids.tolist() == expected
+        assert ids_after(rows, token_ids, *(ScheduledSequence(seq, 1) for seq in used)) == expected
     assert token_ids.tolist() == [40, -1, 42]
-
-
-def test_a_further_kv_group_has_its_own_blocks_and_slots():
-    seq = sequence(range(6), computed=5, table=[2, 5])
-    tables_of(seq).block_tables = [[-1, 3]]
-    batch = build(ScheduledSequence(seq, 1))
-    [group] = batch.further_groups
-    assert group.block_tables.tolist() == [[-1, 3]]
-    assert (batch.attention.slot_mapping.tolist(), group.slot_mapping.tolist()) == ([5 * 4 + 1], [3 * 4 + 1])
-    assert group.seq_lens is batch.attention.seq_lens
-
-
-def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
-    plain, seq = sequence([1], table=[0]), sequence(range(10), computed=4, table=[0, 1, 2])
-    seq.extras = {"hybrid": HybridTables(state_slot=7, state_writes={8: 5, 10: 6})}
-    batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
-    assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
 
 
 def test_extras_are_runs_of_packed_tokens():

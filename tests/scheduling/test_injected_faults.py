@@ -51,7 +51,7 @@ FAULTS = {
             "ref_counts[table[start // block_size]] >= 1",
         ),
         ("a full block has a slot", "start < len(table) * block_size and", "start <= len(table) * block_size and"),
-        ("two tokens are one", "seq.num_pending_tokens != start + 1", "seq.num_pending_tokens < start + 1"),
+        ("two tokens are one", "seq.num_tokens != start + 1", "seq.num_tokens < start + 1"),
         ("more blocks are taken than are free", "found.count(False) <= self.num_free_blocks", "True"),
     ],
     "scheduling/prefix_index.py": [

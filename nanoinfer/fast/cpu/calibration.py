@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.model_runner import ModelRunner
@@ -35,6 +36,7 @@ from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.fast.stored import Identity, StoredParameter, store
+from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.quantization.rounding import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -143,15 +145,17 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
             setattr(owner, name, _Calls(module, partial(measure_head, module)))
         elif isinstance(owner, nn.ModuleList) and owner in model.children():
             setattr(owner, name, _Calls(module, partial(compute, module)))
-    config, groups = model.config, len(runtime.sizes.groups)
+    config, groups = model.config, num_groups_of(runtime.sizes)
     random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
     text = [*(ids or random.tolist())][: config.max_position_embeddings]
     sequences = scratch_sequences([text], runtime.block_size, groups)
-    runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32), cache_dtype=torch.float32)
+    sizes = replace(runtime.sizes, head_dim=config.head_dim)
+    runtime = replace(runtime, sizes=sizes, cache_dtype=torch.float32, cache_class=KVCache)
+    runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32))
     with progress_bar("calibrating", config.num_hidden_layers) as bar:
         whole: Any = compiled(model.eval()).model
         cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
-        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.backend), sequences, [[len(text)]]))
+        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.begin_step), sequences, [[len(text)]]))
     return moments
 
 

@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.base import Attend, Recur
+from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
+from nanoinfer.features.hybrid.states import Recur
 from nanoinfer.models.layers import Angles, Hidden, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, partial_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields

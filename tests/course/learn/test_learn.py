@@ -137,14 +137,13 @@ MUTANTS = {
         "grid": [("grid - start % grid", "grid")],
         "end": [("seq.num_tokens - start", "seq.num_tokens"), ("min(seq.num_tokens - start, ", "max(1, ")],
         "start": [
-            ("seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens", "seq.num_computed_tokens"),
-            ("if num_computed_tokens is None", "if not num_computed_tokens"),
+            ("seq.num_tokens - start", "seq.num_tokens - seq.num_computed_tokens"),
         ],
     },
     "make_room": {
         "ask": [("while not", "if not")],
-        "victim": [("self.running.remove(victim)", "self.running.pop(0)"), ("self.choose_victim(self.running, seq)", "seq")],
-        "preempt": [("self._preempt(victim)", "self._free(victim)")],
+        "victim": [("self.choose_victim(self.running, seq)", "seq")],
+        "preempt": [("self._preempt(victim)", "self._stop(victim)")],
         "drop": [
             ("selection.drop(victim)", "pass"),
             ("selection.drop(victim)", "selection.preempted.append(victim)"),
@@ -155,9 +154,11 @@ MUTANTS = {
         ],
     },
     "continue_running": {
-        "order": [("list(self.running)", "list(reversed(self.running))"), ("list(self.running)", "self.running")],
+        "order": [
+            ("self._left_to_schedule(selection)", "self._left_to_schedule(selection)[::-1]"),
+            ("self._left_to_schedule(selection)", "self.running"),
+        ],
         "gone": [("seq.status is not SequenceStatus.RUNNING", "False")],
-        "ended": [("seq.num_tokens >= seq.max_num_tokens", "False")],
         "one": [("num_new > 1 and ", "")],
         "budget": [("selection.budget < num_new", "selection.budget <= num_new")],
         "waits": [("selection.budget = 0", "pass")],
@@ -167,7 +168,7 @@ MUTANTS = {
         "prefix": [("self._prefix_of(seq)", "Prefix()")],
         "chunk": [("self.next_chunk(seq, num_cached)", "self.next_chunk(seq, 0)")],
         "budget": [("num_new > 1 and ", ""), ("selection.budget < num_new", "selection.budget <= num_new")],
-        "reserved": [("num_kept_free=num_reserved", "num_kept_free=0")],
+        "reserved": [("num_kept_free=selection.num_kept_free", "num_kept_free=0")],
         "false": [("return False", "return True"), ("return True", "return None")],
         "running": [
             ("SequenceStatus.RUNNING", "SequenceStatus.WAITING"),
@@ -176,12 +177,9 @@ MUTANTS = {
         "blocks": [("self.block_manager.start(seq, prefix)", "pass"), ("self._select(selection, seq, num_new)", "pass")],
         "counts": [
             ("seq.num_computed_tokens = num_cached", "seq.num_computed_tokens = 0"),
-            ("seq.num_tokens_at_start = seq.num_tokens", "pass"),
+            ("self.observer.sequence_started(seq, num_cached)", "pass"),
         ],
-        "first": [
-            ("if seq.num_preemptions == 0:", "if True:"),
-            ("num_cached, self.clock()", "num_cached, None"),
-        ],
+        "kept": [("selection.num_kept_free += self._num_kept_free(seq)", "pass")],
     },
     "pack": {
         "ids": [
@@ -198,7 +196,7 @@ MUTANTS = {
             ("sequences += [seq] * (num_drafts + 1)", "sequences += [seq]"),
         ],
         "lengths": [("range(end, end + num_drafts + 1)", "[end + num_drafts] * (num_drafts + 1)")],
-        "unknown": [("input_ids.append(0)", "input_ids.append(1)"), ("placeholders.append(len(input_ids))", "pass")],
+        "unknown": [("or [0]", "or [1]"), (" or [0]", "")],
     },
     "rotary": {
         "pairs": [("chunk(2, dim=-1)", "view(*x.shape[:-1], -1, 2).unbind(-1)")],
@@ -211,21 +209,19 @@ MUTANTS = {
         ],
         "scale": [(" * head_dim**-0.5", "")],
         "heads": [("repeat_interleave(num_heads // num_kv_heads, dim=1)", "repeat(1, num_heads // num_kv_heads, 1)")],
-        "window": [(" - window + 1)", " - window)")],
-        "sinks": [("if sinks is not None:", "if False:")],
         "dtype": [(".to(q.dtype)", ""), ("q.float(), k.float()", "q, k")],
-        "large": [("scores.softmax(dim=-1)", "(scores.exp() / scores.exp().sum(dim=-1, keepdim=True))")],
+        "large": [
+            (
+                'weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)',
+                'weights = scores.masked_fill(~visible, float("-inf")).exp()\n    weights /= weights.sum(dim=-1, keepdim=True)',
+            )
+        ],
     },
     "paged_attention": {
         "write": [("cache.write(layer, metadata.slot_mapping, k, v)", "pass")],
         "layer": [("cache.write(layer,", "cache.write(0,"), ("cache.gather(layer,", "cache.gather(0,")],
         "queries": [("slice(starts[i], starts[i + 1])", "slice(starts[i + 1] - 1, starts[i + 1])")],
-        "tables": [("metadata.block_tables[i, skipped:]", "metadata.block_tables[0, skipped:]")],
-        "passed": [
-            ("keys, values, window, sinks)", "keys, values)"),
-            ("keys, values, window, sinks)", "keys, values, window)"),
-        ],
-        "freed": [("cache.num_blocks_before(seq_len - len(q[queries]), window)", "0")],
+        "tables": [("metadata.block_tables[i]", "metadata.block_tables[0]")],
     },
     "temperature": {
         "divide": [("/ temperature", "* temperature"), ("temperature.unsqueeze(-1)", "temperature[0]")],

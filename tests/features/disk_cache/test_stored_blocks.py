@@ -19,6 +19,7 @@ from nanoinfer_lab.testing import machines
 from nanoinfer_lab.testing.rules import Memory
 from tests.features.hybrid.test_state_slots import States
 from tests.helpers.block_machine import CHOICES, BlockMachine
+from tests.helpers.told import Told
 
 
 class DictStore:
@@ -179,7 +180,7 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
     first.free(run(first, prompt)[0])
     first.close()
     manager = manager_with(first.stored.store.contents, num_blocks=12, max_tokens_per_step=4)
-    scheduler = Scheduler(SchedulerConfig(), manager)
+    scheduler = Scheduler(SchedulerConfig(), manager, Told())
 
     def step(*new):
         for request_id, token_ids in new:
@@ -188,7 +189,7 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
         scheduler.commit(plan)
         for item in plan.scheduled:
             scheduler.append(item.sequence, 7)
-        started = {item.sequence.request_id: item.sequence.num_cached_tokens for item in plan.scheduled}
+        started = {item.sequence.request_id: scheduler.observer.num_cached[item.sequence] for item in plan.scheduled}
         return started, len(manager.stored.store.filled) - num_before
 
     assert step(("running", [1, 2])) == ({"running": 0}, 0)

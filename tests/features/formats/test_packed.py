@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError, WeightsError
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.quantization.rounding import quantized
 from nanoinfer.load import load as load_config
 from nanoinfer.loading import loader
@@ -173,7 +173,7 @@ def load(path):
 def logits_here(path):
     with torch.inference_mode():
         model = load(path)
-        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), HybridDenseAttention()))
 
 
 @pytest.mark.parametrize("name", CASES)
