@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.execution.packing import pack
-from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
