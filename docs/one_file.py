@@ -28,11 +28,12 @@ PAGES = {
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the file. first, last: its lines, counted from 1."""
+    """A part of the file. first, last: its lines, counted from 1. code: the first line after the heading."""
 
     number: int
     title: str
     first: int
+    code: int
     last: int
     source: str
 
@@ -43,9 +44,10 @@ def parts() -> list[Part]:
     ends = [match.start() for match in found[1:]] + [len(text)]
     made = []
     for match, end in zip(found, ends, strict=True):
-        source = text[match.end() : end].split("\n# ---- ")[0].strip("\n")  # without a separator that has no number
+        after = text[match.end() : end].split("\n# ---- ")[0]  # without a separator that has no number
+        source, num_blank = after.strip("\n"), len(after) - len(after.lstrip("\n"))
         first = text.count("\n", 0, match.start()) + 1
-        made.append(Part(int(match[1]), match[2], first, first + source.count("\n") + 3, source))
+        made.append(Part(int(match[1]), match[2], first, first + num_blank, first + num_blank + source.count("\n"), source))
     return made
 
 
@@ -59,7 +61,7 @@ def chapters() -> str:
         question, grown = rows[part.number]
         lines.append(f"## {part.number}. {part.title} {{ #part-{part.number} }}")
         lines.append(f"{question[0].upper()}{question[1:]} In the package: {grown}.")
-        lines.append(_code(part.source, part.first + 3))
+        lines.append(_code(part.source, part.code))
     return "\n\n".join(lines)
 
 

@@ -113,7 +113,7 @@ def assert_nothing_is_left(llm: Any) -> None:
     assert set(scheduler.block_manager.blocks.ref_counts) == {0}
     assert not scheduler.waiting
     assert not scheduler.running
-    assert not llm.requests
+    assert not llm.answers
 
 
 def main(number: int = 500, seed: int = 0) -> int:

@@ -53,7 +53,7 @@ def check_draws(engine):
         assert torch.equal(engine.draw(logits, numbers)[has_token], draw.draw(logits, numbers)[has_token]), u
     assert torch.equal(engine.argmax(logits), draw.argmax(logits))
     for seed, position in ((0, 0), (1, 2), (2**64 - 1, 5), (2**32, 2**33)):
-        assert engine.uniform(seed, position) == draw.uniform([seed], [position]).item()
+        assert engine._uniform(seed, position) == draw.uniform([seed], [position]).item()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_an_aborted_request_ends_and_the_others_go_on(engine):
     llm.step()
     llm.abort(running)
     llm.abort(waiting)
-    while llm.requests:
+    while llm.answers:
         llm.step()
     assert [request.output().outputs[0].finish_reason for request in (kept, running, waiting)] == ["length", "abort", "abort"]
     assert kept.output().outputs[0].token_ids == expected.outputs[0].token_ids

@@ -34,7 +34,8 @@ def generate(engine, llm, max_tokens=10):
 @pytest.mark.parametrize(("family", "has_flash_attn"), [("qwen3", True), ("qwen3", False), ("gpt2", True)])
 def test_a_step_reads_its_tokens_alone(family, has_flash_attn, tmp_path):
     engine = load()
-    engine.flash_attn = flash_stub if has_flash_attn else None
+    if has_flash_attn:
+        install_flash_attn(engine)
     folder = save(family, tmp_path, **HEADS.get(family, {}))
     with fake_cuda(str(FOLDER)) as gpu:
         llm = engine.LLM(folder, device="cuda:0", dtype="bfloat16", num_blocks=16, **SIZES)
@@ -65,8 +66,13 @@ def run_on_simulated_device(family, folder, source=None):
                 outputs, steps = generate(engine, llm)
             assert len(device.waits) == len(steps)
             assert dtype == "bfloat16" or facts(outputs) == expected
-            assert sum(graph.num_replays for _, graph, _ in llm.runner.graphs._graphs.values()) > 3
-            assert llm.runner.attention is engine.FlashAttend
+            assert sum(replay.__self__.num_replays for _, replay, _ in llm.runner.graphs._graphs.values()) > 3
+            assert llm.runner.begin_step is engine.FlashAttend
+
+
+def install_flash_attn(engine):
+    engine.flash_attn_varlen_func = flash_stub.flash_attn_varlen_func
+    engine.flash_attn_with_kvcache = flash_stub.flash_attn_with_kvcache
 
 
 def lenient():
@@ -79,23 +85,17 @@ def lenient():
 def simulated(engine):
     """Let device="sim" be the GPU of the file. A replay of a graph also runs the captured function, and compares."""
     from tests.helpers import simulated_device
-    from tests.helpers.simulated_device import MODULE, SimulatedTensor, capturing
 
     if not hasattr(simulated_device.install, "kept"):
         simulated_device.install()
-    names = ("Stream", "CUDAGraph", "current_stream", "stream", "mem_get_info")
-    capture = engine.DecodeGraphs._capture
+    simulated_device.SimulatedTensor.is_cuda = True
+    install_flash_attn(engine)
+    capture = engine.CUDACapture.__call__
 
-    def compared(graphs, size, batch, run):
-        static_inputs, graph, out = capture(graphs, size, batch, run)
-        graph.run = lambda: run(static_inputs)
-        return static_inputs, graph, out
+    def compared(self, run):
+        replay, out = capture(self, run)
+        replay.__self__.run = run
+        return replay, out
 
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(torch.cuda, name, getattr(MODULE, name)))
-        stack.enter_context(mock.patch.object(torch.cuda, "graph", lambda graph, pool, stream: capturing(graph)))
-        stack.enter_context(mock.patch.object(engine.DecodeGraphs, "_capture", compared))
-        stack.enter_context(mock.patch.object(engine, "flash_attn", flash_stub))
-        SimulatedTensor.is_cuda = True
+    with mock.patch.object(engine.CUDACapture, "__call__", compared):
         yield simulated_device.device

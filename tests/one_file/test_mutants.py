@@ -16,7 +16,7 @@ ROOMY = {"block_size": 4, "num_blocks": 200, "chunk_size": 64, "max_num_batched_
 # what is wrong -> (text of the file, the text in its place)
 ON_A_CPU = {
     "a chunk begins where the last ended": ("grid - start % grid", "grid"),
-    "the oldest is preempted": ("victim = self.running.pop()", "victim = self.running.pop(0)"),
+    "the oldest is preempted": ("return running[-1]", "return running[0]"),
     "a preempted sequence waits last": ("self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
     "a younger prompt passes one that waits": ("selection.budget = 0  #", "pass  #"),
     "decodes use up the budget": ("num_new_tokens if num_new_tokens > 1 else 0", "num_new_tokens"),
@@ -24,18 +24,21 @@ ON_A_CPU = {
         "self.blocks.drop(reversed(seq.block_table))",
         "self.blocks.drop(seq.block_table)",
     ),
-    "a block with a key is taken first": ("last=bool(self.keys[block])", "last=not self.keys[block]"),
-    "a key does not depend on the block before": ("sha256(key + array", "sha256(array"),
-    "a block that was taken stays in the prefix cache": ("del self.index.ids[key]", "pass"),
-    "the last token of a prompt is taken from the cache": ("self.index.match(token_ids[:-1])", "self.index.match(token_ids)"),
+    "the block that was used last is evicted": ("return next(iter(candidates))", "return list(candidates)[-1]"),
+    "a block is looked up as if it were the first": ("keys.append(key := found)", "keys.append(found)"),
+    "a block that was taken stays in the prefix cache": ("self.index.remove(block)", "pass"),
+    "the last token of a prompt is taken from the cache": (
+        "max(len(token_ids) - 1, 0) // self.block_size",
+        "len(token_ids) // self.block_size",
+    ),
     "a shared block is written": (
         "if self.blocks.ref_counts[table[index]] > 1:",
         "if self.blocks.ref_counts[table[index]] > 2:",
     ),
-    "a step lacks the copies of blocks": ("for source, target in batch.block_copies:", "for source, target in ():"),
+    "a step lacks the copies of blocks": ("if batch.block_copies:", "if False:"),
     "a query does not see itself": (".tril(seq_len - num_tokens)", ".tril(seq_len - num_tokens - 1)"),
-    "slots of another block": ("* block_size + i % block_size for", "* block_size + (i + 1) % block_size for"),
-    "the draw takes the token before": ("thresholds.unsqueeze(-1), right=True", "thresholds.unsqueeze(-1), right=False"),
+    "slots of another block": ("* block_size + start % block_size,)", "* block_size + (start + 1) % block_size,)"),
+    "the draw takes the token before": (", right=True)", ", right=False)"),
     "top-p keeps one token fewer": ("before = cumulative - weights", "before = cumulative"),
     "a presence penalty for the prompt's tokens": ("* (counts.values > 0)", "* (counts.values >= 0)"),
     "min-p is compared before the temperature": (
@@ -54,10 +57,10 @@ ON_A_CPU = {
 ON_A_GPU = {
     "padding in a block of the cache": ("(0, 0, 1, num_blocks * block_size, num_blocks)", "(0, 0, 1, 0, 0)"),
     "a graph keeps the block tables of its capture": (
-        "attention.slot_mapping, attention.block_tables",
-        "attention.slot_mapping",
+        "(static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)",
+        "(static if new.ndim == 1 else new).copy_(new)",
     ),
-    "the keys of chunks begin where the queries do": ("self._seq_lens[n:].cumsum(0)", "self._query_starts[1:]"),
+    "the keys of chunks begin where the queries do": ("pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()", "self._query_starts"),
     "tables of int64": ("metadata.block_tables.int()", "metadata.block_tables"),
     "a copy of memory that is not pinned": ("tensor.pin_memory().to(device", "tensor.to(device"),
 }
