@@ -26,7 +26,7 @@ class Attend(Protocol):
     """Causal attention of this step's tokens over all tokens of their sequences so far, themselves included.
 
     Scores are q . k / sqrt(head_dim). num_heads is a multiple of num_kv_heads (GQA): heads g * i .. g * i + g - 1 share KV
-    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) pass them, others do not.
+    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks pass them, others do not.
     """
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...

@@ -1,6 +1,6 @@
 """gpt-oss: layers of qwen.py with a mixture of experts, biases everywhere, attention sinks, and a window in every other layer.
 
-    sinks     a learned score for each head. Its share of the softmax has no value (attention/dense.py)
+    sinks     a learned score for each head. Its share of the softmax has no value (features/hybrid/attention.py)
     window    in the layers that layer_types calls sliding_attention: every other layer, from the first on
     router    has a bias. The softmax is over the scores of the chosen experts only
     experts   a clamped SwiGLU with biases, in every layer

@@ -60,8 +60,7 @@ class RoutedSampler(Sampler):
         logits = is_finite = None
         if batch.changes_logits:
             is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
-            logits = self.apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
-            rows = HeadRows(rows.hidden, rows.head, logits)
+            logits = self.apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)  # in place
         for route in self.routes:
             if (token_ids := route.try_sample(rows, batch)) is not None:
                 break

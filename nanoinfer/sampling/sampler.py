@@ -27,24 +27,18 @@ class HeadRows:
         head: maps `hidden` to logits, in the model's dtype.
     """
 
-    def __init__(
-        self,
-        hidden: Float[Tensor, "num_rows hidden"],
-        head: Callable[[Tensor], Tensor],
-        processed_logits: Float[Tensor, "num_rows vocab"] | None = None,
-    ) -> None:
-        """processed_logits: the logits in fp32 after the stages before the temperature. None: the model's own logits."""
+    def __init__(self, hidden: Float[Tensor, "num_rows hidden"], head: Callable[[Tensor], Tensor]) -> None:
         self.hidden, self.head = hidden, head
-        self._logits = processed_logits
+        self._logits: Tensor | None = None
 
     @property
     def is_raw(self) -> bool:
-        """Whether only the choice needs the logits. False once they were read, or stages have been applied to them."""
+        """Whether only the choice needs the logits. False once they were read: stages may have changed them."""
         return self._logits is None
 
     @property
     def logits(self) -> Float[Tensor, "num_rows vocab"]:
-        """The logits in fp32."""
+        """The logits in fp32, which the stages before the temperature change in place."""
         if self._logits is None:
             self._logits = self.head(self.hidden).float().contiguous()  # copies expanded logits, which cannot be written
         return self._logits

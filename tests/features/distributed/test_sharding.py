@@ -21,6 +21,7 @@ from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
@@ -90,7 +91,7 @@ def whole_config(family, **overrides):
     name, config = tiny_models.FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{"vocab_size": ODD_VOCAB_SIZE} | config | overrides).to_dict()
     architecture = f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    model_class = loader.find_model(config | {"architectures": [architecture]})
+    model_class = find_model(config | {"architectures": [architecture]})
     return model_class, model_class.Config.from_hf(config)
 
 

@@ -432,7 +432,7 @@ def test_metadata_that_is_missing_or_of_another_type_is_reported_by_name(tmp_pat
 def test_a_list_as_the_id_that_ends_a_text_is_refused(tmp_path):
     path = save(tiny_models.build("qwen3"), tmp_path, **{"tokenizer.ggml.eos_token_id": [1, 2]})
     with pytest.raises(CheckpointError, match=r"eos_token_id in .* must be an id or a list of ids, got \[\[1, 2\]\]"):
-        loader.load(EngineConfig(model=str(path), device="cpu"))
+        load(EngineConfig(model=str(path), device="cpu"))
 
 
 @pytest.mark.parametrize(
