@@ -454,7 +454,14 @@ class Selection:
 
 # ---- 4. Blocks: who holds which, and what they contain
 class BlockManager:
-    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys."""
+    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys.
+
+    A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i
+    has slot `block_table[i // block_size] * block_size + i % block_size`.
+
+        tokens   [ the cat sat on | the mat and     ]         block_size 4
+        table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
+    """
 
     acts_each_step = False
 
@@ -482,7 +489,8 @@ class BlockManager:
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:
         """Return the longest chain of full cached blocks that hold the start of token_ids, each block with its key."""
-        return self.index.match(token_ids, cache_salt) if self.enable_prefix_caching else []
+        keys = self.index.chain(token_ids, cache_salt) if self.enable_prefix_caching else []
+        return [(key, self.index.ids[key]) for key in keys]
 
     def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
         """Return whether all tokens of a waiting sequence with this prefix fit, and num_kept_free blocks more."""
@@ -509,7 +517,9 @@ class BlockManager:
         copies, table, end = [], seq.block_table, seq.num_computed_tokens + num_new_tokens
         for index in range(seq.num_computed_tokens // self.block_size, len(table)):
             if self.blocks.ref_counts[table[index]] > 1:  # true for at most one block, after a fork
-                copies.append(self._replace_shared(seq, table, index))
+                shared, table[index] = table[index], self._take()
+                self.blocks.drop([shared])
+                copies.append((shared, table[index]))
         while len(table) * self.block_size < end:
             table.append(self._take())  # one by one, because a policy may raise
         return copies
@@ -522,7 +532,7 @@ class BlockManager:
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             # If another sequence filled a block with the same tokens first, its block stays in the cache.
-            self._enter(seq, full, num_cached)
+            self.index.enter(full, seq.block_table[num_cached:num_full])
 
     def forget_cached(self, seq: Sequence) -> None:
         """Remove the blocks with the sequence's keys from the prefix cache, but not from sequences that share them."""
@@ -546,16 +556,6 @@ class BlockManager:
         seq.block_table.clear()
         seq.prefix_keys.clear()
 
-    def _enter(self, seq: Sequence, full: list[tuple[bytes, bytes]], num_cached: int) -> list[int]:
-        """Add the blocks after the first num_cached, which have these contents and keys. Return those that are new."""
-        return self.index.enter(full, seq.block_table[num_cached : num_cached + len(full)])
-
-    def _replace_shared(self, seq: Sequence, table: list[int], index: int) -> tuple[int, int]:
-        """Put a block of its own into a sequence's table, in the place of a shared block. Return both, the shared one first."""
-        shared, table[index] = table[index], self._take()
-        self.blocks.drop([shared])
-        return shared, table[index]
-
     def _take(self) -> int:
         """Take a free block. If none is empty, the content of a cached block leaves the prefix cache."""
         if not self.blocks.empty:
@@ -566,7 +566,12 @@ class BlockManager:
 
 
 class Pool:
-    """The ids 0 .. size - 1, each of which is held, reusable or empty."""
+    """The ids 0 .. size - 1, each of which is held, reusable or empty.
+
+    held       used by a sequence: its reference count says in how many places
+    reusable   free, and its content is in the prefix index, where a prompt may find it
+    empty      free, without content that could be found
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -611,7 +616,14 @@ class Pool:
 
 
 class PrefixIndex:
-    """The index of all contents in memory."""
+    """The index of all contents in memory. A full block has a content and a key, which describe what it holds.
+
+        content of block i = key of block i - 1, tokens of block i
+        key of block i     = SHA-256 digest of its content              before the first block: digest of the salt
+
+    So a key stands for all tokens up to a block's end. Prefixes with different tokens have different keys as long as nobody
+    finds two inputs with the same SHA-256 digest. The keys are kept, so that a lookup computes no digest.
+    """
 
     def __init__(self, pool: Pool, block_size: int) -> None:
         self.pool, self.block_size = pool, block_size
@@ -644,10 +656,6 @@ class PrefixIndex:
                 break
             keys.append(key := found)
         return keys
-
-    def match(self, token_ids: list[int], cache_salt: str | None) -> Prefix:
-        """Return the longest chain of blocks in memory that hold the start of token_ids."""
-        return [(key, self.ids[key]) for key in self.chain(token_ids, cache_salt)]
 
     def enter(self, blocks: list[tuple[bytes, bytes]], new: list[int]) -> list[int]:
         """Add a block for each content and key, except for keys that have a block already. Return the added blocks."""
@@ -1597,7 +1605,7 @@ class SamplingBatch:
     """The parameters of each row of a step as tensors: the only input of the stages besides the logits. None: not used."""
 
     columns: ParameterColumns
-    entries: StageEntries
+    entries: StageEntries = StageEntries()
     u: Float[Tensor, " batch"]  # float64: a random number in [0, 1) for each row
 
     @classmethod

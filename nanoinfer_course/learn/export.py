@@ -103,8 +103,10 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
         "model": EXPORTED_MODEL,
     }
     before, separator, server = _template("engine.py", about).partition("# ---- 18.")
-    used = {prefix + name for task in tasks for entry in task.have for name in entry.split()[1:] for prefix in ("", ".")}
-    used = used.union(*map(names_in, (_reference(tasks), *readers, *helpers)))  # a learner may use all that a task names
+    # The tasks' functions, and all that a task says a learner has.
+    names = [name for task in tasks for entry in (*task.have, f"- {task.function.name}") for name in entry.split()[1:]]
+    used = {prefix + name for name in names for prefix in ("", ".")}
+    used = used.union(*map(names_in, (_reference(tasks), *readers, *helpers)))
     engine = tangle(before + _read("parts.py") + separator + server, bodies, used)
     in_engine = _imported(engine)
     imports = [f"{text}\n" for text in dict.fromkeys(imports) if not _imported(text) <= in_engine]

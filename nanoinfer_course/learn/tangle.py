@@ -221,6 +221,7 @@ def _edited(text: str) -> str:
             first, kept = node.body[0], doc.splitlines()[:1]
             if isinstance(node, ast.ClassDef):
                 kept = re.split(r"\n+(?=Args|Attributes|Returns|Raises|Source|>>>|$)", doc)[0].splitlines()
+                kept[1:] = textwrap.dedent("\n".join(kept[1:])).splitlines()
             if len(kept) < len(doc.splitlines()) or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
                 quoted = ['"""' + kept[0], *kept[1:-1], *([kept[-1], '"""'] if kept[1:] else [])]
                 quoted[-1] += '"""' * (not kept[1:])
