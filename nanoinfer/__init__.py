@@ -11,8 +11,11 @@ Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), 
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from nanoinfer.compat.moved_modules import MovedModules
 
 if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
@@ -102,4 +105,5 @@ def __dir__() -> list[str]:
 
 
 # So that vLLM's modules, and those that have moved, are found after those of the package.
-__path__ += [f"{__path__[0]}/compat/vllm/modules", f"{__path__[0]}/compat/moved"]
+__path__.append(f"{__path__[0]}/compat/vllm/modules")
+sys.meta_path.append(MovedModules)  # type: ignore[arg-type]  # has a finder's method
