@@ -37,7 +37,6 @@ from nanoinfer.server.errors import (
     MESSAGES_ERRORS,
     RequestError,
     add_error_handlers,
-    describe_errors,
     json_response,
     refused_format,
     text_body,
@@ -88,7 +87,6 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         add_weights(app, async_llm)
     if settings.enable_lora_update:
         add_adapters(app, async_llm, models.adapters, models.names)
-    describe_errors(app.openapi())
     return app
 
 

