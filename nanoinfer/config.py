@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from annotated_types import Ge, Interval
 from typing_extensions import Doc
@@ -45,7 +45,6 @@ DTYPES = {
 }  # vLLM's spellings, and short spellings -> torch's
 
 
-@runtime_checkable
 class Tracer(Protocol):
     """Receives the events of an engine, one at a time (features/tracing/events.py)."""
 

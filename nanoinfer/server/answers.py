@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import closing
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -24,15 +24,6 @@ from nanoinfer.server.protocol import JsonObject
 
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that nobody reads
-
-
-class Usage(TypedDict):
-    """OpenAI's usage."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
 
 
 class Answers:
@@ -94,8 +85,8 @@ class Answers:
         """Return the outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
-    def usage(self) -> Usage:
-        """Return the usage so far."""
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage so far."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self.num_tokens
         cached = sum(stream.request.metrics.num_cached_tokens for stream in self.streams if stream.request is not None)

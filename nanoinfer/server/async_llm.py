@@ -29,15 +29,15 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
+from nanoinfer.features.adapters.adapters import adapter_of, remove_adapter
+from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.embedding.pooling import Pooler
+from nanoinfer.features.training import rollouts
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.server.engine_thread import EngineThread
 from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
-
-if TYPE_CHECKING:
-    from nanoinfer.features.adapters.request import LoRARequest
-    from nanoinfer.features.embedding.pooling import Pooler
 
 NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the process that tries new grammars
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So streams hold
@@ -108,7 +108,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: "LoRARequest | None" = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
@@ -137,10 +137,8 @@ class AsyncLLM:
                     yield output
 
     @cached_property
-    def pooler(self) -> "Pooler":
+    def pooler(self) -> Pooler:
         """The Pooler that prepares texts for embeddings and scores, by the checkpoint's files. Raises: as LLM.embed does."""
-        from nanoinfer.features.embedding.pooling import Pooler
-
         return Pooler(self.llm)
 
     async def submit(
@@ -191,17 +189,13 @@ class AsyncLLM:
             self._thread.abort(stream.request_id)
         return stream
 
-    async def add_lora(self, lora_request: "LoRARequest") -> bool:
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: the errors of generate."""
-        from nanoinfer.features.adapters.adapters import adapter_of
-
         await self.threads.run(partial(adapter_of, self.engine.inputs, lora_request), is_large=True)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
-        from nanoinfer.features.adapters.adapters import remove_adapter
-
         return remove_adapter(self.engine.inputs, lora_id)
 
     async def abort(self, request_id: str) -> None:
@@ -259,8 +253,6 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "wait") -> None:
         """See LLM.pause. Running requests continue to stream. To resume: `await between_steps(async_llm.llm.resume)`."""
-        from nanoinfer.features.training import rollouts
-
         await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
         while self.engine.num_unfinished and self._thread.is_alive():
             await asyncio.sleep(POLL_SECONDS)

@@ -189,7 +189,7 @@ class ChoicesReply(Reply):
 
     def usage(self) -> JsonObject:
         """Return the usage of answers that have ended."""
-        return {**self.answers.usage()}
+        return self.answers.usage()
 
     def _head(self, object_name: str) -> JsonObject:
         name = f"{self.id_prefix}-{self.answers.id}"

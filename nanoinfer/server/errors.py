@@ -70,16 +70,10 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-class ErrorDetails(BaseModel):
-    """The place where Anthropic's clients look for the code."""
-
-    error_code: str
-
-
 class MessagesErrorFields(ErrorFields):
-    """The fields of an error of /v1/messages."""
+    """The fields of an error of /v1/messages. details: {"error_code": code}, where Anthropic's clients look for the code."""
 
-    details: ErrorDetails | None = None
+    details: dict[str, str] | None = None
 
 
 class MessagesErrorBody(BaseModel):

@@ -5,7 +5,7 @@ In: the engine's metrics (LLM.get_metrics). Out: the text of /metrics.
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -19,18 +19,16 @@ class Metrics(Collector):
 
     def __init__(self, async_llm: AsyncLLM, model_name: str, prefix: str) -> None:
         self._async_llm, self._prefix = async_llm, prefix
-        self._registry = CollectorRegistry()
         self._of_engine: list[outputs.Metric] = []  # read by text()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._registry.register(self)
 
     async def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         self._of_engine = await self._async_llm.get_metrics()
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[MetricFamily]:
-        """Yield the engine's metrics, for the registry."""
+        """Yield the engine's metrics, for generate_latest."""
         families: dict[str, MetricFamily] = {}
         for metric in self._of_engine:
             kind, samples = "counter", list[tuple[str, dict[str, str], float]]()

@@ -7,18 +7,16 @@ themselves. All three call nanoinfer/engine.
 import asyncio
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from nanoinfer import RequestStream
 from nanoinfer.arguments import check_argument_names
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import InvalidValueError, shown
+from nanoinfer.features.adapters.adapters import adapter_of, remove_adapter
+from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoinfer.features.adapters.request import LoRARequest
 
 
 class VLLMEngine(LLM):
@@ -36,7 +34,7 @@ class VLLMEngine(LLM):
         prompt: PromptType,
         params: SamplingParams,
         *,
-        lora_request: "LoRARequest | None" = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
         """Queue a prompt. A prompt that is too long gets an output with finish_reason "error" in the next step.
@@ -58,17 +56,13 @@ class VLLMEngine(LLM):
         stream.request = engine.submit(prepared, request_id=request_id, streaming=True)
         self._streams[request_id] = stream
 
-    def add_lora(self, lora_request: "LoRARequest") -> bool:
+    def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
-        from nanoinfer.features.adapters.adapters import adapter_of
-
         adapter_of(self.engine.inputs, lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
-        from nanoinfer.features.adapters.adapters import remove_adapter
-
         return remove_adapter(self.engine.inputs, lora_id)
 
     def step(self) -> list[RequestOutput]:
