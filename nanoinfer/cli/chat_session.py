@@ -1,12 +1,11 @@
 """A chat on a terminal: questions are answered, and lines that begin with / are commands.
 
-In: messages. Out: answers on standard output, everything else on standard error. The Conversation keeps the
+In: messages. Out: answers on standard output, everything else on standard error. ChatSession keeps the
 messages, passes those to the model that leave room for an answer in its context, and reads and writes files.
 """
 
 import glob
 import json
-import secrets
 import sys
 from ast import literal_eval
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.arguments import Option, declarations
 from nanoinfer.cli.generate import describe_speed, print_stream
+from nanoinfer.cli.options import with_seed
 from nanoinfer.errors import InvalidValueError, NanoinferError, suggest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -27,18 +27,81 @@ if TYPE_CHECKING:
 PARAMETERS = [name for name, one in declarations(SamplingParams).items() if one.marker(Option)]
 
 
-class Conversation:
-    """A system message and the turns after it.
+class ChatSession:
+    """A conversation, which is a system message and the turns after it, and the parameters of its next answer.
 
     Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, unless turns
     are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
+
+    Attributes:
+        system: the system message.
+        messages: all questions and answers, in the format of LLM.chat.
+        num_dropped: the number of oldest messages that the model no longer reads.
+        params: the parameters of the next answer. Every answer adds 1 to the seed, so /retry gives another answer, and the
+            first seed repeats the whole session.
+        output: the newest RequestOutput. None: before the first answer and after an answer that Ctrl-C stopped.
     """
 
-    def __init__(self, llm: "LLM", system: str | None = None, chat_template_kwargs: dict[str, object] | None = None) -> None:
-        self.llm, self._chat_template_kwargs = llm, chat_template_kwargs
-        self.system = system  # the system message
-        self.messages: list[dict[str, str]] = []  # all questions and answers, in the format of LLM.chat
-        self.num_dropped = 0  # the number of oldest messages that the model no longer reads
+    def __init__(
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
+        *,
+        shows_stats: bool = False,
+    ) -> None:
+        self.llm, self.system, self._chat_template_kwargs = llm, system, chat_template_kwargs
+        self.messages: list[dict[str, str]] = []
+        self.num_dropped = 0
+        self.params = self._first_params = with_seed(params)
+        self.output: RequestOutput | None = None
+        self._shows_stats = shows_stats
+
+    def handle(self, message: str) -> None:
+        """Run a command or answer a question. A text of several lines is a question.
+
+        Raises:
+            NanoinferError: the message is refused. The session is then unchanged.
+            EOFError: the message is /exit.
+        """
+        if not message.startswith("/") or "\n" in message:
+            self.ask(message.strip())
+            return
+        name, _, argument = message.removeprefix("/").partition(" ")
+        argument = argument.strip()
+        if name not in COMMANDS:
+            found = suggest(f"/{name}", [f"/{command}" for command in COMMANDS])
+            hint = f"{found} (put a space before a question that begins with /)"
+            raise InvalidValueError(f"there is no command /{name}; {hint}")
+        expected, run = COMMANDS[name]
+        if not expected.startswith("[") and bool(expected) != bool(argument):
+            raise InvalidValueError(f"write /{name} {expected}".rstrip() + f", got {message!r}")
+        run(self, argument)
+
+    def ask(self, question: str) -> bool:
+        """Stream the answer to a question, and keep the turn if the answer has any text. Returns whether it has.
+
+        An answer that Ctrl-C stopped is kept, too.
+        """
+        prompt, num_dropped = self.render(question)
+        text, self.output = print_stream(self.llm, prompt, self.params)
+        self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
+        if text:
+            if num_dropped and not self.num_dropped:
+                note("(the context is full: from now on the oldest turns are left out; /clear begins anew)")
+            self.add(question, text, num_dropped)
+        if self.output is None:
+            note("(stopped)" if text else "(stopped before the answer; the question is not kept)")
+        elif not text:
+            note("(the answer is empty; the question is not kept)")
+        elif self.output.outputs[0].finish_reason == "length":
+            is_at_most = self.output.metrics.num_output_tokens == self.params.max_tokens
+            full = f"the context of {self.llm.info.max_model_len} tokens is full"
+            note(f"(the answer is cut: {f'max_tokens is {self.params.max_tokens}' if is_at_most else full})")
+        if self._shows_stats and self.output is not None:
+            self.print_stats()
+        return bool(text)
 
     def render(self, question: str) -> tuple[Any, int]:
         """Return the prompt for a question, and the number of oldest messages that it leaves out.
@@ -113,83 +176,6 @@ class Conversation:
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") in ("system", "user", "assistant")
-        and isinstance(message.get("content"), str)
-    )
-
-
-class ChatSession(Conversation):
-    """A conversation, and the parameters of its next answer.
-
-    Attributes:
-        params: the parameters of the next answer. Every answer adds 1 to the seed, so /retry gives another answer, and the
-            first seed repeats the whole session.
-        output: the newest RequestOutput. None: before the first answer and after an answer that Ctrl-C stopped.
-    """
-
-    def __init__(
-        self,
-        llm: "LLM",
-        params: SamplingParams,
-        system: str | None = None,
-        chat_template_kwargs: dict[str, object] | None = None,
-        *,
-        shows_stats: bool = False,
-    ) -> None:
-        super().__init__(llm, system, chat_template_kwargs)
-        self.params = self._first_params = _with_seed(params)
-        self.output: RequestOutput | None = None
-        self._shows_stats = shows_stats
-
-    def handle(self, message: str) -> None:
-        """Run a command or answer a question. A text of several lines is a question.
-
-        Raises:
-            NanoinferError: the message is refused. The session is then unchanged.
-            EOFError: the message is /exit.
-        """
-        if not message.startswith("/") or "\n" in message:
-            self.ask(message.strip())
-            return
-        name, _, argument = message.removeprefix("/").partition(" ")
-        argument = argument.strip()
-        if name not in COMMANDS:
-            found = suggest(f"/{name}", [f"/{command}" for command in COMMANDS])
-            hint = f"{found} (put a space before a question that begins with /)"
-            raise InvalidValueError(f"there is no command /{name}; {hint}")
-        expected, run = COMMANDS[name]
-        if not expected.startswith("[") and bool(expected) != bool(argument):
-            raise InvalidValueError(f"write /{name} {expected}".rstrip() + f", got {message!r}")
-        run(self, argument)
-
-    def ask(self, question: str) -> bool:
-        """Stream the answer to a question, and keep the turn if the answer has any text. Returns whether it has.
-
-        An answer that Ctrl-C stopped is kept, too.
-        """
-        prompt, num_dropped = self.render(question)
-        text, self.output = print_stream(self.llm, prompt, self.params)
-        self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
-        if text:
-            if num_dropped and not self.num_dropped:
-                note("(the context is full: from now on the oldest turns are left out; /clear begins anew)")
-            self.add(question, text, num_dropped)
-        if self.output is None:
-            note("(stopped)" if text else "(stopped before the answer; the question is not kept)")
-        elif not text:
-            note("(the answer is empty; the question is not kept)")
-        elif self.output.outputs[0].finish_reason == "length":
-            is_at_most = self.output.metrics.num_output_tokens == self.params.max_tokens
-            full = f"the context of {self.llm.info.max_model_len} tokens is full"
-            note(f"(the answer is cut: {f'max_tokens is {self.params.max_tokens}' if is_at_most else full})")
-        if self._shows_stats and self.output is not None:
-            self.print_stats()
-        return bool(text)
-
     # ---- commands
 
     def print_help(self, _: str = "") -> None:
@@ -216,7 +202,7 @@ class ChatSession(Conversation):
             note(f"({name} is {getattr(self.params, name)})")
             return
         value = getattr(self._first_params, name) if text.strip() == "default" else _read_value(text.strip())
-        params = _with_seed(replace(self.params, **{name: value}))
+        params = with_seed(replace(self.params, **{name: value}))
         self.llm.engine.inputs.prepare([0], params)  # refuses token ids that this model lacks
         self.params = params
         note(f"({name} is {getattr(self.params, name)})")
@@ -288,9 +274,12 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _with_seed(params: SamplingParams) -> SamplingParams:
-    """Draw a seed if there is none. It has 32 bits, which are short enough to type."""
-    return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") in ("system", "user", "assistant")
+        and isinstance(message.get("content"), str)
+    )
 
 
 def note(text: str) -> None:

@@ -420,15 +420,19 @@ def ray_resources(engine: EngineOptions) -> dict[str, float]:
 def resolve_sampling_params(llm: "LLM", sampling: dict[str, Any], **more: Any) -> SamplingParams:
     """Return the checkpoint's defaults, replaced by the options, and `more` fields of SamplingParams, that are not None.
 
-    A seed is drawn where none is given, of 32 bits, which are short enough to type.
+    A seed is drawn where none is given.
     """
     given = {name: value for name, value in (sampling | more).items() if value is not None}
     params = over_default(llm.get_default_sampling_params(), **given)
-    if params.seed is not None:
-        return params
-    params = replace(params, seed=secrets.randbits(32))
-    logger.info("seed %d was drawn: --seed %d and the same command give the same text", params.seed, params.seed)
+    if params.seed is None:
+        params = with_seed(params)
+        logger.info("seed %d was drawn: --seed %d and the same command give the same text", params.seed, params.seed)
     return params
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Draw a seed if there is none. It has 32 bits, which are short enough to type."""
+    return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
 
 
 def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> dict[str, object]:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoinfer.cli.chat_session import Conversation
+from nanoinfer.cli.chat_session import ChatSession
 from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 40
 
@@ -18,7 +19,8 @@ def render(messages, **more):
 
 
 def conversation(system=None):
-    return Conversation(SimpleNamespace(info=SimpleNamespace(max_model_len=MAX_MODEL_LEN), render_chat=render), system)
+    llm = SimpleNamespace(info=SimpleNamespace(max_model_len=MAX_MODEL_LEN), render_chat=render)
+    return ChatSession(llm, SamplingParams(), system)
 
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_keeps_the_system_message():

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.chat_session import PARAMETERS, Conversation
+from nanoinfer.cli.chat_session import PARAMETERS, ChatSession
 from nanoinfer.cli.commands import cli_errors
 from nanoinfer.cli.options import (
     EngineOptions,
@@ -204,7 +204,7 @@ def test_standard_input_of_windows_is_the_text_without_mark_and_carriage_returns
 
 
 def loaded_by_a_chat(path):
-    conversation = Conversation(None, None)
+    conversation = ChatSession(None, SamplingParams())
     conversation.load(path)
     return conversation.messages
 
