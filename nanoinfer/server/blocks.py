@@ -88,19 +88,18 @@ def _pieces(delta: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
 class BlockReply(Reply):
     """The reply of an endpoint whose answers are blocks. A request has a single answer, because neither API has n."""
 
-    def __init__(
-        self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str, *, keeps_reasoning: bool = True
-    ) -> None:
+    keeps_reasoning = True  # whether the answer has blocks of reasoning
+
+    def __init__(self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str) -> None:
         super().__init__()
         self.chat, self.chat_format, self.model = chat, chat_format, model
         self.has_begun = False  # whether the stream has an event
-        self._keeps_reasoning = keeps_reasoning
 
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of the answer so far."""
         prompt = self.answers.streams[0].prepared.prompt or ""
-        return Blocks(self.chat_format.make_parser(self.chat, prompt), keeps_reasoning=self._keeps_reasoning)
+        return Blocks(self.chat_format.make_parser(self.chat, prompt), keeps_reasoning=self.keeps_reasoning)
 
     @abstractmethod
     def message(self, answer: CompletionOutput | Delta) -> JsonObject:

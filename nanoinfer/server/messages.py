@@ -203,8 +203,8 @@ class MessagesReply(BlockReply):
     def __init__(
         self, body: MessagesRequest, chat: protocol.ChatCompletionRequest, chat_format: ChatFormat, model: str
     ) -> None:
-        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
-        super().__init__(chat, chat_format, model, keeps_reasoning=not is_omitted)
+        super().__init__(chat, chat_format, model)
+        self.keeps_reasoning = body.thinking is None or body.thinking.display != "omitted"
 
     def message(self, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         head = {"id": f"msg_{self.answers.id}", "type": "message", "role": "assistant", "model": self.model}
