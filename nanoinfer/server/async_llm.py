@@ -261,9 +261,7 @@ class AsyncLLM:
         """Refuse new requests, wait for unfinished requests, abort those that take longer, and close the LLM.
 
         It begins at once, even if the returned task is not awaited, as in scripts for vLLM. Call it in an event loop.
-
-        Args:
-            timeout: the seconds to wait. None: no limit.
+        timeout: the seconds to wait. None: no limit.
         """
         self._is_closing = True
         task = asyncio.get_running_loop().create_task(self._shut_down(timeout))
