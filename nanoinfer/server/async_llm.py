@@ -18,7 +18,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import nanoinfer
@@ -413,10 +414,8 @@ def is_large_prompt(prompt: PromptType) -> bool:
 
 def merged(deltas: list[Delta]) -> list[Delta]:
     """Join successive deltas of the same answer. Returns at most one delta for each answer, in the order of the answers."""
-    by_index: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        by_index.setdefault(delta.index, []).append(delta)
-    return [_joined(by_index[index]) for index in sorted(by_index)]
+    answers = groupby(sorted(deltas, key=attrgetter("index")), key=attrgetter("index"))
+    return [_joined(list(of_answer)) for _, of_answer in answers]
 
 
 def _joined(deltas: list[Delta]) -> Delta:
