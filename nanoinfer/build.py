@@ -136,7 +136,21 @@ def make_runtime(
     from nanoinfer.execution.runtime import plain_runtime
     from nanoinfer.features.training.loaded_weights import LoadedWeights
 
-    runtime = plain_runtime(model, config, weights or LoadedWeights())
+    weights = weights or LoadedWeights()
+    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "num_state_layers")):
+        from nanoinfer.features.hybrid.runtime import hybrid_runtime
+
+        runtime: Runtime = hybrid_runtime(model, config, weights)
+    else:
+        runtime = plain_runtime(model, config, weights)
+    if config.cache.kv_cache_dtype == "int8":
+        from nanoinfer.features.int8_cache.cache import with_int8_cache
+
+        runtime = with_int8_cache(runtime)
+    if config.scheduler.batch_invariant:
+        from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
+
+        runtime = replace(runtime, wrappers=(InvariantRunner,))
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 

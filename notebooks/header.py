@@ -228,7 +228,7 @@ NOTEBOOKS = {
         (
             "scheduling/block_manager.py",
             "features/hybrid/state_slots.py",
-            "attention/kv_cache.py",
+            "features/hybrid/cache.py",
             "features/hybrid/gated_delta.py",
         ),
         ("block tables", "KV cache"),

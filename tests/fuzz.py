@@ -34,10 +34,10 @@ from unittest.mock import patch
 import torch
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from tests.helpers import lora_adapters, tiny_models
@@ -270,7 +270,7 @@ def cramped_engine(rng, path, settings):
     drafts = {"speculative_config": speculative_config("ngram", path)}
     settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
     probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
-    state_bytes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
+    state_bytes = HybridSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
     block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * state_bytes) // probe.info.num_blocks
     num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
     for_blocks = num_blocks * block_bytes

@@ -5,10 +5,10 @@ cache a model gets `DenseAttention()`, and with a KV cache a backend's `begin_st
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -26,48 +26,10 @@ class Attend(Protocol):
     """Causal attention of this step's tokens over all tokens of their sequences so far, themselves included.
 
     Scores are q . k / sqrt(head_dim). num_heads is a multiple of num_kv_heads (GQA): heads g * i .. g * i + g - 1 share KV
-    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) pass them, others do not.
+    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks pass them, others do not.
     """
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...
-
-
-# (state, *rows) -> (outputs, state after the rows). Shapes: tensors of a state [num_seqs, ...], rows [num_seqs, num_tokens,
-# ...]
-Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-
-
-class Recur(Attend, Protocol):
-    """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
-
-    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's tensors in one layer.
-    Layers are counted among those of their kind. A state is in fp32, and consists of zeros before the first token.
-    """
-
-    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
-        """Call `advance` for sequences with equally many new tokens, and keep their states.
-
-        Args:
-            layer: the index of the layer among those that keep a state.
-            advance: advances the states by the rows of some tokens.
-            rows: tensors [num_tokens, ...] with a row for each of this step's tokens.
-
-        Returns:
-            The outputs of `advance` for each token.
-        """
-        ...
-
-
-class StateUpdate(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
-
-    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
-    """
-
-    start: int
-    stop: int
-    read: int
-    writes: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +47,7 @@ class AttentionMetadata:
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
 
-    The layers of a KV group share the metadata. In a group with a window, freed blocks before the window may be -1.
-
-    states: where the states of the sequences are, for a model with a Recur. Empty: the model keeps none.
+    All layers share the metadata. A block that no query of the step reads may be -1.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -99,7 +59,6 @@ class AttentionMetadata:
     num_decodes: int
     query_start_loc_cpu: list[int]
     seq_lens_cpu: list[int]
-    states: tuple[StateUpdate, ...] = ()
 
 
 @runtime_checkable
@@ -111,9 +70,9 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    A backend that can read a KVCache of torch.int8 has `supports_int8_cache = True`. A backend whose Attend takes windows
-    has `supports_windows = True`, and a backend whose Attend takes sinks has `supports_sinks = True`. A backend with
-    `supports_prompt_graph = True` reads only shapes on the host for prompt chunks too, of which some may have no tokens.
+    A backend that reads the cache only by `gather` and `gather_blocks` has `supports_int8_cache = True`, and those of NEEDS
+    say what its Attend takes. A backend with `supports_prompt_graph = True` reads only shapes on the host for prompt chunks
+    too, of which some may have no tokens.
     """
 
     layout: Layout
@@ -133,6 +92,8 @@ class AttentionBackend(Protocol):
         ...
 
 
+# What the Attend of some models needs: an attribute that is True in a backend that supports it -> its name in an error.
+NEEDS = {"supports_windows": "sliding windows", "supports_sinks": "attention sinks"}
 # name -> "module:class", imported on first use because its dependencies may be missing, or the class itself
 BACKENDS: dict[str, str | type[Any]] = {
     "reference": "nanoinfer.attention.reference:ReferenceBackend",
@@ -171,22 +132,18 @@ def select_backend(
     *,
     block_size: int | None = None,
     enforce_eager: bool = False,
-    has_windows: bool = False,
-    has_sinks: bool = False,
+    needed: Sequence[str] = (),
 ) -> tuple[str, AttentionBackend]:
     """Construct the attention backend of this name, and return its name with it. "auto" is the first of PREFERRED that fits.
 
-    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. has_windows,
-    has_sinks: whether some layers have a window, and whether some have sinks.
+    "auto" logs why it skips a backend. block_size: the tokens of a block. None: the backend's default. needed: keys of NEEDS.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
     for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
-        if has_windows and backend_class is not None and not getattr(backend_class, "supports_windows", False):
-            backend_class, reason = None, "it does not support sliding windows"
-        if has_sinks and backend_class is not None and not getattr(backend_class, "supports_sinks", False):
-            backend_class, reason = None, "it does not support attention sinks"
+        if backend_class is not None and (missing := [name for name in needed if not getattr(backend_class, name, False)]):
+            backend_class, reason = None, f"it does not support {NEEDS[missing[0]]}"
         if backend_class is not None:
             return candidate, backend_class(enforce_eager=enforce_eager)
         if name != "auto":

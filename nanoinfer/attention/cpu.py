@@ -7,18 +7,21 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
-from nanoinfer.attention.kv_cache import KVCache, Layout, Pages, finite_values, loaded, stored
+from nanoinfer.attention.dense import Queries, Sinks, Window
+from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.system.process import keep_freed_memory
 
 # Limit for the bytes of the gathered pages of paged_decode, so that they are still in the processor's cache when read.
 SCRATCH_BYTES = 2 * 2**20
 QUERY_BLOCK = 128  # the most queries that prefill computes at a time
 SCORES_BYTES = 4 * 2**20  # limit for the scores of a block of queries, which sets the number of heads computed at a time
+
+
+Blocks = Shaped[Tensor, "num_seqs max_blocks num_kv_heads block_size head_dim"]  # gathered, keys or values
 
 
 class DecodeRows(NamedTuple):
@@ -49,31 +52,25 @@ class PrefillChunks(NamedTuple):
 
 
 def paged_decode(
-    q: Queries, k: Keys, v: Keys, k_pages: Pages, v_pages: Pages, rows: DecodeRows, window: Window = None, sinks: Sinks = None
+    q: Queries, keys: Blocks, values: Blocks, seq_lens: Int[Tensor, " num_seqs"], window: Window = None, sinks: Sinks = None
 ) -> Queries:
-    """Store each sequence's new k and v, then attend with its only query over all of its tokens. Sums are in fp32.
+    """Attend with each sequence's only query over all of its tokens, in the blocks of its table. Sums are in fp32.
 
     It uses elementwise products and sums, because the bits of a matmul's row may depend on the number of rows.
 
     Masked blocks at the end of a table change no bit. Where the terms that are summed over the blocks have a multiple of 64
     columns (heads times head_dim or slots), torch adds the blocks in order. In other columns it adds every fourth block
-    to one of four sums, so the tables are padded to a multiple of 4 blocks.
+    to one of four sums, so `decode` pads the tables to a multiple of 4 blocks.
     """
     num_seqs, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_pages.shape
-    k_pages[rows.slots // block_size, :, rows.slots % block_size] = stored(k, k_pages.dtype)
-    v_pages[rows.slots // block_size, :, rows.slots % block_size] = stored(v, v_pages.dtype)
-    tables = rows.block_tables
-    if num_heads * head_dim % 64 or num_heads * block_size % 64:
-        tables = F.pad(tables, (0, -tables.shape[1] % 4))
-    max_blocks = tables.shape[1]
+    _, max_blocks, num_kv_heads, block_size, _ = keys.shape
     group, dtype = num_heads // num_kv_heads, q.dtype
 
     q = q.float().view(num_seqs, 1, num_kv_heads, group, 1, head_dim)
-    keys = loaded(k_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
+    keys = keys.float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     scores = (q * keys).sum(-1) * head_dim**-0.5  # [num_seqs, max_blocks, num_kv_heads, group, block_size]
     positions = torch.arange(max_blocks * block_size).view(1, max_blocks, 1, 1, block_size)
-    seq_lens = rows.seq_lens.view(-1, 1, 1, 1, 1)
+    seq_lens = seq_lens.view(-1, 1, 1, 1, 1)
     scores = scores.masked_fill(positions >= seq_lens, float("-inf"))
     if window is not None:
         scores = scores.masked_fill(positions < seq_lens - window, float("-inf"))
@@ -86,9 +83,8 @@ def paged_decode(
     total = weights.sum(1).sum(-1)
     if sinks is not None:
         total = total + (sinks - largest).exp()
-    values = loaded(v_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     # [num_seqs, num_kv_heads, group, head_dim]
-    out: Tensor = (weights.unsqueeze(-1) * values).sum(-2).sum(1) / total.unsqueeze(-1)
+    out: Tensor = (weights.unsqueeze(-1) * values.float().unsqueeze(3)).sum(-2).sum(1) / total.unsqueeze(-1)
     return out.view(num_seqs, num_heads, head_dim).to(dtype)
 
 
@@ -139,6 +135,11 @@ def causal_attention(
     return out.view(num_queries, num_heads, head_dim)
 
 
+def num_blocks_before(position: int, window: Window, block_size: int) -> int:
+    """Return the number of a sequence's first blocks that neither the query at this position nor any later query reads."""
+    return 0 if window is None else max(position - window + 1, 0) // block_size
+
+
 class CPUBackend:
     """The default backend on a CPU. Without enforce_eager, KernelBackend (fast/cpu/attention.py) replaces it."""
 
@@ -163,16 +164,16 @@ class CPUBackend:
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows, window: Window, sinks: Sinks
     ) -> Tensor:
-        """Call paged_decode for groups of sequences whose gathered pages fit the processor's cache."""
-        k_pages, v_pages = cache.layer(layer)
+        """Store k and v, then call paged_decode for groups of sequences whose gathered blocks fit the processor's cache."""
+        cache.write(layer, rows.slots, k, v)
         if window is not None:
             rows = rows.within(window, cache.block_size)
-        k, v = finite_values(k, v)
-        num_together = max(SCRATCH_BYTES // (rows.block_tables.shape[1] * 2 * k_pages[0].nbytes), 1)
+        tables, (_, num_heads, head_dim) = rows.block_tables, q.shape
+        num_together = max(SCRATCH_BYTES // (tables.shape[1] * 2 * cache.layer(layer)[0][0].nbytes), 1)
+        if num_heads * head_dim % 64 or num_heads * cache.block_size % 64:
+            tables = F.pad(tables, (0, -tables.shape[1] % 4))
         chunks = [
-            paged_decode(
-                q[group], k[group], v[group], k_pages, v_pages, DecodeRows(*(index[group] for index in rows)), window, sinks
-            )
+            paged_decode(q[group], *cache.gather_blocks(layer, tables[group]), rows.seq_lens[group], window, sinks)
             for group in (slice(i, i + num_together) for i in range(0, len(q), num_together))
         ]
         return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
@@ -186,7 +187,7 @@ class CPUBackend:
         starts = [start - int(chunks.starts[0]) for start in chunks.starts.tolist()]
         for i, seq_len in enumerate(chunks.seq_lens.tolist()):
             queries = slice(starts[i], starts[i + 1])
-            skipped = cache.num_blocks_before(seq_len - len(q[queries]), window)
+            skipped = num_blocks_before(seq_len - len(q[queries]), window, cache.block_size)
             blocks = chunks.block_tables[i, skipped : -(-seq_len // cache.block_size)]
             keys, values = cache.gather(layer, blocks, seq_len - skipped * cache.block_size)
             out[queries] = causal_attention(q[queries], keys, values, window, sinks)

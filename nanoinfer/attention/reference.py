@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks, Window, causal_attention
+from nanoinfer.attention.dense import Keys, Queries, causal_attention
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
@@ -19,7 +19,7 @@ class ReferenceBackend:
     default_block_size = 16
     supports_cuda_graph = False
     supports_int8_cache = True
-    supports_windows = True
+    supports_windows = True  # by a subclass, which a model with windows or sinks gets
     supports_sinks = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
@@ -33,24 +33,13 @@ class ReferenceBackend:
         return partial(paged_attention, cache, metadata)
 
 
-def paged_attention(
-    cache: KVCache,
-    metadata: AttentionMetadata,
-    layer: int,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    *,
-    window: Window = None,
-    sinks: Sinks = None,
-) -> Queries:
+def paged_attention(cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
     """Store k and v, then attend over each sequence of the step in turn."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu
     for i, seq_len in enumerate(metadata.seq_lens_cpu):
         queries = slice(starts[i], starts[i + 1])
-        skipped = cache.num_blocks_before(seq_len - len(q[queries]), window)
-        keys, values = cache.gather(layer, metadata.block_tables[i, skipped:], seq_len - skipped * cache.block_size)
-        out[queries] = causal_attention(q[queries], keys, values, window, sinks)
+        keys, values = cache.gather(layer, metadata.block_tables[i], seq_len)
+        out[queries] = causal_attention(q[queries], keys, values)
     return out

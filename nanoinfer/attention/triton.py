@@ -16,7 +16,7 @@ tile of keys at a time and keeps three values per query of all earlier tiles:
        |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
        v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
 
-With a window, both begin at the first key of the window. A sink (dense.py) is an extra key with the value 0, merged at the end.
+With a window, both begin at the first key of the window. A sink is an extra key with the value 0, merged at the end.
 
 Decode splits the keys, because a few long sequences with a query each would leave most of the GPU idle. reference.py
 is the plain version of both, and `_over_tiles` below has the formula. In a compiled model the store also rotates q and k.

@@ -14,7 +14,6 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from torch import nn
 
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.cli.options import print_table
 from nanoinfer.config import BITS
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
@@ -22,6 +21,7 @@ from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
 from nanoinfer.fast.stored import store
 from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.quantization.rounding import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
 from nanoinfer.loading import config_json, devices, loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
@@ -113,7 +113,7 @@ def examine(
         if num_tokens > limit:
             raise InvalidValueError(f"--tokens must be <= {limit}, the positions this model knows, got {num_tokens}")
         if run_dtype is not None:
-            sizes = CacheSizes.of(config)
+            sizes = HybridSizes.of(config)
             found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
             if found.num_peak_bytes is not None:
                 num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_state

@@ -22,7 +22,7 @@ class ExecutorInfo:
     """What the engine must know about the loaded model and its KV cache.
 
     max_position_embeddings: the model's limit in tokens. max_model_len: the most tokens of a sequence in this cache.
-    windows: the windows of the cache's KV groups in tokens (attention/cache_sizes.py).
+    windows: the windows of the cache's KV groups in tokens (features/hybrid/sizes.py).
     num_state_slots: the number of slots for states (features/hybrid/states.py). 0: no layer keeps a state.
     num_graph_tokens: the most prompt tokens of a step that may be captured as a CUDA graph.
     num_graph_bytes: the bytes that are kept free for all CUDA graphs of steps.

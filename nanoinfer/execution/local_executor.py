@@ -51,7 +51,7 @@ class LocalExecutor:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
-        self._batch_invariant, self._in_step = config.scheduler.batch_invariant, runtime.in_step
+        self._in_step = runtime.in_step
         owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
@@ -63,7 +63,7 @@ class LocalExecutor:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._in_step():
             start = time.perf_counter()
-            batch = ForwardBatch.build(plan, self.info.block_size, self.device, has_single_queries=self._batch_invariant)
+            batch = ForwardBatch.build(plan, self.info.block_size, self.device)
             if previous is not None:
                 fill_in(batch.input_ids, plan, previous.plan, previous.tokens.token_ids)
             built = time.perf_counter()

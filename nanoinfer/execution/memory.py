@@ -10,10 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY, num_states_in
-from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -108,7 +106,7 @@ def _most_that_fit(
     block_bytes = runtime.bytes_per_block + runtime.block_size * runtime.kept_bytes_per_token
     state_bytes, max_num_seqs = runtime.sizes.bytes_per_state, config.scheduler.max_num_seqs
     longest = config.max_model_len or runtime.model.config.max_position_embeddings
-    num_state_slots = num_states_in(memory, state_bytes, max_num_seqs)
+    num_state_slots = runtime.sizes.num_states_in(memory, max_num_seqs)
     memory, fewest = memory - num_state_slots * state_bytes, blocks_for(1)
     num_blocks = min(memory // block_bytes, max_num_seqs * blocks_for(longest))
     if num_blocks < fewest:
@@ -156,11 +154,6 @@ def memory_for_cache(
     return kv_cache_memory
 
 
-class _NoAttention(DenseAttention):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        return q.contiguous()
-
-
 def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
     """Return the bytes that the largest step takes on a GPU besides weights, cache and graphs.
 
@@ -181,7 +174,7 @@ def peak_graph_bytes(runtime: Runtime, config: EngineConfig, num_prompt_tokens: 
         return 0
     longest: int = min(config.max_model_len or sys.maxsize, runtime.model.config.max_position_embeddings)
     num_seqs, num_tokens = num_rows + GRAPH_CHUNKS * (num_prompt_tokens > 0), num_rows + num_prompt_tokens
-    num_groups, max_blocks = len(runtime.sizes.groups), -(-longest // runtime.block_size)
+    num_groups, max_blocks = len(runtime.sizes.windows), -(-longest // runtime.block_size)
     table_bytes = num_groups * num_seqs * max_blocks * torch.int32.itemsize
     input_bytes = ((2 + num_groups) * num_tokens + num_seqs) * torch.int64.itemsize
     peak, hidden_bytes, _ = _measure(runtime, num_tokens)
@@ -199,7 +192,7 @@ def _measure(runtime: Runtime, num_tokens: int, num_rows: int = 0) -> tuple[int,
     gpu.reset_peak_memory_stats(device)
     before = gpu.memory_allocated(device)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    hidden = model(ids, ids, _NoAttention(runtime.sizes.state_shapes))
+    hidden = model(ids, ids, runtime.no_attention())
     logits_bytes = model.compute_logits(hidden[:num_rows]).float().nbytes if num_rows else 0
     peak = int(gpu.max_memory_allocated(device) - before)
     gpu.empty_cache()

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.attention.base import Attend, AttentionBackend
+from nanoinfer.attention.base import Attend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
@@ -19,6 +19,7 @@ from nanoinfer.sampling.sampler import HeadRows
 
 T = TypeVar("T")
 Run = Callable[[ForwardBatch], Tensor]  # computes the hidden rows of a step
+BeginStep = Callable[[KVCache, ForwardBatch], Attend]  # makes the Attend of a step
 
 
 @runtime_checkable
@@ -59,11 +60,17 @@ class ModelWeights:
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's weights, to replace them."""
+    """Runs the model.
+
+    Attributes:
+        begin_step: Runtime.begin_step.
+        graphs: replays steps. None: every step runs eagerly.
+        weights: the model's weights, to replace them.
+    """
 
     model: Model
     cache: KVCache
-    backend: AttentionBackend
+    begin_step: BeginStep
     graphs: Replayer | None = None
     weights: ModelWeights = field(default_factory=ModelWeights)
 
@@ -87,14 +94,14 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """Launch the model's kernels, one after the other."""
-        return self.model(batch.input_ids, batch.positions, begin_step(self.backend, self.cache, batch))
+        return self.model(batch.input_ids, batch.positions, self.begin_step(self.cache, batch))
 
 
 class RunnerWrapper(ModelRunner):
     """Extends the steps of the runner `inner`, for adapters, a drafter or other ranks. Other attributes are `inner`'s."""
 
     def __init__(self, inner: ModelRunner) -> None:
-        super().__init__(inner.model, inner.cache, inner.backend, inner.graphs, inner.weights)
+        super().__init__(inner.model, inner.cache, inner.begin_step, inner.graphs, inner.weights)
         self.inner = inner
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
@@ -105,17 +112,3 @@ class RunnerWrapper(ModelRunner):
 
     def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         return self.inner.on_all_ranks(function, *arguments)
-
-
-def begin_step(backend: AttentionBackend, cache: KVCache, batch: ForwardBatch) -> Attend:
-    """Return the object with which all layers of the step attend and keep their states."""
-    attend = backend.begin_step(cache, batch.attention)
-    if batch.further_groups:
-        from nanoinfer.features.hybrid.groups import GroupedAttend
-
-        attend = GroupedAttend(cache, backend, (batch.attention, *batch.further_groups))
-    if cache.states is not None:
-        from nanoinfer.features.hybrid.states import AttendWithStates
-
-        attend = AttendWithStates(attend, cache.states, batch.attention)
-    return attend

@@ -3,24 +3,25 @@
 In: a model with its weights. Out: a Runtime, from which build.py makes an executor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, select_backend
+from nanoinfer.attention.base import Attend, AttentionBackend, select_backend
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, ModelWeights, Replayer
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route, RoutedSampler
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.stages import STAGES
 
 GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
 
@@ -41,9 +42,9 @@ class Runtime:
         model: the model on its device.
         backend: the model's attention. It serves this model only.
         backend_name: the backend's name in attention.base.BACKENDS.
-        sizes: the bytes that the model's layers keep in the KV cache, per block and state.
+        sizes: what the model's layers keep in the KV cache.
         block_size: the number of tokens in a cache block.
-        cache_dtype: the dtype of keys and values: the model's, or torch.int8.
+        cache_dtype: the dtype of stored keys and values.
         routes: the sampler's fast routes, in the order in which they are tried.
         make_step_graphs: returns the object that replays steps, given the cache's size. None: every step runs eagerly.
         num_graph_rows: the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly.
@@ -67,6 +68,7 @@ class Runtime:
     sizes: CacheSizes
     block_size: int
     cache_dtype: torch.dtype
+    cache_class: type[KVCache] = KVCache
     routes: tuple[Route, ...] = ()
     make_step_graphs: Callable[[ExecutorInfo], Replayer] | None = None
     num_graph_rows: int = 0
@@ -87,17 +89,30 @@ class Runtime:
         """The bytes of a block of the cache."""
         return self.sizes.bytes_per_block(self.block_size, self.cache_dtype)
 
-    def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
-        """Make a cache, with state slots if the model's layers keep states."""
-        return KVCache.for_model(
-            self.sizes,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            dtype=self.cache_dtype,
-            device=self.device,
-            layout=self.backend.layout,
-            num_state_slots=num_state_slots,
-        )
+    def begin_step(self, cache: KVCache, batch: ForwardBatch) -> Attend:
+        """Return the object with which all layers of a step attend."""
+        return self.backend.begin_step(cache, batch.attention)
+
+    def no_attention(self) -> Attend:
+        """Return an Attend that computes nothing, to measure what the other parts of a step take."""
+        return lambda layer, q, k, v, **options: q.contiguous()
+
+    def make_cache(self, num_blocks: int, num_state_slots: int = 0) -> KVCache:
+        """Make a cache. num_state_slots: for a runtime whose layers keep states (features/hybrid)."""
+        return self.cache_class(**self.cache_options(num_blocks))
+
+    def cache_options(self, num_blocks: int) -> dict[str, Any]:
+        """The arguments of KVCache."""
+        return {
+            "num_layers": self.sizes.num_layers,
+            "num_blocks": num_blocks,
+            "block_size": self.block_size,
+            "num_kv_heads": self.sizes.num_kv_heads,
+            "head_dim": self.sizes.head_dim,
+            "dtype": self.cache_dtype,
+            "device": self.device,
+            "layout": self.backend.layout,
+        }
 
     @property
     def device(self) -> torch.device:
@@ -108,8 +123,13 @@ class Runtime:
         return next(self.model.parameters()).dtype
 
 
-def plain_runtime(model: Model, config: EngineConfig, weights: ModelWeights | None = None) -> Runtime:
-    """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
+def plain_runtime(
+    model: Model, config: EngineConfig, weights: ModelWeights | None = None, needed: Sequence[str] = ()
+) -> Runtime:
+    """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage.
+
+    needed: as in select_backend.
+    """
     weight = next(model.parameters())
     sizes = CacheSizes.of(model.config)
     name, backend = select_backend(
@@ -119,20 +139,13 @@ def plain_runtime(model: Model, config: EngineConfig, weights: ModelWeights | No
         sizes.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
-        has_windows=any(sizes.windows),
-        has_sinks=sizes.has_sinks,
+        needed=needed,
     )
-    is_int8 = config.cache.kv_cache_dtype == "int8"
-    if is_int8 and not getattr(backend, "supports_int8_cache", False):
-        raise UnsupportedError(
-            f"kv_cache_dtype='int8' needs the attention backend cpu or reference, not {name}; leave it out, or use device='cpu'"
-        )
     block_size = config.cache.block_size or backend.default_block_size
-    dtype = torch.int8 if is_int8 else weight.dtype
     # Triton launches kernels on the current device.
     is_cpu = weight.device.type == "cpu"
     in_step = nullcontext if is_cpu else partial(torch.get_device_module(weight.device).device, weight.device)
-    return Runtime(model, backend, name, sizes, block_size, dtype, weights=weights or ModelWeights(), in_step=in_step)
+    return Runtime(model, backend, name, sizes, block_size, weight.dtype, weights=weights or ModelWeights(), in_step=in_step)
 
 
 def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = None) -> ModelRunner:
@@ -140,7 +153,7 @@ def make_runner(runtime: Runtime, info: ExecutorInfo, cache: KVCache | None = No
     graphs = None if runtime.make_step_graphs is None else runtime.make_step_graphs(info)
     if cache is None:
         cache = runtime.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
-    runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.backend, graphs, runtime.weights)
+    runner: ModelRunner = ModelRunner(runtime.model, cache, runtime.begin_step, graphs, runtime.weights)
     for wrap in runtime.wrappers:
         runner = wrap(runner)
     return runner

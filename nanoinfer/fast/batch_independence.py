@@ -18,6 +18,9 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
+from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
+from nanoinfer.features.hybrid.cache import states_of
+from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -31,7 +34,7 @@ NUM_DECODES = 2
 @torch.inference_mode()
 def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
     """Whether rows are independent of batch and threads, and with has_single_queries (batch_invariant) also of the chunk."""
-    config, num_groups = runtime.model.config, len(runtime.sizes.groups)
+    config, num_groups = runtime.model.config, num_groups_of(runtime.sizes)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
@@ -42,9 +45,10 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     ]
     sequences = scratch_sequences(token_ids, runtime.block_size, num_groups)
     num_blocks = num_groups * sum(len(seq.block_table) for seq in sequences)
-    runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.backend)
+    runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.begin_step)
+    runner = InvariantRunner(runner) if has_single_queries else runner
     decodes = [1] * NUM_DECODES
-    run = partial(hidden_rows, runner, has_single_queries=has_single_queries)
+    run = partial(hidden_rows, runner)
     results = []
     for num in range(1, num_threads() + 1):
         with one_torch_thread(num):
@@ -79,9 +83,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
 
-def hidden_rows(
-    runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool = False
-) -> Float[Tensor, "num_tokens hidden"]:
+def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]]) -> Float[Tensor, "num_tokens hidden"]:
     """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
     cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
@@ -91,13 +93,11 @@ def hidden_rows(
     for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
-        for item in items if cache.states is not None else ():
+        for item in items if states_of(cache) is not None else ():
             seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
             record.state_slot = state_slot if seq.num_computed_tokens else -1
             record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
-        plan, device = StepPlan(tuple(items)), torch.device("cpu")
-        batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
-        hidden = runner.forward(batch)
+        hidden = runner.forward(ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu")))
         start = 0
         for item in items:
             if item.sequence is compared:

@@ -26,25 +26,21 @@ def _attention_cases() -> Iterator[Case]:
         kv_heads, group, head_dim = 1 + seed % 2, 1 + seed // 20, 2 + 2 * (seed % 3)
         seq_len = 1 + seed // 6
         num_tokens = 1 + seed % seq_len
-        window = 1 + seed % 5 if seed % 4 == 3 else None
-        sinks = _random(seed + 3, kv_heads * group) if seed % 5 == 4 else None
         dtype = torch.bfloat16 if seed % 9 == 8 else torch.float32
         q = _random(seed, num_tokens, kv_heads * group, head_dim).to(dtype)
         k, v = (_random(seed + i, seq_len, kv_heads, head_dim).to(dtype) for i in (1, 2))
         first = seq_len - num_tokens
-        rows = [f"  query {i}  {_seen(first + i, seq_len, window)}" for i in range(num_tokens)]
+        rows = [f"  query {i}  {_seen(first + i, seq_len)}" for i in range(num_tokens)]
         picture = "\n".join(["Which keys each query sees (#):", *rows])
         is_exact = dtype == torch.bfloat16 and num_tokens == 1
-        yield calling(picture, exact=is_exact, q=q, k=k, v=v, window=window, sinks=sinks)
+        yield calling(picture, exact=is_exact, q=q, k=k, v=v)
     large = torch.tensor([[[200.0, 0.0]], [[199.0, 0.0]]])
     q = torch.tensor([[[2.0**0.5, 0.0]]])
-    yield calling(
-        "Scores are near 200.", exact=False, comes_last=True, q=q, k=large, v=_random(0, 2, 1, 2), window=None, sinks=None
-    )
+    yield calling("Scores are near 200.", exact=False, comes_last=True, q=q, k=large, v=_random(0, 2, 1, 2))
 
 
-def _seen(position: int, seq_len: int, window: int | None) -> str:
-    return " ".join("#" if key <= position and key > position - (window or seq_len) else "." for key in range(seq_len))
+def _seen(position: int, seq_len: int) -> str:
+    return " ".join("#" if key <= position else "." for key in range(seq_len))
 
 
 def _paged_cases() -> Iterator[Case]:
@@ -53,7 +49,6 @@ def _paged_cases() -> Iterator[Case]:
     def prepared(seed: int) -> tuple[KVCache, ForwardBatch, dict[str, Any]]:
         generator = torch.Generator().manual_seed(seed)
         block_size, num_seqs = 1 + seed % 4, 1 + seed // 15
-        window = 1 + seed % 5 if seed % 4 == 3 else None
         cache = KVCache(num_layers=2, num_blocks=24, block_size=block_size, num_kv_heads=1, head_dim=4)
         seq_lens = torch.randint(1, 5 * block_size, (num_seqs,), generator=generator).clamp(max=24 // num_seqs * block_size)
         query_lens = [1 + int(torch.randint(0, int(n), (1,), generator=generator)) for n in seq_lens]
@@ -66,18 +61,14 @@ def _paged_cases() -> Iterator[Case]:
             old = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(seq_len - query_len)])
             if len(old):
                 cache.write(1, old, _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
-            freed = table[: cache.num_blocks_before(seq_len - query_len, window)]
-            for pages in cache.pages:
-                pages[freed] = float("nan")  # another sequence may have the block
-        num, sinks = sum(query_lens), _random(seed + 4, 2) if seed % 5 == 4 else None
+        num = sum(query_lens)
         new = {"q": _random(seed + 1, num, 2, 4), "k": _random(seed + 2, num, 1, 4), "v": _random(seed + 3, num, 1, 4)}
         batch = ForwardBatch.build(StepPlan(tuple(items)), block_size, torch.device("cpu"))
-        return cache, batch, {**new, "window": window, "sinks": sinks}
+        return cache, batch, new
 
     def observe(version: Version, seed: int) -> object:
         cache, batch, given = prepared(seed)
-        window, sinks = given.pop("window"), given.pop("sinks")
-        return version(cache, batch.attention, 1, *given.values(), window=window, sinks=sinks)
+        return version(cache, batch.attention, 1, *given.values())
 
     for seed in range(40):
         cache, batch, given = prepared(seed)
@@ -91,7 +82,6 @@ def _paged_cases() -> Iterator[Case]:
             num_old = seq_len - (starts[i + 1] - starts[i])
             k, v = cache.gather(1, batch.attention.block_tables[i], num_old)
             rows += [f"keys of sequence {i}: {written(k[:, 0])}", f"values of sequence {i}: {written(v[:, 0])}"]
-        rows += ["nan: this block belongs to nobody any more"] if given["window"] is not None else []
         yield Case({**metadata, "layer": 1, **given}, partial(observe, seed=seed), exact=False, picture="\n".join(rows))
 
 

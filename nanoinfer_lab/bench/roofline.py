@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.cache_sizes import CacheSizes, LayerSizes
+from nanoinfer.attention.cache_sizes import LayerSizes
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.tracing import Recorder, StepScheduled, StepTimed
 from nanoinfer.llm import LLM
 from nanoinfer.loading import devices, loader
@@ -147,13 +148,13 @@ def sizes_of(model: Any) -> ModelSizes:
         num_experts_per_tok=config.num_experts_per_tok if weights["experts"] else 1,
         num_sparse_layers=len(config.sparse_layers) if weights["experts"] else 0,
         table_weights=weights["tables"],
-        cache=CacheSizes.of(config),
+        cache=HybridSizes.of(config),
     )
 
 
 def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -> int:
     """Return the bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
-    block, sizes = 256, CacheSizes.of(config)  # in tokens, a multiple of every backend's block size
+    block, sizes = 256, HybridSizes.of(config)  # in tokens, a multiple of every backend's block size
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]
     num_blocks = len(sizes.groups) * sum(-(-tokens // block) for tokens in largest)
     blocks = num_blocks * sizes.bytes_per_block(block, dtype)

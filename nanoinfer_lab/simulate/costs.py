@@ -18,8 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.attention.cache_sizes import CacheSizes, NumberType, kv_groups
+from nanoinfer.attention.cache_sizes import NumberType
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, shown
+from nanoinfer.features.hybrid.sizes import HybridSizes, kv_groups, largest_of
+from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate, read_json
 from nanoinfer_lab.simulate.hardware import Hardware
 
@@ -105,7 +107,7 @@ class ModelSizes:
     num_experts_per_tok: int = 1
     num_sparse_layers: int = 0
     table_weights: int = 0
-    cache: CacheSizes
+    cache: HybridSizes
 
     @classmethod
     def of(cls, config: ConfigJson) -> "ModelSizes":
@@ -214,8 +216,8 @@ class ModelSizes:
         share = self.num_experts_per_tok / self.num_experts
         mlp_read = self.mlp_weights + int(self.expert_weights * (1 - (1 - share) ** tokens))
         mlp_used = self.mlp_weights + int(self.expert_weights * share)
-        token_bytes = self.cache.bytes_per_token(cache_dtype or dtype)
-        kept = work.num_keys * token_bytes // self.cache.num_layers + 2 * work.num_seqs * self.cache.bytes_per_state
+        token_bytes = stored_in(self.cache, cache_dtype or dtype).bytes_per_token(cache_dtype or dtype)
+        kept = work.num_keys * token_bytes // self.cache.num_attention_layers + 2 * work.num_seqs * self.cache.bytes_per_state
         return (
             StepPart("embedding", tokens * self.hidden_size * size, 0),
             StepPart("attention projections", self.attention_weights * bits // 8, 2 * tokens * self.attention_weights),
@@ -347,7 +349,7 @@ def _sizes_of(given: ConfigJson) -> ModelSizes:
     mlp_weights = (2 if family == "gpt2" else 3) * hidden * dense_size * (len(kinds) - num_sparse_layers)
     if shared_size := config.get("shared_expert_intermediate_size"):
         mlp_weights += num_sparse_layers * hidden * (3 * shared_size + 1)  # and its gate
-    table = config["vocab_size"] * hidden
+    table, groups = config["vocab_size"] * hidden, kv_groups(windows)
     return ModelSizes(
         hidden_size=hidden,
         vocab_size=config["vocab_size"],
@@ -362,7 +364,9 @@ def _sizes_of(given: ConfigJson) -> ModelSizes:
         num_experts_per_tok=config["num_experts_per_tok"] if num_sparse_layers else 1,
         num_sparse_layers=num_sparse_layers,
         table_weights=table * (1 if config.get("tie_word_embeddings") else 2) + (length * hidden if family == "gpt2" else 0),
-        cache=CacheSizes(num_kv_heads, head_dim, kv_groups(windows), family == "gpt_oss", num_state_layers, state_shapes),
+        cache=HybridSizes(
+            largest_of(groups), num_kv_heads, head_dim, groups, family == "gpt_oss", num_state_layers, state_shapes
+        ),
     )
 
 

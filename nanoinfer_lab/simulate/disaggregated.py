@@ -17,6 +17,7 @@ from functools import partial
 
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer_lab.simulate.costs import ModelSizes
 from nanoinfer_lab.simulate.hardware import Hardware
 from nanoinfer_lab.simulate.simulator import ANSWER_TOKEN_ID, Result, SimulatedRequest, Simulation
@@ -64,7 +65,8 @@ def simulate_engines(
         )
     prefilled = _in_turns(new_engine, num_prefill_engines, [replace(one, output_len=1, max_tokens=1) for one in given])
     costs = new_engine().costs
-    token_bytes = sizes.cache.bytes_per_token(costs.cache_dtype or costs.dtype)
+    dtype = costs.cache_dtype or costs.dtype
+    token_bytes = stored_in(sizes.cache, dtype).bytes_per_token(dtype)
     free_s = [0.0] * num_prefill_engines  # when the link of each engine has sent all before
     received: list[tuple[float, int]] = []  # when a decode engine has a request, and its number
     for number, timing in sorted(enumerate(prefilled.timings), key=lambda item: item[1].token_times[0]):

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import FunctionType
 
-from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY, num_states_in
+from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
 from nanoinfer.build import make_block_manager
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.features.hybrid.sizes import num_states_in
+from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import SchedulingObserver
@@ -535,7 +537,8 @@ def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[
         memory = min(DEFAULT_CPU_MEMORY, (hardware.memory_bytes - weights) // 2)
     max_num_seqs, longest = config.scheduler.max_num_seqs, config.max_model_len or sizes.max_position_embeddings
     blocks_for = partial(sizes.cache.num_blocks_for, block_size=block_size, chunk_size=config.scheduler.chunk_grid)
-    block_bytes = sizes.cache.bytes_per_block(block_size, costs.cache_dtype or costs.dtype) // ranks
+    dtype = costs.cache_dtype or costs.dtype
+    block_bytes = stored_in(sizes.cache, dtype).bytes_per_block(block_size, dtype) // ranks
     if memory < blocks_for(1) * block_bytes:
         raise InvalidValueError(
             f"{hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB, for the weights, {weights / 1e9:.1f} GB, "

@@ -3,7 +3,7 @@
 import torch
 from definitions import definitions
 
-from nanoinfer.attention.dense import causal_attention
+from nanoinfer.features.hybrid.attention import causal_attention
 
 notebook = definitions("d7_layers_that_keep_less")
 notebook.model = notebook.with_window(32, enforce_eager=True).engine.executor.runner.model

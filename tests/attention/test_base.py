@@ -60,7 +60,7 @@ def test_auto_skips_a_backend_that_cannot_be_imported_or_lacks_what_the_layers_n
     monkeypatch.setitem(base.BACKENDS, "windowed", type("Windowed", (ReferenceBackend,), {"supports_sinks": False}))
     assert select_backend("auto", CPU, torch.float32, 64)[0] == "plain"
     assert "attention_backend: not missing, because no_such_module is not installed" in caplog.text
-    assert select_backend("auto", CPU, torch.float32, 64, has_windows=True)[0] == "windowed"
+    assert select_backend("auto", CPU, torch.float32, 64, needed=["supports_windows"])[0] == "windowed"
     assert "not plain, because it does not support sliding windows" in caplog.text
-    assert select_backend("auto", CPU, torch.float32, 64, has_sinks=True)[0] == "cpu"
+    assert select_backend("auto", CPU, torch.float32, 64, needed=["supports_sinks"])[0] == "cpu"
     assert "not windowed, because it does not support attention sinks" in caplog.text

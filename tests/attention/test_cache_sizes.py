@@ -1,29 +1,17 @@
-"""Which layers share blocks, and the bytes of tokens, blocks and states, by hand."""
+"""The bytes of tokens and blocks, by hand, and as many as a cache has."""
 
-import pytest
 import torch
 
-from nanoinfer.attention.cache_sizes import CacheSizes, KVGroup, kv_groups
-
-
-@pytest.mark.parametrize(
-    ("windows", "expected"),
-    [
-        ([None, None], [KVGroup(None, (0, 1))]),
-        ([8, None, 8, None], [KVGroup(8, (0, 2)), KVGroup(None, (1, 3))]),
-        ([8, 8, 8, None], [KVGroup(8, (0,)), KVGroup(8, (1,)), KVGroup(8, (2,)), KVGroup(None, (3,))]),
-        ([8, 8, 8, 4, 4], [KVGroup(8, (0, 1)), KVGroup(8, (2,)), KVGroup(4, (3, 4))]),
-    ],
-    ids=str,
-)
-def test_layers_are_groups_of_as_many_as_the_rarest_kind_has(windows, expected):
-    assert list(kv_groups(windows)) == expected
+from nanoinfer.attention.cache_sizes import CacheSizes
+from nanoinfer.attention.kv_cache import KVCache
 
 
 def test_sizes_by_hand():
-    sizes = CacheSizes(2, 8, kv_groups([8, 8, None]), True, 3, ((2, 4), (5,)))
-    assert sizes.windows == (8, 8, None)
+    sizes = CacheSizes(3, 2, 8)
     assert sizes.bytes_per_token(torch.float32) == 3 * 2 * 2 * 8 * 4
-    assert sizes.bytes_per_token(torch.int8) == 3 * 2 * 2 * (8 + 4)
-    assert sizes.bytes_per_block(16, torch.bfloat16) == 16 * 1 * 2 * 2 * 8 * 2  # a place for one layer
-    assert sizes.bytes_per_state == 4 * 3 * (8 + 5)
+    assert sizes.bytes_per_block(16, torch.bfloat16) == 16 * 3 * 2 * 2 * 8 * 2
+
+
+def test_the_memory_is_as_large_as_the_sizes_say():
+    cache = KVCache(num_layers=3, num_kv_heads=2, head_dim=8, num_blocks=5, block_size=4, layout="HND")
+    assert sum(pages.nbytes for pages in cache.tensors()) == 5 * CacheSizes(3, 2, 8).bytes_per_block(4, torch.float32)

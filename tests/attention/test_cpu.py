@@ -117,7 +117,7 @@ def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_definiti
         for padding in (0, 1, 2, 3, 9, 20):
             tables = torch.nn.functional.pad(table, (0, padding))
             rows = cpu.DecodeRows(table[:, -1] * block_size + (seq_len - 1) % block_size, tables, torch.tensor([seq_len]))
-            out = cpu.paged_decode(q, k, v, k_pages, v_pages, rows)
+            out = decoded(cpu.CPUBackend(), q, k, v, k_pages, v_pages, rows)
             alone = out if alone is None else alone
             assert torch.equal(out, alone), (num_blocks, padding)
 
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_beside_longer_ones_where_heads_are_few_and_smal
     for padding in range(8):
         tables = torch.nn.functional.pad(table, (0, padding))
         rows = cpu.DecodeRows(table[:, -1] * 8 + 4, tables, torch.tensor([45]))
-        out = cpu.paged_decode(q, k, v, k_pages, v_pages, rows)
+        out = decoded(cpu.CPUBackend(), q, k, v, k_pages, v_pages, rows)
         alone = out if alone is None else alone
         assert torch.equal(out, alone), padding
 
@@ -168,13 +168,10 @@ def decoded(kernels, q, k, v, k_pages, v_pages, rows):
 class CacheOf(KVCache):
     """A cache of one layer, whose pages are these."""
 
-    num_layers = 1
+    num_layers, layout = 1, "HND"
 
     def __init__(self, k_pages, v_pages):
-        self.pages_of_layer, self.block_size = (k_pages, v_pages), k_pages.shape[2]
-
-    def layer(self, layer):
-        return self.pages_of_layer
+        self._layers, self.block_size = [(k_pages, v_pages)], k_pages.shape[2]
 
 
 SPANS = [5, 600, 256, 257, 17, 1]  # one to three spans of the kernel, some of them full
@@ -203,7 +200,7 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
         assert torch.equal(torch.cat(alone), outputs[num_threads])
         assert torch.equal(outputs[num_threads], outputs[1])
     k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain definition needs finite values
-    plain = cpu.paged_decode(*args[:3], k_pages, v_pages, args[5])
+    plain = decoded(cpu.CPUBackend(), *args[:3], k_pages, v_pages, args[5])
     assert (outputs[1] - plain).abs().max() < tolerance
 
 
@@ -214,7 +211,7 @@ def test_the_kernel_stores_every_row_before_it_attends():
     q, k, v = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(1))
     table, lens = rows.block_tables.repeat(5, 1), torch.arange(29, 34)
     rows = cpu.DecodeRows(table[0, (lens - 1) // 16] * 16 + (lens - 1) % 16, table, lens)
-    expected = cpu.paged_decode(q, k, v, k_pages.clone(), v_pages.clone(), rows)
+    expected = decoded(cpu.CPUBackend(), q, k, v, k_pages.clone(), v_pages.clone(), rows)
     kernels = KernelBackend(torch.float32, num_heads=2, num_kv_heads=2, head_dim=8)
     assert (decoded(kernels, q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
 
@@ -282,17 +279,17 @@ def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkey
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.backend) is cpu.CPUBackend
+    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
     why = "the model runs without its C++ kernels, which are faster: no C++ compiler works (there is no /no/such/compiler)"
     assert caplog.text.count(why) == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
     monkeypatch.delenv("CXX")
     llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.backend) is KernelBackend
+    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is KernelBackend
     assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
     eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert type(eager.engine.executor.runner.backend) is cpu.CPUBackend
+    assert type(eager.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
     assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 

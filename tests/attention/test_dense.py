@@ -33,18 +33,6 @@ def test_weights_by_hand():
     q = torch.tensor([[[1.0]]])
     k, v = torch.tensor([[[math.log(3)]], [[0.0]]]), torch.tensor([[[8.0]], [[4.0]]])
     assert causal_attention(q, k, v).item() == pytest.approx(0.75 * 8 + 0.25 * 4)
-    assert causal_attention(q, k, v, window=1).item() == pytest.approx(4)
-    assert causal_attention(q, k, v, window=2).item() == pytest.approx(7)
-    sink = torch.tensor([math.log(4)])  # the weights are 3/8, 1/8 and, for the sink, 4/8
-    assert causal_attention(q, k, v, sinks=sink).item() == pytest.approx(3.5)
-
-
-def test_a_window_leaves_as_many_keys_as_it_has_tokens():
-    q, k, v = heads(9, 2, 8), heads(9, 2, 8, seed=1), heads(9, 2, 8, seed=2)
-    out = causal_attention(q, k, v, window=4)
-    for i in range(9):
-        first = max(i - 3, 0)
-        torch.testing.assert_close(out[i : i + 1], causal_attention(q[i : i + 1], k[first : i + 1], v[first : i + 1]))
 
 
 def test_half_precision_is_computed_in_fp32_and_returned_as_it_came():
@@ -60,16 +48,6 @@ def test_a_token_whose_heads_are_not_side_by_side_is_copied_and_another_is_not()
     turned = heads(5, 8, 2).transpose(1, 2)
     assert torch.equal(with_whole_heads(turned), turned)
     assert with_whole_heads(turned).is_contiguous()
-
-
-def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
-    def advance(state, rows):
-        assert [part.shape for part in state] == [(1, 2), (1, 3)]
-        assert not any(part.any() for part in state)
-        return rows * 2, state
-
-    rows = heads(5, 4)
-    assert torch.equal(DenseAttention(((2,), (3,))).recur(0, advance, rows), rows * 2)
 
 
 def test_dense_attention_is_transformers_formula_by_hand():

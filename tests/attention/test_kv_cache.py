@@ -1,4 +1,4 @@
-"""The tensors of the cache: slots, blocks, and groups of layers that share them."""
+"""The tensors of the cache: slots and blocks."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.attention.cache_sizes import CacheSizes, kv_groups
-from nanoinfer.attention.kv_cache import KVCache, StateCache, finite_values, loaded, quantized_heads, zeros
+from nanoinfer.attention.kv_cache import KVCache, finite_values, zeros
 
 SIZES = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
 LAYOUTS = pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -42,32 +41,6 @@ def test_a_copied_block_has_the_tokens_of_every_layer(layout):
     assert not cache.gather(0, torch.tensor([3]), 4)[0].any()
 
 
-def test_layers_of_two_groups_share_the_memory_of_a_block():
-    groups = kv_groups([8, None])
-    cache = KVCache(num_layers=2, dtype=torch.float32, device="cpu", groups=groups, **SIZES)
-    assert cache.layer(0)[0].data_ptr() == cache.layer(1)[0].data_ptr()
-    assert len(cache.pages) == 2  # keys and values
-
-
-def test_the_memory_is_as_large_as_the_sizes_say():
-    sizes = CacheSizes(2, 8, kv_groups([8, None]), True, 0, ())
-    for dtype in (torch.float32, torch.int8):
-        cache = KVCache.for_model(sizes, num_blocks=5, block_size=4, dtype=dtype, layout="HND")
-        assert sum(pages.nbytes for pages in cache.tensors()) == 5 * sizes.bytes_per_block(4, dtype)
-
-
-def test_a_state_has_a_slot_more_for_the_beginning():
-    states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 4), (5,)))
-    assert [part.shape for part in states.layer(1)] == [(4, 2, 4), (4, 5)]
-    assert len(states.tensors) == 4
-
-
-@pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])
-def test_the_blocks_before_a_window(position, window, expected):
-    cache = KVCache(num_layers=1, dtype=torch.float32, device="cpu", **SIZES)
-    assert cache.num_blocks_before(position, window) == expected
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_becomes_0_and_its_key_nan(bad):
     k, v = heads(3), heads(3, seed=1)
@@ -78,26 +51,11 @@ def test_a_value_that_is_not_finite_becomes_0_and_its_key_nan(bad):
     assert torch.equal(safe_v[[0, 2]], v[[0, 2]])
 
 
-def test_8_bits_are_off_by_at_most_half_a_step_of_each_head():
-    numbers = heads(7)
-    steps = numbers.abs().amax(-1, keepdim=True) / 127
-    assert ((loaded(quantized_heads(numbers)) - numbers).abs() <= steps / 2 * 1.001).all()
-
-
 def test_zeros_are_zeros_of_their_shape_and_can_be_written():
     tensor = zeros((3, 5), torch.float16, torch.device("cpu"))
     assert (tensor.shape, tensor.dtype, tensor.any().item()) == ((3, 5), torch.float16, False)
     tensor[2, 4] = 1
     assert tensor.sum() == 1
-
-
-def test_a_head_in_8_bits_is_integers_and_their_scale():
-    heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
-    quantized = quantized_heads(heads)
-    assert quantized[0, 0, :3].tolist() == [0, 50, -127]
-    assert quantized[0, 0, 3:].clone().view(torch.float32).item() == 2.0
-    assert torch.equal(loaded(quantized[:2]), heads[:2])
-    assert loaded(quantized[2:]).isnan().any()  # which the sequence ends with
 
 
 def test_copied_blocks_hold_what_their_sources_held_before_any_copy():

@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("triton")
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
 from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.loader import load_model
@@ -74,7 +74,7 @@ def save(family, folder, **config):
 
 def memory_for(path, num_blocks):
     """The bytes of so many blocks of each KV group. With states, which may take half of it, there are more blocks."""
-    sizes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1])
+    sizes = HybridSizes.of(read_config(Checkpoint.open(str(path)))[1])
     blocks = num_blocks * len(sizes.groups) * sizes.bytes_per_block(BLOCK_SIZE, torch.float32)
     return max(blocks, 4 * MAX_NUM_SEQS * sizes.bytes_per_state)
 

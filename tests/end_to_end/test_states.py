@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.loader import load_model
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers_alone_together_and_after_a_prefix_hit(
 def sizes(path):
     """The bytes of a block and of a state."""
     config = read_config(Checkpoint.open(str(path)))[1]
-    sizes = CacheSizes.of(config)
+    sizes = HybridSizes.of(config)
     return sizes.bytes_per_block(SETTINGS["block_size"], torch.float32), sizes.bytes_per_state
 
 

@@ -1,12 +1,10 @@
-"""A plan as the tensors of a step: the example of AttentionMetadata, drafts, forks, placeholders and KV groups, by hand."""
+"""A plan as the tensors of a step: the example of AttentionMetadata, drafts, forks and placeholders, by hand."""
 
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.base import StateUpdate
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import fill_in
-from nanoinfer.features.hybrid.tables import HybridTables, tables_of
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -23,8 +21,8 @@ def plan_of(*scheduled):
     return StepPlan(scheduled, rows=rows_of(scheduled))
 
 
-def build(*scheduled, **options):
-    return ForwardBatch.build(plan_of(*scheduled), 4, CPU, **options)
+def build(*scheduled):
+    return ForwardBatch.build(plan_of(*scheduled), 4, CPU)
 
 
 def ids_after(rows, token_ids, *scheduled):
@@ -52,14 +50,6 @@ def test_the_example_of_the_metadata():
     assert attention.block_tables.tolist() == [[2, 5], [7, 0]]
     assert attention.slot_mapping.tolist() == [21, 28, 29, 30]
     assert (attention.max_query_len, attention.max_seq_len, attention.num_decodes) == (3, 6, 1)
-
-
-def test_with_single_queries_every_token_of_a_chunk_is_a_sequence_that_ends_with_it():
-    attention = build(*example(), has_single_queries=True).attention
-    assert attention.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-    assert attention.seq_lens.tolist() == attention.seq_lens_cpu == [6, 1, 2, 3]
-    assert attention.block_tables.tolist() == [[2, 5], [7, 0], [7, 0], [7, 0]]
-    assert (attention.max_query_len, attention.num_decodes) == (1, 4)
 
 
 def test_a_draft_is_a_query_of_its_sequence_at_the_next_position():
@@ -95,23 +85,6 @@ def test_a_step_of_the_rows_of_the_step_before_reads_its_tokens_in_the_order_of_
     for used, expected in ((rows, [40, 0, 42]), (rows[::-1], [42, 0, 40]), (rows[:2], [40, 0])):
         assert ids_after(rows, token_ids, *(ScheduledSequence(seq, 1) for seq in used)) == expected
     assert token_ids.tolist() == [40, -1, 42]
-
-
-def test_a_further_kv_group_has_its_own_blocks_and_slots():
-    seq = sequence(range(6), computed=5, table=[2, 5])
-    tables_of(seq).block_tables = [[-1, 3]]
-    batch = build(ScheduledSequence(seq, 1))
-    [group] = batch.further_groups
-    assert group.block_tables.tolist() == [[-1, 3]]
-    assert (batch.attention.slot_mapping.tolist(), group.slot_mapping.tolist()) == ([5 * 4 + 1], [3 * 4 + 1])
-    assert group.seq_lens is batch.attention.seq_lens
-
-
-def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
-    plain, seq = sequence([1], table=[0]), sequence(range(10), computed=4, table=[0, 1, 2])
-    seq.extras = {"hybrid": HybridTables(state_slot=7, state_writes={8: 5, 10: 6})}
-    batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
-    assert batch.attention.states == (StateUpdate(1, 7, 7, {4: 5, 6: 6}),)
 
 
 def test_extras_are_runs_of_packed_tokens():

@@ -44,10 +44,9 @@ def llm_with(path, capture, **options):
     cache = KVCache(
         num_layers=engine.executor.runner.cache.num_layers, num_blocks=engine.executor.info.num_blocks + 1,
         block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE,
-        groups=engine.executor.runner.cache.groups,
     )  # fmt: skip
     graphs = StepGraphs(engine.executor.info, 5, capture)
-    engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
+    engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.begin_step, graphs)
     return llm
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanoinfer.build import make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.memory import size_cache
@@ -19,7 +20,8 @@ def model(qwen3_path):
 
 
 def config_of(backend="reference", **cache):
-    return EngineConfig(attention_backend=backend, cache=CacheConfig(**{"kv_cache_memory": 2**20, "block_size": 8} | cache))
+    sizes = CacheConfig(**{"kv_cache_memory": 2**20, "block_size": 8} | cache)
+    return EngineConfig(attention_backend=backend, enforce_eager=True, cache=sizes)
 
 
 def test_the_model_runs_as_its_file_says_and_nothing_is_promised(model):
@@ -31,8 +33,8 @@ def test_the_model_runs_as_its_file_says_and_nothing_is_promised(model):
 
 
 def test_a_block_takes_the_bytes_that_its_cache_takes(model):
-    for runtime in (plain_runtime(model, config_of()), plain_runtime(model, config_of(kv_cache_dtype="int8"))):
-        cache = runtime.make_cache(num_blocks=3, num_state_slots=0)
+    for runtime in (plain_runtime(model, config_of()), make_runtime(model, config_of(kv_cache_dtype="int8"))):
+        cache = runtime.make_cache(num_blocks=3)
         assert sum(pages.nbytes for pages in cache.tensors()) == 3 * runtime.bytes_per_block
         assert cache.layout == runtime.backend.layout
 
@@ -40,7 +42,7 @@ def test_a_block_takes_the_bytes_that_its_cache_takes(model):
 def test_a_backend_without_8_bits_is_refused(model, monkeypatch):
     monkeypatch.setattr("nanoinfer.attention.reference.ReferenceBackend.supports_int8_cache", False)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype='int8' needs the attention backend cpu or reference"):
-        plain_runtime(model, config_of(kv_cache_dtype="int8"))
+        make_runtime(model, config_of(kv_cache_dtype="int8"))
 
 
 def test_the_runner_is_wrapped_from_the_inside_out_and_the_sampler_has_the_users_stages(model):

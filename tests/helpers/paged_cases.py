@@ -4,7 +4,11 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import AttentionMetadata, select_backend
-from nanoinfer.attention.kv_cache import KVCache, loaded, stored
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.features.hybrid.attention import HybridReferenceBackend
+from nanoinfer.features.int8_cache.cache import Int8Cache, numbers_of, quantized_heads
+from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 
 
 def in_float64(q, k, v, window=None, sinks=None):
@@ -84,12 +88,14 @@ def compare(
     elif isinstance(backend, type):
         heads = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         backend = backend(dtype, **heads, has_int8_pages=in_int8)
-    cache = KVCache(
+    if isinstance(backend, ReferenceBackend) and (has_sinks or window is not None):
+        backend = HybridReferenceBackend()
+    cache = (Int8Cache if in_int8 else KVCache)(
         num_layers=2,
         num_blocks=num_blocks,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim + SCALE_BYTES * in_int8,
         dtype=torch.int8 if in_int8 else dtype,
         device=device,
         layout=backend.layout,
@@ -106,7 +112,7 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        expected.append(in_float64(q, *(loaded(stored(x, torch.int8)) if in_int8 else x for x in (k, v)), **options))
+        expected.append(in_float64(q, *(numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)), **options))
         tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
             metadata.block_tables[i, : max(old - window + 1, 0) // block_size] = -1

@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import NanoinferError
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models import registry
@@ -296,7 +296,7 @@ class Base:
                 raise AssertionError("refused without its name") from error
             return "refused"
         prompt = PROMPT[: min(num_tokens, model.config.max_position_embeddings)] % model.config.vocab_size
-        here = model(prompt, torch.arange(len(prompt)), DenseAttention(getattr(model.config, "state_shapes", ())))
+        here = model(prompt, torch.arange(len(prompt)), HybridDenseAttention(getattr(model.config, "state_shapes", ())))
         try:
             there = oracle(prompt[None]).logits[0]
         except Exception:

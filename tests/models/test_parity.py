@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -23,7 +23,7 @@ def logits_here(path, dtype="float32", prompt=PROMPT):
     model = loader.load_model(Checkpoint.open(str(path)), dtype)
     with torch.inference_mode():
         return model.compute_logits(
-            model(prompt, torch.arange(len(prompt)), DenseAttention(getattr(model.config, "state_shapes", ())))
+            model(prompt, torch.arange(len(prompt)), HybridDenseAttention(getattr(model.config, "state_shapes", ())))
         )
 
 

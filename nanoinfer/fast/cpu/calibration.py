@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import hidden_rows, scratch_sequences
@@ -35,6 +36,7 @@ from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.fast.stored import Identity, StoredParameter, store
+from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.quantization.rounding import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -42,12 +44,26 @@ from nanoinfer.loading.loader import on_meta
 from nanoinfer.loading.weights import fill, find_sources, progress_bar
 from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 512  # random ones
+MAX_CALIBRATION_TOKENS = 2048
 
 Compile = Callable[..., CompiledModel]  # compile_model (accelerate.py)
+
+
+def read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the first tokens of a text. Raises: InvalidValueError if there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if tokenizer and (ids := tokenizer.encode(file.read(32 * MAX_CALIBRATION_TOKENS))):
+                return ids[:MAX_CALIBRATION_TOKENS]
+        reason = "it has no tokens"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)  # without the path
+    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {shown(path)}: {reason}; leave it out")
 
 
 def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:
@@ -129,15 +145,17 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
             setattr(owner, name, _Calls(module, partial(measure_head, module)))
         elif isinstance(owner, nn.ModuleList) and owner in model.children():
             setattr(owner, name, _Calls(module, partial(compute, module)))
-    config, groups = model.config, len(runtime.sizes.groups)
+    config, groups = model.config, num_groups_of(runtime.sizes)
     random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
     text = [*(ids or random.tolist())][: config.max_position_embeddings]
     sequences = scratch_sequences([text], runtime.block_size, groups)
-    runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32), cache_dtype=torch.float32)
+    sizes = replace(runtime.sizes, head_dim=config.head_dim)
+    runtime = replace(runtime, sizes=sizes, cache_dtype=torch.float32, cache_class=KVCache)
+    runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32))
     with progress_bar("calibrating", config.num_hidden_layers) as bar:
         whole: Any = compiled(model.eval()).model
         cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
-        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.backend), sequences, [[len(text)]]))
+        whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.begin_step), sequences, [[len(text)]]))
     return moments
 
 

@@ -24,6 +24,8 @@ from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
 from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.features.hybrid.states import AttendWithStates
 
+Places = dict[int, tuple[int, int]]  # GroupedAttend.places. {}: the layers form one group, each in its own place
+
 
 @dataclass(eq=False, slots=True)
 class Buffer:
@@ -136,9 +138,9 @@ class CPUProgram:
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
         arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
         layers = attend.attend if isinstance(attend, AttendWithStates) else attend
-        steps, group_of = (layers.steps, layers.group_of) if isinstance(layers, GroupedAttend) else ([layers], {})
-        kernel, rows = self._step_of(attend, steps if self._attentions else [], group_of)
-        if rows and (program := self._program_with(kernel, group_of)) is not None:
+        steps, places = (layers.steps, layers.places) if isinstance(layers, GroupedAttend) else ([layers], {})
+        kernel, rows = self._step_of(attend, steps if self._attentions else [], places)
+        if rows and (program := self._program_with(kernel, places)) is not None:
             program(num_rows, [*arrays, *rows])
         else:
             for segment in self._segments:
@@ -167,7 +169,7 @@ class CPUProgram:
             tensor = tensor.expand(shape)
         return tensor.contiguous()
 
-    def _step_of(self, attend: Attend, steps: Sequence[Attend], group_of: dict[int, int]) -> tuple[Any, Sequence[Any]]:
+    def _step_of(self, attend: Attend, steps: Sequence[Attend], places: Places) -> tuple[Any, Sequence[Any]]:
         """Return the kernel that can compute this step's attention inside the program, and the rows that depend on sequences,
         for the recurrences, and for the attention in each KV group. Without rows, Python calls these operations,
         for example if layers of a group have different windows, because the model's config does not list them.
@@ -175,7 +177,7 @@ class CPUProgram:
         of_recurrences = arguments_of(attend) if self._recurrences else None
         if self._recurrences and of_recurrences is None:
             return None, ()
-        windows = {(group_of.get(operation.layer, 0), operation.options.get("window")) for operation in self._attentions}
+        windows = {(places.get(operation.layer, (0,))[0], operation.options.get("window")) for operation in self._attentions}
         found = [
             step.as_step(dict(windows).get(group)) if isinstance(step, KernelStep) else None for group, step in enumerate(steps)
         ]
@@ -183,11 +185,11 @@ class CPUProgram:
             return None, ()
         return found[0][0] if found and found[0] else None, [of_recurrences, *(entry[1] for entry in found if entry)]
 
-    def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
-        """Return all calls as one program. None: the kernel does not compute every attention. group_of: layer -> KV group."""
+    def _program_with(self, kernel: Any, places: Places) -> Program | None:
+        """Return all calls as one program. None: the kernel does not compute every attention."""
         if self._whole is None or self._whole[0] is not kernel:
             is_fitting = all(kernel.computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
-            calls = [self._call(operation, kernel, group_of) for operation in self.operations if is_fitting]
+            calls = [self._call(operation, kernel, places) for operation in self.operations if is_fitting]
             self._whole = kernel, Program(calls) if is_fitting else None
         return self._whole[1]
 
@@ -221,16 +223,16 @@ class CPUProgram:
         if calls:
             yield Program(calls)
 
-    def _call(self, operation: Operation, attention: Any = None, group_of: dict[int, int] | None = None) -> KernelCall:
+    def _call(self, operation: Operation, attention: Any = None, places: Places | None = None) -> KernelCall:
         """Make the operation's call. attention: the kernel of an operation without a call of its own."""
         views = (*operation.reads, operation.out)
         slices = [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
         if operation.recurrence is not None:
             return operation.recurrence.call(*slices, rows=self._scratch + 1)
         if operation.call is None:
-            rows = self._scratch + 2 + (group_of or {}).get(operation.layer, 0)
+            group, layer = (places or {}).get(operation.layer, (0, operation.layer))
             call: Callable[..., KernelCall] = attention.call
-            return call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
+            return call(*slices, rows=self._scratch + 2 + group, layer=layer, sinks=operation.options.get("sinks"))
         return operation.call(slices, self._scratch)
 
 

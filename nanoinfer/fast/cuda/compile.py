@@ -67,11 +67,14 @@ class RotatedAttention(nn.Module):
     def forward(
         self, attend: Attend, layer: int, q: Queries, k: Keys, v: Tensor, cos: Angles, sin: Angles, **options: Any
     ) -> Queries:
-        step = attend.steps[attend.group_of[layer]] if isinstance(attend, GroupedAttend) else attend
+        step, place = attend, layer
+        if isinstance(attend, GroupedAttend):
+            group, place = attend.places[layer]
+            step = attend.steps[group]
         is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
             rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
-            return cast(Tensor, step(layer, q, k, v, rotation=rotation, **options))
+            return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
 
 

@@ -14,7 +14,7 @@ A padding token reads and writes a block of its own, which no sequence has. Chun
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import Run
 from nanoinfer.execution.runtime import GRAPH_CHUNKS
+from nanoinfer.features.hybrid.groups import GroupedMetadata, groups_of
 from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,20 @@ class StepGraphs:
     info: the sizes of the cache. The padding tokens use the block after its last, which the cache must have as well.
     max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
     sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
+    num_groups: the number of KV groups, each of which has its own block tables and slots.
     """
 
     def __init__(
-        self, info: ExecutorInfo, max_num_rows: int, capture: Capture, *, on_first_use: bool = True, sizes: Iterable[int] = ()
+        self,
+        info: ExecutorInfo,
+        max_num_rows: int,
+        capture: Capture,
+        *,
+        on_first_use: bool = True,
+        sizes: Iterable[int] = (),
+        num_groups: int = 1,
     ) -> None:
-        self.sizes = capture_sizes(max_num_rows)
+        self.sizes, self._num_groups = capture_sizes(max_num_rows), num_groups
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
         self.shapes = [StepSize(0, size) for size in self.sizes]
@@ -222,8 +231,8 @@ class StepGraphs:
 
         starts = [*range(shape.num_decodes + 1), *[shape.num_decodes] * num_chunks]
         max_blocks = -(-self._info.max_model_len // self._info.block_size)
-        tables = [rows(f"tables {group}", max_blocks, dtype=torch.int32) for group in range(len(self._info.windows))]
-        slots = [rows(f"slots {group}", of_tokens=True) for group in range(len(self._info.windows))]
+        tables = [rows(f"tables {group}", max_blocks, dtype=torch.int32) for group in range(self._num_groups)]
+        slots = [rows(f"slots {group}", of_tokens=True) for group in range(self._num_groups)]
         attention = AttentionMetadata(
             query_start_loc=integers_on_device([starts], self._device)[0],
             seq_lens=rows("lengths"),
@@ -235,16 +244,19 @@ class StepGraphs:
             query_start_loc_cpu=starts,
             seq_lens_cpu=[self._info.max_model_len] * num_seqs,
         )
-        further = [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]
+        if further := [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]:
+            own = {one.name: getattr(attention, one.name) for one in fields(attention)}
+            attention = GroupedMetadata(**own, further=tuple(further))
         tokens = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
-        return ForwardBatch(*tokens, slice(0, num_tokens), attention, [], tuple(further))
+        return ForwardBatch(*tokens, slice(0, num_tokens), attention, [])
 
     def _fill(self, shape: StepSize, batch: ForwardBatch | None) -> None:
         """Copy a batch into the static inputs, and make padding of the other rows. None: of all rows."""
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes
-        padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * len(self._info.windows)
-        for static, new, (of_decodes, of_chunks) in zip(_changing(inputs), _changing(batch or inputs), padding, strict=True):
+        padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
+        changing = self._changing(inputs), self._changing(batch or inputs)
+        for static, new, (of_decodes, of_chunks) in zip(*changing, padding, strict=True):
             if batch is None:
                 new = new[:0]
             if not shape.num_chunk_tokens:
@@ -257,6 +269,13 @@ class StepGraphs:
             ends += ends[-1:] * (GRAPH_CHUNKS - len(ends))
             inputs.attention.query_start_loc[start + 1 :].copy_(integers_on_device([ends], self._device)[0])
 
+    def _changing(self, batch: ForwardBatch) -> list[Tensor]:
+        """Return the tensors that change from step to step, except query_start_loc."""
+        changing = [batch.input_ids, batch.positions, batch.attention.seq_lens]
+        for group in groups_of(batch, self._info.block_size):
+            changing += (group.slot_mapping, group.block_tables)
+        return changing
+
 
 def _put(static: Tensor, new: Tensor, value: int) -> None:
     """Copy `new` into the first rows, which have as many columns or more, and `value` into the others."""
@@ -265,11 +284,3 @@ def _put(static: Tensor, new: Tensor, value: int) -> None:
         static = static[:num_rows]
     if num_rows:
         (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
-
-
-def _changing(batch: ForwardBatch) -> list[Tensor]:
-    """Return the tensors that change from step to step, except query_start_loc."""
-    changing = [batch.input_ids, batch.positions, batch.attention.seq_lens]
-    for group in (batch.attention, *batch.further_groups):
-        changing += (group.slot_mapping, group.block_tables)
-    return changing

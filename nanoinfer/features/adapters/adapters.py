@@ -166,11 +166,13 @@ class Adapters(RequestFeature):
         Returns: the runs for the other ranks, with only the digest of an adapter that is already active.
         """
         indices, for_others = [-1] * num_rows, []
-        runs = tuple(run for run in runs if "adapter" in run[0])
-        used = {digest_of(extras) for extras, _, _ in runs}
+        used = {digest_of(extras) for extras, _, _ in runs if "adapter" in extras}
         for extras, start, stop in runs:
-            adapter, digest = extras["adapter"], digest_of(extras)
-            for_others.append(({"adapter": digest if digest in self._indices else adapter}, start, stop))
+            if (adapter := extras.get("adapter")) is None:
+                for_others.append((extras, start, stop))
+                continue
+            digest = digest_of(extras)
+            for_others.append(({**extras, "adapter": digest if digest in self._indices else adapter}, start, stop))
             if isinstance(adapter, Adapter) and digest not in self._indices:
                 try:
                     self._activate(adapter, used)

@@ -38,6 +38,7 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.fast.stored import pieces_of
 from nanoinfer.features.disk_cache.stored_blocks import Entry
 from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.cache import HybridCache, states_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import Shards
@@ -68,7 +69,7 @@ class BlockFiles:
         self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in by_group]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
-            what = "a block" if runner.cache.states is None else "a block or a state"
+            what = "a block" if states_of(runner.cache) is None else "a block or a state"
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
@@ -210,7 +211,9 @@ def header(entry: Entry, content: Tensor) -> bytes:
 
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
     """Return, for each cache group, the tensors whose first axis counts its blocks, or its state slots."""
-    return [[*cache.pages]] * len(cache.groups) + ([] if cache.states is None else [[*cache.states.tensors]])
+    states = states_of(cache)
+    num_groups = cache.num_groups if isinstance(cache, HybridCache) else 1
+    return [cache.pages] * num_groups + ([] if states is None else [states.tensors])
 
 
 def read_block(runner: ModelRunner, group: int, block: int) -> Tensor:
@@ -269,9 +272,9 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     manager = HybridBlockManager(info.num_blocks, info.block_size, layout=layout)
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
-    runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
+    runner.forward(ForwardBatch.build(plan, info.block_size, executor.device))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
-    places += [] if runner.cache.states is None else [tables_of(seq).state_writes[num]]
+    places += [] if states_of(runner.cache) is None else [tables_of(seq).state_writes[num]]
     probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)

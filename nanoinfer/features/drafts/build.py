@@ -17,6 +17,7 @@ from nanoinfer.features.drafts.draft_model import DraftModelProposer, QuantizedP
 from nanoinfer.features.drafts.mtp import MTPProposer, load_module, with_drafter
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.load import load
 from nanoinfer.loading.loader import Loaded
 from nanoinfer.models.registry import Model
@@ -63,7 +64,7 @@ class Drafts:
                 runtime, draft = with_drafter(runtime, draft_model)
             else:
                 draft = make_runtime(draft_model, draft_config(config))
-            if draft.sizes.num_state_layers:
+            if isinstance(draft.sizes, HybridSizes) and draft.sizes.num_state_layers:
                 raise UnsupportedError(
                     "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
                     "layers, or use method 'ngram'"
@@ -88,7 +89,6 @@ class Drafts:
         num_blocks = -(-target.info.num_blocks * target.info.block_size // draft.block_size)
         executor = make_executor(draft, config, num_blocks=num_blocks)
         target.graph_owners.append(executor)
-        target.runner.cache.attached += executor.runner.cache.tensors()
         return (MTPProposer if method == "mtp" else DraftModelProposer)(executor, config.scheduler)
 
 

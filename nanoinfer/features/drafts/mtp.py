@@ -17,14 +17,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.attention.base import Recur
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.drafts.draft_model import Draft, DraftModelProposer
+from nanoinfer.features.hybrid.cache import HybridCache
 from nanoinfer.features.hybrid.qwen_next import Qwen3_5ForCausalLM, QwenNextConfig, QwenNextDecoderLayer
+from nanoinfer.features.hybrid.sizes import HybridSizes
+from nanoinfer.features.hybrid.states import Recur
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.loader import Loaded
 from nanoinfer.loading.weights import fill, find_sources
@@ -105,7 +106,7 @@ def with_drafter(runtime: Runtime, drafter: Any) -> tuple[Runtime, Runtime]:
     draft = replace(
         runtime,
         model=drafter,
-        sizes=CacheSizes.of(drafter.config),
+        sizes=replace(HybridSizes.of(drafter.config), head_dim=runtime.sizes.head_dim),
         weights=LoadedWeights(),
         wrappers=(partial(DrafterRunner, drafter=drafter),),
     )
@@ -122,6 +123,7 @@ class KeepingRunner(RunnerWrapper):
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
         drafter.kept = self._kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
+        assert isinstance(self.cache, HybridCache)
         self.cache.attached.append(self._kept)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
@@ -147,7 +149,7 @@ class DrafterRunner(RunnerWrapper):
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         kept = self._drafter.kept.flatten(0, 1)
         before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in self.hidden_slots])
-        attend = begin_step(self.backend, self.cache, batch)
+        attend = self.begin_step(self.cache, batch)
         hidden: Tensor = self._drafter(batch.input_ids, batch.positions, attend, before)
         ends = batch.attention.query_start_loc_cpu[1:]
         self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(self.hidden_slots, ends, strict=True)}

@@ -16,8 +16,8 @@ What a sequence has in addition to Sequence.block_table is in Sequence.extras["h
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from nanoinfer.attention.cache_sizes import most_blocks
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
+from nanoinfer.features.hybrid.sizes import most_blocks
 from nanoinfer.features.hybrid.state_slots import WINDOW, StateSlots
 from nanoinfer.features.hybrid.tables import NO_BLOCK, tables_of
 from nanoinfer.scheduling.block_manager import BlockManager

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer.attention.base import Recur
+from nanoinfer.features.hybrid.states import Recur
 from nanoinfer.models.layers import Untraced
 
 Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # also the shape of queries

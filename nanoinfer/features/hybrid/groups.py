@@ -1,13 +1,21 @@
 """The attention of a step whose layers are in several KV groups: each layer attends by the block tables of its group.
 
-In: the metadata of each group. Out: an Attend. Models whose layers form a single group do not use it.
+In: a ForwardBatch, whose extras have each sequence's tables. Out: the metadata of each group, and an Attend. Models whose
+layers form a single group do not use it.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionBackend, AttentionMetadata
 from nanoinfer.attention.dense import Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.execution.forward_batch import ExtraRuns, ForwardBatch, padded
+from nanoinfer.features.hybrid.sizes import KVGroup
+from nanoinfer.features.hybrid.tables import HybridTables
+from nanoinfer.system.transfer import integers_on_device
 
 
 class GroupedAttend:
@@ -15,12 +23,56 @@ class GroupedAttend:
 
     Attributes:
         steps: the Attend of each group.
-        group_of: the index of each layer's group.
+        places: the index of each layer's group, and the layer's place in the group's blocks.
     """
 
-    def __init__(self, cache: KVCache, backend: AttentionBackend, metadata: tuple[AttentionMetadata, ...]) -> None:
+    def __init__(
+        self, cache: KVCache, backend: AttentionBackend, metadata: Sequence[AttentionMetadata], groups: Sequence[KVGroup]
+    ) -> None:
         self.steps: list[Attend] = [backend.begin_step(cache, of_group) for of_group in metadata]
-        self.group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
+        self.places = {layer: (i, place) for i, group in enumerate(groups) for place, layer in enumerate(group.layers)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: Window = None, sinks: Sinks = None) -> Tensor:
-        return self.steps[self.group_of[layer]](layer, q, k, v, window=window, sinks=sinks)
+        group, place = self.places[layer]
+        return self.steps[group](place, q, k, v, window=window, sinks=sinks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedMetadata(AttentionMetadata):
+    """The metadata of the first group with that of the others, for the batch whose tensors a CUDA graph reads."""
+
+    further: tuple[AttentionMetadata, ...]
+
+
+def groups_of(batch: ForwardBatch, block_size: int) -> list[AttentionMetadata]:
+    """Return the metadata of each group, of which batch.attention is the first. Freed blocks before a window may be -1."""
+    first = batch.attention
+    if isinstance(first, GroupedMetadata):
+        return [first, *first.further]
+    starts, positions, groups = first.query_start_loc_cpu, positions_of(first), [first]
+    tables = [run.block_tables for run, start, stop in runs_of(batch.extras) for _ in range(start, stop)]  # of each token
+    for group in range(len(tables[0]) if tables else 0):
+        slots = [
+            table[group][position // block_size] * block_size + position % block_size
+            for table, position in zip(tables, positions, strict=True)
+        ]
+        lists = padded([tables[start][group] for start in starts[:-1]]), slots
+        block_tables, slot_mapping = integers_on_device([*lists], first.seq_lens.device)
+        groups.append(replace(first, block_tables=block_tables.view(len(starts) - 1, -1), slot_mapping=slot_mapping))
+    return groups
+
+
+def runs_of(extras: ExtraRuns) -> list[tuple[HybridTables, int, int]]:
+    """Return the tables of each sequence that has some, its first packed token, and the token after its last."""
+    found = [(run[0].get("hybrid"), *run[1:]) for run in extras]
+    return [(tables, start, stop) for tables, start, stop in found if isinstance(tables, HybridTables)]
+
+
+def positions_of(metadata: AttentionMetadata) -> list[int]:
+    """Return the position of each packed token."""
+    starts = metadata.query_start_loc_cpu
+    return [
+        position
+        for seq_len, start, stop in zip(metadata.seq_lens_cpu, starts, starts[1:], strict=False)
+        for position in range(seq_len - (stop - start), seq_len)
+    ]

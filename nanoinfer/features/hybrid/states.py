@@ -1,6 +1,6 @@
-"""The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
+"""The states of layers that keep a state instead of keys and values: where they are, and how they advance.
 
-In: the StateUpdate of each sequence of a step, chosen by state_slots.py. Out: the `recur` of a model. It does not
+In: the state slots of each sequence of a step, chosen by state_slots.py. Out: the `recur` of a model. It does not
 know what a state means or to which sequence it belongs.
 
 A state slot holds a sequence's state in all layers. A step reads the state from a state slot and writes it to the same or
@@ -8,18 +8,71 @@ another slot, so a state that a fork or the prefix cache shares stays as it is. 
 token.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.attention.base import Advance, Attend, AttentionMetadata
+from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries
-from nanoinfer.attention.kv_cache import StateCache
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.features.hybrid.cache import StateCache
+from nanoinfer.features.hybrid.groups import positions_of, runs_of
 from nanoinfer.system.transfer import integers_on_device
+
+# (state, *rows) -> (outputs, state after the rows). Shapes: tensors of a state [num_seqs, ...], rows [num_seqs, num_tokens,
+# ...]
+Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+
+
+class Recur(Attend, Protocol):
+    """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
+
+    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's tensors in one layer.
+    Layers are counted among those of their kind. A state is in fp32, and consists of zeros before the first token.
+    """
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Call `advance` for sequences with equally many new tokens, and keep their states.
+
+        Args:
+            layer: the index of the layer among those that keep a state.
+            advance: advances the states by the rows of some tokens.
+            rows: tensors [num_tokens, ...] with a row for each of this step's tokens.
+
+        Returns:
+            The outputs of `advance` for each token.
+        """
+        ...
+
+
+class StateUpdate(NamedTuple):
+    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
+
+    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
+    """
+
+    start: int
+    stop: int
+    read: int
+    writes: dict[int, int]
+
+
+def updates_of(batch: ForwardBatch) -> list[StateUpdate]:
+    """Return the update of each sequence of a step. A sequence with drafts has several runs of packed tokens."""
+    positions, updates, last = positions_of(batch.attention), list[StateUpdate](), None
+    for tables, start, stop in runs_of(batch.extras):
+        if tables is last:
+            updates[-1] = updates[-1]._replace(stop=stop)
+            continue
+        writes = {num_tokens - positions[start]: slot for num_tokens, slot in tables.state_writes.items()}
+        updates.append(StateUpdate(start, stop, tables.state_slot, writes))
+        last = tables
+    return updates
 
 
 class Piece(NamedTuple):
@@ -40,11 +93,10 @@ class AttendWithStates:
         pieces: the pieces of each sequence, in order.
     """
 
-    def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
+    def __init__(self, attend: Attend, states: StateCache, updates: Sequence[StateUpdate], *, is_single: bool) -> None:
+        """is_single: whether the states advance by one token at a time, as where the attention has one query at a time."""
         self.attend, self.states = attend, states
-        # Where the attention computes one query at a time, the states advance by one token at a time, in prompts too.
-        is_single = metadata.max_query_len == 1
-        self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
+        self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:

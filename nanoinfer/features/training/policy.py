@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
 
-from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
@@ -26,6 +25,8 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
+from nanoinfer.features.batch_invariant.single_queries import single_queries
+from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.logprobs.token_logprobs import log_softmax
 from nanoinfer.features.training.functions import (
     KernelFunction,
@@ -69,7 +70,7 @@ class Policy(nn.Module):
             for module, name in places:
                 setattr(module, name, parameter)
         config, weight = self.model.config, next(self.model.parameters())
-        self._sizes = CacheSizes.of(config)
+        self._sizes = HybridSizes.of(config)
         if self._sizes.num_state_layers or self._sizes.windows != (None,):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         self._backend = KernelBackend.of(config, weight.dtype)
@@ -132,16 +133,18 @@ class Policy(nn.Module):
     ) -> Sequence[Tensor]:
         size = self._backend.default_block_size
         scratch = scratch_sequences([ids for ids, _ in given], size)
-        cache = KVCache.for_model(
-            self._sizes,
+        cache = KVCache(
+            num_layers=self._sizes.num_layers,
+            num_kv_heads=self._sizes.num_kv_heads,
+            head_dim=self._sizes.head_dim,
             num_blocks=sum(len(seq.block_table) for seq in scratch),
             block_size=size,
             dtype=next(self.model.parameters()).dtype,
             layout=self._backend.layout,
         )
         plan = StepPlan(tuple(ScheduledSequence(seq, num) for seq, num in zip(scratch, lengths, strict=True)))
-        batch = ForwardBatch.build(plan, size, torch.device("cpu"), has_single_queries=True)
-        attend = TrainedAttention(self._backend.begin_step(cache, batch.attention), lengths)
+        batch = ForwardBatch.build(plan, size, torch.device("cpu"))
+        attend = TrainedAttention(self._backend.begin_step(cache, single_queries(batch.attention)), lengths)
         hidden = self._layers[0](batch.input_ids, batch.positions, attend)
         rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
         logits: Tensor = self._head[0](hidden[rows]).float()

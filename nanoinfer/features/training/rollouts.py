@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
@@ -27,7 +26,9 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.features import LoadedLLM
+from nanoinfer.features.logprobs import reading
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.features.training import update
 from nanoinfer.features.training.loaded_weights import Origin
@@ -136,6 +137,10 @@ def sleep(engine: LLMEngine, level: int) -> None:
         without = "weights" if tag == "weights" else "KV cache"
         engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
         runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
+        executor = engine.executor
+        for owner in executor.graph_owners if tag == "kv_cache" and isinstance(executor, LocalExecutor) else ():
+            if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
+                update.release(owner.runner, weights=False)
 
 
 def wake_up(engine: LLMEngine, tags: Sequence[Tag] | None) -> None:

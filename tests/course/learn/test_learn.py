@@ -209,21 +209,19 @@ MUTANTS = {
         ],
         "scale": [(" * head_dim**-0.5", "")],
         "heads": [("repeat_interleave(num_heads // num_kv_heads, dim=1)", "repeat(1, num_heads // num_kv_heads, 1)")],
-        "window": [(" - window + 1)", " - window)")],
-        "sinks": [("if sinks is not None:", "if False:")],
         "dtype": [(".to(q.dtype)", ""), ("q.float(), k.float()", "q, k")],
-        "large": [("scores.softmax(dim=-1)", "(scores.exp() / scores.exp().sum(dim=-1, keepdim=True))")],
+        "large": [
+            (
+                'weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)',
+                'weights = scores.masked_fill(~visible, float("-inf")).exp()\n    weights /= weights.sum(dim=-1, keepdim=True)',
+            )
+        ],
     },
     "paged_attention": {
         "write": [("cache.write(layer, metadata.slot_mapping, k, v)", "pass")],
         "layer": [("cache.write(layer,", "cache.write(0,"), ("cache.gather(layer,", "cache.gather(0,")],
         "queries": [("slice(starts[i], starts[i + 1])", "slice(starts[i + 1] - 1, starts[i + 1])")],
-        "tables": [("metadata.block_tables[i, skipped:]", "metadata.block_tables[0, skipped:]")],
-        "passed": [
-            ("keys, values, window, sinks)", "keys, values)"),
-            ("keys, values, window, sinks)", "keys, values, window)"),
-        ],
-        "freed": [("cache.num_blocks_before(seq_len - len(q[queries]), window)", "0")],
+        "tables": [("metadata.block_tables[i]", "metadata.block_tables[0]")],
     },
     "temperature": {
         "divide": [("/ temperature", "* temperature"), ("temperature.unsqueeze(-1)", "temperature[0]")],

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoinfer.attention.cpu import CPUBackend
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
@@ -14,6 +13,7 @@ from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.layers import (
@@ -313,7 +313,7 @@ def compiled(layer_class=Layer, dtype=torch.float32, model_class=Stranger):
 
 @torch.inference_mode()
 def logits_of(model, attend=None):
-    return model.compute_logits(model(IDS, POSITIONS, attend or DenseAttention())).float()
+    return model.compute_logits(model(IDS, POSITIONS, attend or HybridDenseAttention())).float()
 
 
 def paged(backend, dtype=torch.float32):
@@ -406,7 +406,7 @@ def test_a_model_whose_forward_is_its_own_is_compiled_as_it_is(model_class, kern
     assert (logits_of(plain) - logits_of(stranger())).abs().max() > 0.1
 
 
-class Keeping(DenseAttention):
+class Keeping(HybridDenseAttention):
     """An attention that keeps what it was given."""
 
     def __init__(self):
@@ -453,11 +453,11 @@ def test_rows_of_another_dtype_or_number_are_refused_with_a_hint(kernels):
     program = next(value for name, value in vars(model.forward.__self__).items() if name.startswith("program"))
     angles = torch.zeros(2, 1, HEAD_DIM)
     with pytest.raises(UnsupportedError, match=r"weights are in torch.float32, got tokens in torch.bfloat16; use one dtype"):
-        program(DenseAttention(), torch.zeros(2, WIDTH, dtype=torch.bfloat16), angles, angles)
+        program(HybridDenseAttention(), torch.zeros(2, WIDTH, dtype=torch.bfloat16), angles, angles)
     with pytest.raises(
         UnsupportedError, match=r"must have the shape \(2, 64\), got \(2, 63\); for a forward pass .* enforce_eager"
     ):
-        program(DenseAttention(), torch.zeros(2, WIDTH - 1), angles, angles)
+        program(HybridDenseAttention(), torch.zeros(2, WIDTH - 1), angles, angles)
     assert program(lambda layer, q, k, v: q, torch.zeros(0, WIDTH), angles[:0], angles[:0]).shape == (0, WIDTH)
 
 
@@ -491,7 +491,7 @@ def load(path, dtype="float32"):
 
 @torch.inference_mode()
 def family_logits(model):
-    attend = DenseAttention(getattr(model.config, "state_shapes", ()))
+    attend = HybridDenseAttention(getattr(model.config, "state_shapes", ()))
     return model.compute_logits(model(FAMILY_IDS, POSITIONS, attend)).float()
 
 

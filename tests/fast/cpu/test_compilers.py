@@ -202,7 +202,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 print(native.find_compiler().command[0])
 params = SamplingParams(temperature=0, max_tokens=20, logprobs=3, detokenize=False)
 llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24)
-assert isinstance(llm.engine.executor.runner.backend, KernelBackend)
+assert isinstance(llm.engine.executor.runner.begin_step.__self__.backend, KernelBackend)
 for output in llm.generate([list(range(5, 90)), [7]], params, use_tqdm=False):
     for step in output.outputs[0].logprobs:
         print({token: entry.logprob.hex() for token, entry in step.items()})

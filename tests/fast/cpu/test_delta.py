@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoinfer.attention.base import AttentionMetadata, StateUpdate
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.features.hybrid import gated_delta
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
-from nanoinfer.features.hybrid.states import AttendWithStates, StateCache
+from nanoinfer.features.hybrid.states import AttendWithStates, StateCache, StateUpdate
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -43,13 +42,7 @@ def inputs(plain, num_tokens, dtype):
 
 
 def attend_to(states, rows, *, is_single=False):
-    lens = [row.stop - row.start for row in rows]
-    none = torch.zeros(0, dtype=torch.int64)
-    tensors = dict.fromkeys(("query_start_loc", "seq_lens", "slot_mapping"), none) | {"block_tables": none.view(0, 0)}
-    numbers = {"max_query_len": 1 if is_single else max(lens), "max_seq_len": 0, "num_decodes": 0}
-    lists = {"query_start_loc_cpu": [], "seq_lens_cpu": []}
-    metadata = AttentionMetadata(**tensors, **numbers, **lists, states=tuple(rows))
-    return AttendWithStates(lambda *given: None, states, metadata)
+    return AttendWithStates(lambda *given: None, states, rows, is_single=is_single)
 
 
 def cache(plain, num_state_slots=4):
@@ -72,7 +65,7 @@ def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
     for part, same in zip(states.layer(0), expected_states.layer(0), strict=True):
         torch.testing.assert_close(part[2], same[2], atol=1e-5, rtol=1e-5)
         assert not part[-1].any()  # the state before any token
-    dense = plain(DenseAttention(shapes_of(plain)), *rows, weights)
+    dense = plain(HybridDenseAttention(shapes_of(plain)), *rows, weights)
     torch.testing.assert_close(dense, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -13,14 +13,14 @@ from tests.helpers import tiny_models
 pytest.importorskip("triton")
 
 from nanoinfer.attention import triton
-from nanoinfer.attention.cache_sizes import kv_groups
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import accelerate, compile
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.hybrid.groups import GroupedAttend
-from nanoinfer.loading import loader
+from nanoinfer.features.hybrid.sizes import kv_groups
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.layers import apply_rotary
 from nanoinfer.models.qwen import QwenDecoderLayer
@@ -31,7 +31,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
 IDS = torch.arange(1, 31) * 31 % tiny_models.VOCAB_SIZE
 
-HALF = "bfloat16" if DEVICE == "cpu" or loader.gpu_has_bf16(torch.device(DEVICE)) else "float16"
+HALF = "bfloat16" if DEVICE == "cpu" or devices.gpu_has_bf16(torch.device(DEVICE)) else "float16"
 dtypes = pytest.mark.parametrize("dtype", ["float32", HALF])
 
 
@@ -42,7 +42,7 @@ def load(path, dtype="float32", device=DEVICE):
 @torch.inference_mode()
 def logits_of(model, num_tokens=13):
     ids = IDS[:num_tokens].to(next(model.parameters()).device)
-    return model.compute_logits(model(ids, torch.arange(len(ids), device=ids.device), DenseAttention())).float().cpu()
+    return model.compute_logits(model(ids, torch.arange(len(ids), device=ids.device), HybridDenseAttention())).float().cpu()
 
 
 def assert_same_logits(path, dtype, compiled):
@@ -289,18 +289,18 @@ def launched():
 @pytest.mark.parametrize("in_groups", [False, True])
 def test_one_kernel_with_a_program_for_each_token_rotates_and_stores(in_groups):
     """The pages and the results are those of two rotations and a store. The second layer may have a window."""
-    generator, groups = torch.Generator().manual_seed(0), kv_groups([None, 8]) if in_groups else ()
+    generator = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 5, 1, 6, generator=generator).to(DEVICE)
     q, k, v = heads_of(5, generator)
     model, found = compile_model(Rotated()).model, []
     for is_fused in (True, False):
-        sizes = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 2, "head_dim": 6, "groups": groups}
+        sizes = {"num_layers": 1 if in_groups else 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 2, "head_dim": 6}
         cache = KVCache(**sizes, device=DEVICE)
         metadata = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(1), DEVICE)
         attend = TritonBackend().begin_step(cache, metadata)
         if in_groups:
             other = metadata_for([(2, 1), (0, 4)], 4, 6, generator.manual_seed(2), DEVICE)
-            attend = GroupedAttend(cache, TritonBackend(), (other, metadata))
+            attend = GroupedAttend(cache, TritonBackend(), (other, metadata), kv_groups([None, 8]))
         with launched() as launches:
             # the second one could be any function
             out = model(q, k, v, cos, sin, attend if is_fused else lambda *heads, attend=attend: attend(*heads))

@@ -23,6 +23,7 @@ from nanoinfer.fast.cuda.graphs import (
     StepSize,
     prompt_sizes,
 )
+from nanoinfer.features.hybrid.groups import groups_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -37,10 +38,8 @@ def run_again(run):
 
 
 def graphs_of(capture=run_again, *, max_num_rows=MAX_NUM_ROWS, num_graph_tokens=64, **options):
-    info = ExecutorInfo(
-        64, MAX_MODEL_LEN, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, windows=(None, 8), num_graph_tokens=num_graph_tokens
-    )
-    return StepGraphs(info, max_num_rows, capture, **({"sizes": (8, 24, 64)} | options))
+    info = ExecutorInfo(64, MAX_MODEL_LEN, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, num_graph_tokens=num_graph_tokens)
+    return StepGraphs(info, max_num_rows, capture, num_groups=2, **({"sizes": (8, 24, 64)} | options))
 
 
 def batch_of(lengths, rng=random):
@@ -60,7 +59,7 @@ class Model:
         self.pages = torch.zeros(2, (NUM_BLOCKS + 1) * BLOCK_SIZE)
 
     def __call__(self, batch):
-        groups = batch.attention, *batch.further_groups
+        groups = groups_of(batch, BLOCK_SIZE)
         hidden = torch.full((len(batch.input_ids), 2), torch.nan)
         for of_group, (metadata, pages) in enumerate(zip(groups, self.pages, strict=True)):
             pages[metadata.slot_mapping] = batch.input_ids + batch.positions / 100
@@ -118,7 +117,7 @@ def test_steps_of_all_shapes_share_one_table_for_each_group():
     graphs, tables = graphs_of(), {}
 
     def run(batch):
-        for group, metadata in enumerate((batch.attention, *batch.further_groups)):
+        for group, metadata in enumerate(groups_of(batch, BLOCK_SIZE)):
             storage = metadata.block_tables.untyped_storage()
             tables[group, storage.data_ptr()] = storage.nbytes()
         return torch.zeros(len(batch.input_ids), 2)
@@ -138,7 +137,7 @@ def test_padding_is_a_token_of_its_own_block_for_decodes_and_none_for_chunks():
         graphs.try_replay(batch_of(lengths), run)
         batch, num_decodes = seen[-1], sum(new == 1 for _, new in lengths)
         num_chunks, start = len(lengths) - num_decodes, batch.attention.num_decodes
-        for group in (batch.attention, *batch.further_groups):
+        for group in groups_of(batch, BLOCK_SIZE):
             assert torch.all(group.seq_lens[num_decodes:start] == 1)
             assert torch.all(group.seq_lens[start + num_chunks :] == 0)
             assert torch.all(group.block_tables[num_decodes:start] == NUM_BLOCKS)

@@ -9,12 +9,12 @@ import threading
 import pytest
 import torch
 
-from nanoinfer.attention.cache_sizes import KVGroup
-from nanoinfer.attention.kv_cache import KVCache, StateCache
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.features.disk_cache import block_files
 from nanoinfer.features.disk_cache.block_files import HEADER_BYTES, BlockFiles
+from nanoinfer.features.hybrid.cache import HybridCache, StateCache
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.system import disk_cache
 
@@ -237,11 +237,10 @@ def test_only_the_user_can_read_the_files(folder):
 
 
 def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder):
-    groups = KVGroup(None, (0,)), KVGroup(4, (1,))
-
     def new(seed):
-        sizes = {"num_layers": 2, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
-        cache = KVCache(**sizes, groups=groups, states=StateCache(num_layers=2, num_state_slots=3, shapes=((2, 5), (4,))))
+        sizes = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
+        states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 5), (4,)))
+        cache = HybridCache(num_groups=2, states=states, **sizes)
         generator = torch.Generator().manual_seed(seed)
         for tensor in cache.tensors():
             tensor.copy_(torch.rand(tensor.shape, generator=generator))

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import WeightsError
 from nanoinfer.features.formats import experts
 from nanoinfer.features.formats.experts import ExpertWeights, unpack_fp4
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -91,7 +91,7 @@ def test_logits_of_mxfp4_equal_transformers(saved):
     path, model = saved
     ours = load(path)
     with torch.inference_mode():
-        logits = ours.compute_logits(ours(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+        logits = ours.compute_logits(ours(PROMPT, torch.arange(len(PROMPT)), HybridDenseAttention()))
         torch.testing.assert_close(logits, model(PROMPT[None]).logits[0], atol=1e-4, rtol=0)
 
 

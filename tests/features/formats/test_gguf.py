@@ -11,7 +11,6 @@ from torch import nn
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.linear import KernelLinear
@@ -23,8 +22,9 @@ from nanoinfer.features.formats.gguf import read_gguf
 from nanoinfer.features.formats.gguf_families import to_config, to_generation_config
 from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.quantization.rounding import quantized
-from nanoinfer.load import load_configured
+from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.weights import Source
@@ -39,7 +39,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, 
 def logits_here(path, dtype="float32"):
     model = loader.load_model(Checkpoint.open(str(path)), dtype)
     with torch.inference_mode():
-        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), HybridDenseAttention()))
 
 
 def save(model, path: Path, tensors=None, **metadata) -> Path:
@@ -73,7 +73,7 @@ def test_logits_of_layers_that_slide_equal_transformers(family, blocks, tmp_path
         path = save(model, tmp_path, gguf_files.tensors_of(model, "F32", blocks))
         long = PROMPT.repeat(3)  # five windows
         ours = loader.load_model(Checkpoint.open(str(path)), "float32")
-        logits = ours.compute_logits(ours(long, torch.arange(len(long)), DenseAttention()))
+        logits = ours.compute_logits(ours(long, torch.arange(len(long)), HybridDenseAttention()))
         torch.testing.assert_close(logits, model(long[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_logits_of_models_with_states_equal_transformers(family, tmp_path):
         }
         path = save(model, tmp_path, gguf_files.tensors_of(model) | drafts, **mtp)
         ours = loader.load_model(Checkpoint.open(str(path)), "float32")
-        attention = DenseAttention(ours.config.state_shapes)
+        attention = HybridDenseAttention(ours.config.state_shapes)
         logits = ours.compute_logits(ours(PROMPT, torch.arange(len(PROMPT)), attention))
         torch.testing.assert_close(logits, model(PROMPT[None]).logits[0], atol=1e-4, rtol=0)
 
@@ -432,7 +432,7 @@ def test_metadata_that_is_missing_or_of_another_type_is_reported_by_name(tmp_pat
 def test_a_list_as_the_id_that_ends_a_text_is_refused(tmp_path):
     path = save(tiny_models.build("qwen3"), tmp_path, **{"tokenizer.ggml.eos_token_id": [1, 2]})
     with pytest.raises(CheckpointError, match=r"eos_token_id in .* must be an id or a list of ids, got \[\[1, 2\]\]"):
-        loader.load(EngineConfig(model=str(path), device="cpu"))
+        load(EngineConfig(model=str(path), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -629,8 +629,8 @@ def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog
     path = save(model, tmp_path, tensors)
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
-        config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
-        load_configured(Checkpoint.open(str(path)), config)
+        config = EngineConfig(model=str(path), dtype="bfloat16", quantization=quantization, device="cpu")
+        load(config)
         lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         text = "4.5 bits per weight run in bfloat16 and take 0.2 GB; quantization='int8' takes 0.1 GB, 'int4' 0.1 GB"
         assert lines == [text][:num_lines]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanoinfer.attention.cache_sizes import most_blocks
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.cpu import num_blocks_before
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager, with_groups
 from nanoinfer.features.hybrid.prefix_index import first_reached
+from nanoinfer.features.hybrid.sizes import most_blocks
 from nanoinfer.features.hybrid.tables import NO_BLOCK, tables_of
 from nanoinfer.features.tracing import BlockEvicted, BlocksReleased, Recorder, TracingObserver
 from nanoinfer.sampling_params import SamplingParams
@@ -205,6 +205,5 @@ def test_a_users_class_decides_for_every_group():
 @pytest.mark.parametrize("block_size", [1, 4, 5])
 @pytest.mark.parametrize("window", [None, 1, 4, 6])
 def test_attention_skips_the_blocks_that_are_freed_and_no_other(block_size, window):
-    cache = KVCache(num_layers=1, num_blocks=1, block_size=block_size, num_kv_heads=1, head_dim=1)
     for position in range(20):
-        assert cache.num_blocks_before(position, window) == first_reached(position, window, block_size)
+        assert num_blocks_before(position, window, block_size) == first_reached(position, window, block_size)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from nanoinfer.attention.cache_sizes import num_states_in
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.sizes import num_states_in
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.policies import DeadlineScheduler

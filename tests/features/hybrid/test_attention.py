@@ -1,0 +1,49 @@
+"""The definition of attention with windows and sinks: cases computed by hand, and the plain definition."""
+
+import math
+
+import pytest
+import torch
+
+from nanoinfer.attention import dense
+from nanoinfer.attention.cpu import num_blocks_before
+from nanoinfer.features.hybrid.attention import HybridDenseAttention, causal_attention
+from tests.attention.test_dense import heads
+
+
+def test_weights_by_hand():
+    """Scores ln 3 and 0, for keys at positions 0 and 1: weights 3/4 and 1/4."""
+    q = torch.tensor([[[1.0]]])
+    k, v = torch.tensor([[[math.log(3)]], [[0.0]]]), torch.tensor([[[8.0]], [[4.0]]])
+    assert causal_attention(q, k, v, window=1).item() == pytest.approx(4)
+    assert causal_attention(q, k, v, window=2).item() == pytest.approx(7)
+    sink = torch.tensor([math.log(4)])  # the weights are 3/8, 1/8 and, for the sink, 4/8
+    assert causal_attention(q, k, v, sinks=sink).item() == pytest.approx(3.5)
+
+
+def test_without_window_and_sinks_it_is_the_plain_definition():
+    q, k, v = heads(3, 4, 8), heads(9, 2, 8, seed=1), heads(9, 2, 8, seed=2)
+    assert torch.equal(causal_attention(q, k, v), dense.causal_attention(q, k, v))
+
+
+def test_a_window_leaves_as_many_keys_as_it_has_tokens():
+    q, k, v = heads(9, 2, 8), heads(9, 2, 8, seed=1), heads(9, 2, 8, seed=2)
+    out = causal_attention(q, k, v, window=4)
+    for i in range(9):
+        first = max(i - 3, 0)
+        torch.testing.assert_close(out[i : i + 1], causal_attention(q[i : i + 1], k[first : i + 1], v[first : i + 1]))
+
+
+def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
+    def advance(state, rows):
+        assert [part.shape for part in state] == [(1, 2), (1, 3)]
+        assert not any(part.any() for part in state)
+        return rows * 2, state
+
+    rows = heads(5, 4)
+    assert torch.equal(HybridDenseAttention(((2,), (3,))).recur(0, advance, rows), rows * 2)
+
+
+@pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])
+def test_the_blocks_before_a_window(position, window, expected):
+    assert num_blocks_before(position, window, 4) == expected
