@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).parents[3] / "nanoinfer"
-FILES = "scheduling/scheduler.py", "scheduling/block_manager.py"
+FILES = "scheduling/scheduler.py", "scheduling/policies.py", "scheduling/block_manager.py"
 SECONDS = 60  # of the CPU, after which a loop is taken to be endless. All worlds take 10
 FEATURES = {"observer", "_has_windows", "state_slots", "num_state_slots", "stored"}
 FUNCTIONS = {
@@ -43,11 +43,13 @@ UNSEEN = {
         "layout.windows != (None,) -> layout.windows == (None,)",
     ): "the code for windows does the same without windows",
     (
-        "schedule",
+        "_start_waiting",
         "not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks -> not self.running or "
         "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
     ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
+    ("PriorityScheduler", "True -> False"): "the same",
+    ("PriorityScheduler", "reads_priority = True -> pass"): "the same",
     (
         "cache_finished_blocks",
         "num_full > num_cached -> num_full >= num_cached",
