@@ -27,7 +27,7 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.sampling.sampler import Stage
+    from nanoinfer.sampling.stages import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
 

@@ -87,35 +87,20 @@ def load(config: EngineConfig, shards: "Shards | None" = None) -> "tuple[Loaded,
     placing = Placing(checkpoint, config, shards)
     loaded = loader.load(checkpoint, placing.config, placing)
     if config.calibration is not None:
-        from nanoinfer.features.quantization.memory import read_calibration
+        from nanoinfer.fast.cpu.calibration import read_calibration
 
         placing.weights.calibration_ids = read_calibration(config.calibration, loaded.tokenizer)
     return loaded, placing.weights
 
 
-def load_configured(
-    checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None
-) -> "tuple[Any, LoadedWeights]":
-    """Load the model alone, or a rank's part of it, as the config says."""
-    from nanoinfer.loading.loader import load_model
-
-    placing = Placing(checkpoint, config, shards)
-    return load_model(checkpoint, placing.config.dtype, config.device, placing), placing.weights
-
-
 class Placing:
-    """Gives the model of a checkpoint its weights as a config says.
-
-    The matrices of linear layers are StoredParameters on a CPU, unless enforce_eager is set: fast/ lays them out for kernels.
-
-    Attributes:
-        config: the config, with the dtype of rounded weights.
-        weights: the weights that were placed.
+    """Gives a model its weights as a config says: with adapters merged, a rank's part, rounded, or stored for kernels.
 
     Raises: UnsupportedError for rounded weights on a GPU.
     """
 
-    weights: "LoadedWeights"
+    config: EngineConfig  # with the dtype of rounded weights
+    weights: "LoadedWeights"  # those that were placed
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None") -> None:
         from nanoinfer.loading.devices import resolve_device
@@ -161,15 +146,15 @@ class Placing:
         from torch import nn
 
         from nanoinfer.fast import stored
-        from nanoinfer.features.quantization import memory, rounding
+        from nanoinfer.features.quantization import rounding
 
         config, for_kernels = self.config, not self.config.enforce_eager
         identity = self._identity(model) if for_kernels and not config.lora else None
         stored.store(model, sources, {module.weight for module in model.modules() if type(module) is nn.Linear}, identity)
-        memory.compare(model, dtype, config, num_stored_bits, 1 if self._shards is None else self._shards.size)
-        if config.quantization and not for_kernels:
-            rounding.quantize_model(model, config.quantization)
-        elif not for_kernels:
+        rounding.compare_memory(model, dtype, config, num_stored_bits, 1 if self._shards is None else self._shards.size)
+        if not for_kernels:
+            if config.quantization:
+                rounding.quantize_model(model, config.quantization)
             stored.load(model, torch.device("cpu"))
 
     def _identity(self, model: Any) -> "Identity":

@@ -2,9 +2,7 @@
 
 Process   An engine works until it is closed, and only in the process that made it: torch's threads do not survive a fork.
 Thread    During a step, another thread's step() is refused, and its add_request() and abort() wait until the step is over.
-Ctrl-C    SIGINT waits until the call is over, because a half-done step would leave blocks that belong to no sequence. For
-          this, the process's SIGINT handler is replaced during the call, in the main thread only. A loop of steps replaces it
-          once (interrupt_handler), and between two steps it interrupts at once.
+Ctrl-C    SIGINT waits until the call is over, because a half-done step would leave blocks that belong to no sequence.
 Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
 Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
 Flush     Observers that may raise, such as a tracer, do it when the step is over.
@@ -24,28 +22,22 @@ CLOSED = "this LLM was closed, by close() or at the end of its with block; make 
 
 
 class EngineGuard:
-    """The guards of one engine. After a step it calls `flush`, then `abort` with the ids that were to be aborted meanwhile."""
+    """The guards of one engine. restart: requeues all requests. flush, abort: called after a step, abort with the kept ids."""
 
     def __init__(self, *, restart: Callable[[], None], flush: Callable[[], None], abort: Callable[..., None]) -> None:
-        self._restart = restart
-        self._flush = flush
-        self._abort = abort
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._restart, self._flush, self._abort = restart, flush, abort
+        self._pid, self._lock = os.getpid(), threading.RLock()
         self._pending_aborts: list[str] = []
         self.is_stepping = False
         self.is_closed = False  # set by LLMEngine.close
 
     def step(self) -> AbstractContextManager[None]:
-        """Guard a step of the scheduler. Raises: the errors of exclusive()."""
+        """Guard a step of the scheduler, and restart if it raises. Raises: the errors of exclusive()."""
         return self.exclusive(restarts=True)
 
     @contextmanager
     def exclusive(self, *, restarts: bool = False) -> Iterator[None]:
-        """Guard a step. restarts: requeue all requests if it raises.
-
-        Raises: NanoinferError in another process, during a step, or if the engine is closed.
-        """
+        """Guard a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
         self._check_usable()
         if self.is_stepping:  # in another thread, or in this one if a tracer calls step()
             raise NanoinferError(
@@ -71,10 +63,7 @@ class EngineGuard:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Guard any other change of the engine. Waits while another thread steps.
-
-        Raises: NanoinferError in another process, or if the engine is closed.
-        """
+        """Guard any other change of the engine, after the step of another thread. Raises: NanoinferError, as exclusive()."""
         self._check_usable()
         with self._lock, interrupt_deferred():
             yield
@@ -126,12 +115,11 @@ class _Handler:
 
 @contextmanager
 def interrupt_handler(*, is_deferred: bool = False) -> Iterator[None]:
-    """Replace the main thread's SIGINT handler, process-wide, for all interrupt_deferred() in the block.
+    """Replace the main thread's SIGINT handler, process-wide, once for all interrupt_deferred() in the block.
 
-    is_deferred: deliver Ctrl-C when the block ends. If False, Ctrl-C interrupts the block unless interrupt_deferred() runs.
+    is_deferred: deliver Ctrl-C when the block ends. False: at once, except in interrupt_deferred().
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    previous = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(previous):
         yield  # only the main thread receives signals, and only a Python handler raises an exception
         return

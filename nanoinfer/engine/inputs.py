@@ -49,7 +49,7 @@ class PreparedRequest:
     priority: the rank for schedulers that read priorities. Lower runs first.
     cache_salt: separates cached prefixes, which only requests with the same salt share.
     reader: reads the prompt's hidden rows. None: nothing reads the rows.
-    is_answered: False if the prompt is read instead of answered (reading.py).
+    is_answered: False if the prompt is read instead of answered (features/logprobs/reading.py).
     eos_token_ids: EOS ids of this request besides the engine's.
     extras: what features give the request's sequences, by name (Sequence.extras).
     """

@@ -20,7 +20,8 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, ModelWeights, Replayer
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route, RoutedSampler
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.stages import STAGES
 
 GRAPH_CHUNKS = 16  # the most prompt chunks of a step that is captured as a CUDA graph
 

@@ -23,15 +23,10 @@ class Identity(NamedTuple):
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter whose numbers are still in the checkpoint. As a tensor it is NaN everywhere, and takes no memory.
-
-    Attributes:
-        source: the checkpoint's tensor.
-        identity: what tells the checkpoint from all others. None: unknown.
-    """
+    """A parameter whose numbers are still in the checkpoint. As a tensor it is NaN everywhere, and takes no memory."""
 
     source: Source
-    identity: Identity | None
+    identity: Identity | None  # the checkpoint's. None: unknown
 
     @classmethod
     def of(cls, like: Tensor, source: Source, identity: Identity | None = None) -> "StoredParameter":

@@ -93,7 +93,7 @@ class Checkpoint:
     @property
     def config_path(self) -> Path:
         """The file from which `config` was read."""
-        return self.path / "config.json"
+        return self.path if self.path.is_file() else self.path / "config.json"
 
     def open_weights(self) -> "Weights":
         """Return the tensors under the model's names, whatever the format in which they are stored."""

@@ -83,7 +83,7 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device, num
     needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     if device.type == "cpu":
         text = f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}"
-        compare_memory(needed, text, "use quantization='int4' or a smaller model", num_processes)
+        check_bytes(needed, text, "use quantization='int4' or a smaller model", num_processes)
         return
     free, _ = torch.get_device_module(device).mem_get_info(device)
     if needed > free:
@@ -93,7 +93,7 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device, num
         )
 
 
-def compare_memory(needed: int, text: str, hint: str, num_processes: int = 1) -> None:
+def check_bytes(needed: int, text: str, hint: str, num_processes: int = 1) -> None:
     """Refuse what this machine cannot hold, because the system would kill the process while it is read."""
     available = available_cpu_memory() // num_processes
     if needed > available:

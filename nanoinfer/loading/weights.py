@@ -162,17 +162,12 @@ def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensor of a checkpoint that fills a parameter.
-
-    Attributes:
-        dtype: the parameter's.
-        is_transposed: whether the tensor has the parameter's axes in the other order. It is then read whole.
-    """
+    """The tensor of a checkpoint that fills a parameter."""
 
     files: Weights
     name: str
-    dtype: torch.dtype
-    is_transposed: bool
+    dtype: torch.dtype  # the parameter's
+    is_transposed: bool  # whether the tensor has the parameter's axes in the other order. It is then read whole
 
     def pieces(self) -> Iterator[slice]:
         """Yield the rows that are read together."""

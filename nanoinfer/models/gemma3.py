@@ -10,11 +10,11 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
-from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
+from nanoinfer.models.layers import Angles, Hidden, Ids, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.registry import ConfigJson, refuse_others
 from nanoinfer.models.rope import RopeConfig
@@ -68,14 +68,8 @@ class Gemma3Config(WindowedConfig):
             is_sliding=tuple(kind == "sliding_attention" for kind in kinds),
         )
 
-    def make_norm(self, size: int) -> RMSNorm:
-        return ZeroCentredRMSNorm(size, self.rms_norm_eps)
-
     def make_attention(self, layer: int) -> "Gemma3Attention":
         return Gemma3Attention(self, layer)
-
-    def make_layer(self, layer: int) -> "Gemma3DecoderLayer":
-        return Gemma3DecoderLayer(self, layer)
 
 
 class GeGLU(SwiGLU):
@@ -88,6 +82,8 @@ class GeGLU(SwiGLU):
 class Gemma3Attention(WindowedAttention):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
+        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
         self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # because attend divides by sqrt(head_dim)
 
     def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -98,9 +94,11 @@ class Gemma3DecoderLayer(QwenDecoderLayer):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
         self.is_sliding = config.is_sliding[layer]
-        self.pre_feedforward_layernorm = config.make_norm(config.hidden_size)
+        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GeGLU(config.hidden_size, config.intermediate_size)
-        self.post_feedforward_layernorm = config.make_norm(config.hidden_size)
+        self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, attend))
@@ -112,6 +110,8 @@ class Gemma3ForCausalLM(QwenForCausalLM):
 
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
+        self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
 
     def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:

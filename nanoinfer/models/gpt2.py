@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
-from nanoinfer.models.layers import Embedding, Hidden, Ids, Layer, gelu_tanh
+from nanoinfer.models.layers import Embedding, Hidden, Ids, gelu_tanh
 from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 
 
@@ -30,13 +30,7 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GPT2Config":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of GPT-2 that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every GPT-2 config has.
-        """
+        """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
         refuse_others(
             config,
             activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
@@ -44,7 +38,10 @@ class GPT2Config:
             scale_attn_by_inverse_layer_idx=(False,),
             add_cross_attention=(False,),
         )
-        config = config | {name: config[newer] for name, newer in _NEWER_NAMES.items() if newer in config}
+        # As in transformers, the file may have the names of the newer families, which take precedence.
+        newer = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        newer |= {"max_position_embeddings": "n_positions"}
+        config = config | {newer[name]: value for name, value in config.items() if name in newer}
         width, num_heads = config["n_embd"], config["n_head"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
@@ -65,15 +62,6 @@ class GPT2Config:
         return self.num_attention_heads
 
 
-# As in transformers, the file may have the names of the newer families, which take precedence.
-_NEWER_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-}
-
-
 class GPT2Attention(nn.Module):
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -82,7 +70,7 @@ class GPT2Attention(nn.Module):
         self.head_dim = config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.c_attn = nn.Linear(config.hidden_size, 3 * width)
-        self.c_proj: Layer = nn.Linear(width, config.hidden_size)
+        self.c_proj = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: Hidden, attend: Attend) -> Hidden:
         qkv = self.c_attn(x).unflatten(-1, (3, self.num_heads, self.head_dim))
@@ -94,7 +82,7 @@ class GPT2MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.c_proj: Layer = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.c_proj(gelu_tanh(self.c_fc(x)))
@@ -106,7 +94,7 @@ class GPT2Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attn = GPT2Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp: Layer = GPT2MLP(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(self, x: Hidden, attend: Attend) -> Hidden:
         x = x + self.attn(self.ln_1(x), attend)
@@ -129,7 +117,7 @@ class GPT2LMHeadModel(nn.Module):
         self.wte = Embedding(config.vocab_size, config.hidden_size)
         self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.ln_f: Layer = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -141,5 +129,4 @@ class GPT2LMHeadModel(nn.Module):
         return self.ln_f(x)
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head(hidden)

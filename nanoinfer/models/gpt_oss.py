@@ -36,7 +36,8 @@ class GptOssConfig(WindowedConfig):
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GptOssConfig":
         """Read config.json. Raises: the errors of QwenConfig.from_hf."""
-        config = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0} | config
+        defaults: ConfigJson = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
+        config = defaults | config
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = config | {"rope_parameters": _ROPE}
         kinds = config.get("layer_types") or [
@@ -56,9 +57,6 @@ class GptOssConfig(WindowedConfig):
 
     def make_attention(self, layer: int) -> "GptOssAttention":
         return GptOssAttention(self, layer)
-
-    def make_layer(self, layer: int) -> "GptOssDecoderLayer":
-        return GptOssDecoderLayer(self, layer)
 
     @property
     def sparse_layers(self) -> range:
@@ -112,3 +110,7 @@ class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
     supports_cuda_graph = False  # the router decides on the host what is computed
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(GptOssDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))

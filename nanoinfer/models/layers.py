@@ -15,7 +15,6 @@ from nanoinfer.models.rope import RopeConfig, cos_and_sin, rope_frequencies
 
 Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
-Layer = Callable[[Hidden], Hidden]  # the type of a module's call, which nn.Module leaves open
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 
@@ -82,7 +81,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias)
-        self.down_proj: Layer = nn.Linear(intermediate_size, hidden_size, bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

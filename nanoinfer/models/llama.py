@@ -12,7 +12,7 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 from dataclasses import dataclass
 
 from nanoinfer.models.layers import SwiGLU
-from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenForCausalLM, shared_fields
 from nanoinfer.models.registry import ConfigJson
 from nanoinfer.models.windows import WindowedConfig, layer_windows
 
@@ -31,12 +31,11 @@ class LlamaConfig(WindowedConfig):
         fields = shared_fields(config)
         return cls(**fields, **biases, layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds))
 
-    def make_layer(self, layer: int) -> QwenDecoderLayer:
-        made = QwenDecoderLayer(self, layer)
-        if self.mlp_bias:
-            made.mlp = SwiGLU(self.hidden_size, self.intermediate_size, bias=True)
-        return made
-
 
 class LlamaForCausalLM(QwenForCausalLM):
     Config = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.layers if config.mlp_bias else ():
+            layer.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=True)

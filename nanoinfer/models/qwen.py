@@ -4,8 +4,7 @@
     o_bias     Qwen3 with attention_bias, Qwen2 never
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
 
-The config makes the norms, the attention and the layers, so that other families may have others. windows.py has the attention
-of checkpoints with use_sliding_window.
+windows.py has the attention of checkpoints with use_sliding_window. Other families replace parts of these modules by their own.
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are the checkpoints'.
 """
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
-from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, Layer, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.registry import ConfigJson, WeightRules, refuse_others
 from nanoinfer.models.rope import RopeConfig
 
@@ -42,13 +41,7 @@ class QwenConfig:
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "QwenConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of the family that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every config of the family has.
-        """
+        """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         # Without head_dim, Qwen3 has 128 for every hidden size. Qwen2's config.json has no head_dim.
@@ -61,14 +54,8 @@ class QwenConfig:
                 return WindowedConfig(**fields, layer_windows=windows)
         return cls(**fields)
 
-    def make_norm(self, size: int) -> RMSNorm:
-        return RMSNorm(size, self.rms_norm_eps)
-
     def make_attention(self, layer: int) -> "QwenAttention":
         return QwenAttention(self, layer)
-
-    def make_layer(self, layer: int) -> "QwenDecoderLayer":
-        return QwenDecoderLayer(self, layer)
 
 
 def shared_fields(config: ConfigJson, *, default_head_dim: int | None = None, **options: bool) -> dict[str, Any]:
@@ -108,11 +95,11 @@ class QwenAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj: Layer = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm = config.make_norm(config.head_dim)
-            self.k_norm = config.make_norm(config.head_dim)
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         heads = (-1, self.head_dim)
@@ -131,10 +118,10 @@ class QwenAttention(nn.Module):
 class QwenDecoderLayer(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = config.make_norm(config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = config.make_attention(layer)
-        self.post_attention_layernorm = config.make_norm(config.hidden_size)
-        self.mlp: Layer = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
@@ -153,8 +140,8 @@ class QwenForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(config.make_layer(layer) for layer in range(config.num_hidden_layers))
-        self.norm = config.make_norm(config.hidden_size)
+        self.layers = nn.ModuleList(QwenDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -168,5 +155,4 @@ class QwenForCausalLM(nn.Module):
         return self.norm(x)
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head(hidden)

@@ -55,9 +55,6 @@ class QwenMoeConfig(QwenConfig):
             mlp_only_layers=tuple(config.get("mlp_only_layers") or ()),
         )
 
-    def make_layer(self, layer: int) -> "QwenMoeDecoderLayer":
-        return QwenMoeDecoderLayer(self, layer)
-
     @property
     def sparse_layers(self) -> list[int]:
         """The indices of the layers that have experts."""
@@ -136,3 +133,7 @@ class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
     weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
     supports_cuda_graph = False  # the router decides on the host what is computed
+
+    def __init__(self, config: QwenMoeConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(QwenMoeDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))

@@ -22,25 +22,15 @@ ConfigJson = dict[str, Any]  # config.json, whose values a family's from_hf chec
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRules:
-    """The differences between a family's checkpoints and its module tree.
+    """The differences between a family's checkpoints and its module tree."""
 
-    Attributes:
-        prefix: precedes the names in some checkpoints, and is removed.
-        embedding: the name of the parameter that a tied head shares.
-        head: the name of the LM head's parameter.
-        transpose: name endings of tensors stored as [in, out], which a linear layer has as [out, in].
-        skip: name endings of tensors that are not weights.
-        ignored: name beginnings of weights of something else, such as a model that drafts tokens.
-        fused_experts: the layout of tensors that hold all experts of a layer (features/formats/experts.py).
-    """
-
-    prefix: str
-    embedding: str
-    head: str = "lm_head.weight"
-    transpose: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    fused_experts: Literal["interleaved", "halves"] | None = None
+    prefix: str  # precedes the names in some checkpoints, and is removed
+    embedding: str  # the name of the parameter that a tied head shares
+    head: str = "lm_head.weight"  # the name of the LM head's parameter
+    transpose: tuple[str, ...] = ()  # name endings of tensors stored as [in, out], which a linear layer has as [out, in]
+    skip: tuple[str, ...] = ()  # name endings of tensors that are not weights
+    ignored: tuple[str, ...] = ()  # name beginnings of weights of something else, such as a model that drafts tokens
+    fused_experts: Literal["interleaved", "halves"] | None = None  # how a tensor has all experts of a layer
 
 
 # architecture in config.json -> its model_type there, and "module:class", imported when it is first used

@@ -29,32 +29,19 @@ ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles: the base frequency, and the scaling if the checkpoint has one.
-
-    Attributes:
-        rope_type: one of ROPE_TYPES.
-        factor: the most by which the scaling slows a pair down.
-        original_max_position_embeddings: the model's length in tokens before it was scaled (yarn, llama3).
-        attention_factor: scales cos and sin, and therefore the scores by its square (yarn).
-        beta_fast: a pair that makes more turns within the original context is unchanged (yarn).
-        beta_slow: a pair that makes fewer turns is slowed by `factor` (yarn).
-        truncate: whether the ends of yarn's ramp are rounded to whole pairs.
-        partial_rotary_factor: the part of each head that is rotated. The other attributes are about this part.
-        high_freq_factor: beta_fast of llama3.
-        low_freq_factor: beta_slow of llama3.
-    """
+    """How positions become angles: the base frequency, and the scaling if the checkpoint has one."""
 
     theta: float = 10_000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    partial_rotary_factor: float = 1.0
+    rope_type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0  # the most by which the scaling slows a pair down
+    original_max_position_embeddings: int = 0  # the model's length in tokens before it was scaled (yarn, llama3)
+    attention_factor: float = 1.0  # scales cos and sin, and therefore the scores by its square (yarn)
+    beta_fast: float = 32.0  # a pair that makes more turns within the original context is unchanged (yarn)
+    beta_slow: float = 1.0  # a pair that makes fewer turns is slowed by `factor` (yarn)
+    truncate: bool = True  # whether the ends of yarn's ramp are rounded to whole pairs
+    low_freq_factor: float = 1.0  # beta_slow of llama3
+    high_freq_factor: float = 4.0  # beta_fast of llama3
+    partial_rotary_factor: float = 1.0  # the part of each head that is rotated. The other attributes are about this part
 
     def __post_init__(self) -> None:
         """Refuse values with which rope_frequencies would overflow, divide by 0 or take log(0). NaN is in no range."""
@@ -83,13 +70,9 @@ class RopeConfig:
     def from_hf(cls, config: dict[str, Any], *, allows_partial: bool = False) -> "RopeConfig":
         """Read config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.
 
-        Args:
-            allows_partial: whether the family supports a partial_rotary_factor.
+        allows_partial: whether the family supports a partial_rotary_factor.
 
-        Raises:
-            UnsupportedError: a rope type that is not in ROPE_TYPES, or fields that contradict each other.
-            CheckpointError: a value out of its range.
-            KeyError: a key that the type needs.
+        Raises: UnsupportedError (a type, or a contradiction), CheckpointError (a range), KeyError (a missing key).
         """
         rope = _parameters(config)
         rope_type = rope.get("rope_type", rope.get("type", "default"))

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import STAGES, HeadRows, SampledTokens, Sampler, choose
+from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler, choose
+from nanoinfer.sampling.stages import STAGES, apply_temperature
 
-STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, in place
-STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(stages.apply_temperature) :]  # what a route computes, with the draw
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(apply_temperature)]  # they change few logits, in place
+STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(apply_temperature) :]  # what a route computes, with the draw
 
 
 @runtime_checkable
@@ -60,8 +60,7 @@ class RoutedSampler(Sampler):
         logits = is_finite = None
         if batch.changes_logits:
             is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
-            logits = self.apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
-            rows = HeadRows(rows.hidden, rows.head, logits)
+            logits = self.apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)  # in place
         for route in self.routes:
             if (token_ids := route.try_sample(rows, batch)) is not None:
                 break

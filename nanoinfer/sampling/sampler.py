@@ -11,30 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nanoinfer.outputs import TokenReport
-from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, draw
-from nanoinfer.sampling.stages import Logits
-
-Stage = Callable[[Tensor, SamplingBatch], Tensor]
-
-STAGES: tuple[Stage, ...] = (
-    stages.keep_allowed,
-    stages.keep_grammatical,
-    stages.end_thinking,
-    stages.mask_bad_words,
-    stages.mask_min_tokens,
-    stages.add_logit_bias,
-    stages.apply_repetition_penalty,
-    stages.apply_frequency_penalty,
-    stages.apply_presence_penalty,
-    stages.mask_repeated_ngrams,
-    stages.apply_logits_processors,
-    stages.apply_temperature,
-    stages.keep_min_p,
-    stages.keep_top_k,
-    stages.keep_top_p,
-)
+from nanoinfer.sampling.stages import STAGES as STAGES  # users import it from here
+from nanoinfer.sampling.stages import Logits, Stage, apply_logits_processors, stage_name
 
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
 
@@ -47,24 +27,18 @@ class HeadRows:
         head: maps `hidden` to logits, in the model's dtype.
     """
 
-    def __init__(
-        self,
-        hidden: Float[Tensor, "num_rows hidden"],
-        head: Callable[[Tensor], Tensor],
-        processed_logits: Float[Tensor, "num_rows vocab"] | None = None,
-    ) -> None:
-        """processed_logits: the logits in fp32 after the stages before the temperature. None: the model's own logits."""
+    def __init__(self, hidden: Float[Tensor, "num_rows hidden"], head: Callable[[Tensor], Tensor]) -> None:
         self.hidden, self.head = hidden, head
-        self._logits = processed_logits
+        self._logits: Tensor | None = None
 
     @property
     def is_raw(self) -> bool:
-        """Whether only the choice needs the logits. False once they were read, or stages have been applied to them."""
+        """Whether only the choice needs the logits. False once they were read: stages may have changed them."""
         return self._logits is None
 
     @property
     def logits(self) -> Float[Tensor, "num_rows vocab"]:
-        """The logits in fp32."""
+        """The logits in fp32, which the stages before the temperature change in place."""
         if self._logits is None:
             self._logits = self.head(self.hidden).float().contiguous()  # copies expanded logits, which cannot be written
         return self._logits
@@ -171,9 +145,9 @@ class Sampler:
                 return constraint.error
         users = [stage for stage in self.stages if stage not in STAGES]
         if row in batch.with_processors:
-            users.append(stages.apply_logits_processors)
+            users.append(apply_logits_processors)
         for stage in STAGES:
-            if stage is not stages.apply_logits_processors:
+            if stage is not apply_logits_processors:
                 blank = stage(blank, batch)
             if not blank[row].amax().isfinite():
                 return f"no token is left to draw after {stage_name(stage)}; loosen the parameters that it reads"
@@ -190,8 +164,3 @@ def choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
         return token_ids
     is_chosen = token_ids < 0 if batch.columns.greedy is None else batch.columns.greedy | (token_ids < 0)
     return torch.where(is_chosen, token_ids, draw(logits, batch.u))
-
-
-def stage_name(stage: Stage) -> str:
-    """Return the name of a stage in errors and traces."""
-    return getattr(stage, "__name__", repr(stage))

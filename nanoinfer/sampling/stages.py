@@ -1,4 +1,4 @@
-"""The stages between the model and the draw, as functions, in the order of sampler.STAGES.
+"""The stages between the model and the draw, as functions, and their order (STAGES).
 
 Each stage takes logits [batch, vocab] in fp32 and the batch, and returns logits. -inf means that a token cannot be drawn. A
 stage never lets a dropped token back in, and treats every row as if it were alone. A row without any token left may become NaN
@@ -19,6 +19,7 @@ from nanoinfer.sampling.batch import SamplingBatch, TokenEntries
 from nanoinfer.sampling.draw import ONE, integer_weights
 
 Logits = Float[Tensor, "batch vocab"]
+Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
 
 def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
@@ -205,3 +206,27 @@ def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
     if entries is not None:
         logits[entries.rows, entries.ids] = float("-inf")
     return logits
+
+
+STAGES: tuple[Stage, ...] = (
+    keep_allowed,
+    keep_grammatical,
+    end_thinking,
+    mask_bad_words,
+    mask_min_tokens,
+    add_logit_bias,
+    apply_repetition_penalty,
+    apply_frequency_penalty,
+    apply_presence_penalty,
+    mask_repeated_ngrams,
+    apply_logits_processors,
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
+
+
+def stage_name(stage: Stage) -> str:
+    """Return the name of a stage in errors and traces."""
+    return getattr(stage, "__name__", repr(stage))

@@ -1,31 +1,22 @@
 """Every effect of this package on the whole process, and the functions that apply three of them.
 
-Importing the package, or any module of it, changes nothing. An engine applies these effects, and logs the first three on the
-logger `nanoinfer`:
+Importing a module changes nothing. When an engine is made, it applies these effects, and logs the first three:
 
-    allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
-                           lasts as long as the process. A server returns what large requests freed (`return_freed_memory`).
-    number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
-                           made, and divided among the ranks of tensor_parallel_size (features/distributed/launch.py). If
-                           OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has a single thread.
-                           If it sets more before it makes an engine, the kernels take them (`prepare_threads`, below).
-    threads of kernels     the kernels' team keeps its threads, asleep, until the process ends. fast/cpu/program.cpp.
-    current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
-                           when features/distributed connects the ranks, and when loading/loader.py loads a model.
-    nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
-                           threads pass through. fast/trace.py.
-    exponentials           a kernel with the same bits computes those of sampling/exponentials.py on a CPU.
-                           `use_exponentials` in fast/sampling/kernels.py, when an engine is made.
-    tiles                  on a processor with AMX, Linux is asked to keep the process's tiles. `has_tiles` in
-                           fast/cpu/program.py, when an engine is made. It lasts as long as the process.
-    SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
-                           is restored after each step.
+    allocator       glibc keeps freed memory until the process ends: `keep_freed_memory`, for attention/cpu.py. A server returns
+                    what large requests freed: `return_freed_memory`.
+    threads         torch has at most as many as a container's quota of CPUs, unless OMP_NUM_THREADS is set: `limit_threads`. A
+                    forked process has one: `prepare_threads`. Ranks divide them (features/distributed/launch.py). The kernels'
+                    threads sleep between steps (fast/cpu/program.cpp).
+    CUDA device     the model's device becomes the thread's current one: `set_cuda_device`, for loading/loader.py and for ranks.
+    Module.__call__ torch.fx replaces nn.Module's for milliseconds, while fast/trace.py traces a model.
+    exponentials    a kernel with the same bits replaces those of sampling/exponentials.py (fast/sampling/kernels.py).
+    tiles           Linux keeps the process's AMX tiles (`has_tiles` in fast/cpu/program.py).
+    SIGINT          a handler defers Ctrl-C to the end of a step, in the main thread (engine/guards.py).
 
-Commands (cli/, nanoinfer_lab/, nanoinfer_course/cli.py) and the ranks above 0 (features/distributed) own their process, and
-change more of it. A command configures logging, and its option --threads sets torch's threads. A benchmark of a random
-model seeds torch's generators. The ranks above 0 log errors only, and take over rank 0's number of threads and its precision of
-float32 products. `nanoinfer serve`, `nanoinfer batch` and replicas of Ray (server/run.py) also set the interpreter's switch
-interval, and exempt what was loaded from garbage collection.
+Commands (cli/, nanoinfer_lab/, nanoinfer_course/cli.py) and the ranks above 0 (features/distributed/worker.py) own their
+process. A command configures logging, and --threads sets torch's threads. A benchmark of a random model seeds torch. Ranks log
+errors only, with rank 0's threads and precision of float32 products. Servers and `nanoinfer batch` (server/run.py) set the
+interpreter's switch interval, and exempt what was loaded from garbage collection.
 """
 
 import ctypes
@@ -50,11 +41,10 @@ def log_once(effect: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc (`man mallopt`) keep freed blocks of up to KEPT_BYTES for the next step, instead of returning them.
+    """Make glibc (`man mallopt`) keep freed blocks of up to KEPT_BYTES for the next step. Other allocators are not changed.
 
-    Memory that was returned to the system has to be faulted in again, page by page. Other allocators are not changed.
-    Measured with 64 rows of Qwen3-0.6B's shape, whose logits alone are 39 MB: the prefill took 7.4 s without this and 5.5 to
-    5.9 s with it, and a decode step took 206 ms without it and 181 to 192 ms with it.
+    Returned memory has to be faulted in again, page by page. With 64 rows of Qwen3-0.6B's shape, whose logits are 39 MB, a
+    decode step took 206 ms without this and 181 to 192 ms with it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -80,7 +70,7 @@ def cpu_quota() -> float | None:
 
 
 def available_cpu_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit if it has one (cgroup v2)."""
+    """Return the bytes that can be allocated without swapping, within the container's limit (cgroup v2)."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -110,10 +100,9 @@ num_kernel_threads = 0  # in a forked process, where torch has a single thread. 
 
 
 def prepare_threads(*, is_forked: bool) -> None:
-    """Limit torch's threads before an engine is made. In a forked process let the kernels have them, and torch a single thread.
+    """Limit torch's threads before an engine is made. In a forked process only the kernels have several threads.
 
-    There torch's OpenMP would wait forever for threads that exist only in the process that made them. The kernels' threads are
-    made anew.
+    torch's OpenMP would wait there for threads that exist only in the process that made them.
     """
     global num_kernel_threads
     limit_threads()

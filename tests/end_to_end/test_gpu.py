@@ -14,7 +14,7 @@ from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import Sampler
@@ -76,7 +76,7 @@ def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_p
         with torch.inference_mode():
             return model(ids[None]).logits[0].float()
 
-    dtype = torch.bfloat16 if loader.gpu_has_bf16(torch.device("cuda")) else torch.float16
+    dtype = torch.bfloat16 if devices.gpu_has_bf16(torch.device("cuda")) else torch.float16
     model = loader.load_model(Checkpoint.open(str(path)), str(dtype).removeprefix("torch."), "cuda")
     model = compile_model(model).model
     with torch.inference_mode():

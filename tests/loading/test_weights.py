@@ -21,7 +21,6 @@ from nanoinfer.errors import CheckpointError, InvalidValueError, OutOfMemoryErro
 from nanoinfer.fast import stored
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.load import load as load_config
-from nanoinfer.load import load_configured
 from nanoinfer.loading import devices, loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models import gpt2 as gpt2_module
@@ -532,7 +531,8 @@ def test_matrices_of_the_models_dtype_stay_in_the_file_until_they_are_packed(qwe
 @pytest.mark.parametrize("family", ["qwen3", "gpt2_untied"])
 def test_matrices_stay_in_the_checkpoint_until_kernels_lay_them_out_or_they_are_filled(family, tmp_path):
     checkpoint = Checkpoint.open(str(tiny_models.save(family, tmp_path)))
-    model, held = load_configured(checkpoint, EngineConfig(device="cpu"))
+    loaded, held = load_config(EngineConfig(model=str(checkpoint.path), device="cpu"))
+    model = loaded.model
     plain = dict(loader.load_model(checkpoint).named_parameters())
     unread = {name: weight for name, weight in model.named_parameters() if isinstance(weight, stored.StoredParameter)}
     assert unread.keys() == {f"{path}.weight" for path, module in model.named_modules() if type(module) is torch.nn.Linear}

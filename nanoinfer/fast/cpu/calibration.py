@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.batch_independence import hidden_rows, scratch_sequences
@@ -44,12 +44,26 @@ from nanoinfer.loading.loader import on_meta
 from nanoinfer.loading.weights import fill, find_sources, progress_bar
 from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 512  # random ones
+MAX_CALIBRATION_TOKENS = 2048
 
 Compile = Callable[..., CompiledModel]  # compile_model (accelerate.py)
+
+
+def read_calibration(path: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the first tokens of a text. Raises: InvalidValueError if there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if tokenizer and (ids := tokenizer.encode(file.read(32 * MAX_CALIBRATION_TOKENS))):
+                return ids[:MAX_CALIBRATION_TOKENS]
+        reason = "it has no tokens"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)  # without the path
+    raise InvalidValueError(f"calibration must be a text file in UTF-8, got {shown(path)}: {reason}; leave it out")
 
 
 def find_moments(runtime: Runtime, compile_with: Compile) -> Moments:

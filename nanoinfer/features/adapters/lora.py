@@ -28,23 +28,13 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 # Settings of adapter_config.json that change the result, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "modules_to_save": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,), "use_qalora": (False,),
+    "use_bdlora": (None, False), "modules_to_save": (None, []), "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
     # Other values change the base's weights before training. peft can convert such an adapter to one that fits the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,8 @@ def _config_of_workers(config: EngineConfig, device: str) -> EngineConfig:
         model=str(checkpoint.path),
         revision=None,
         tokenizer=None,
+        skip_tokenizer_init=True,
+        calibration=None,  # rank 0 reads the text
         dtype=str(dtype).removeprefix("torch."),
         device=device,
         tracer=None,

@@ -39,24 +39,13 @@ from nanoinfer.models.registry import ModelConfig
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
 
 _GPT2: dict[str, Split] = {
-    "attn.c_attn": "qkv",
-    "attn.c_proj": "row",
-    "mlp.c_fc": "column",
-    "mlp.c_proj": "row",
-    "wte": "vocabulary",
+    "attn.c_attn": "qkv", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row", "wte": "vocabulary",
     "lm_head": "vocabulary",
-}
+}  # fmt: skip
 _QWEN: dict[str, Split] = {
-    "q_proj": "column",
-    "k_proj": "kv",
-    "v_proj": "kv",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "down_proj": "row",
-    "embed_tokens": "vocabulary",
-    "lm_head": "vocabulary",
-}
+    "q_proj": "column", "k_proj": "kv", "v_proj": "kv", "o_proj": "row", "gate_proj": "column", "up_proj": "column",
+    "down_proj": "row", "embed_tokens": "vocabulary", "lm_head": "vocabulary",
+}  # fmt: skip
 # family -> the endings of the names of its layers and parameters, and the part of them that a rank has. Every rank has all of
 # what is not named here.
 SPLITS: dict[type[nn.Module], dict[str, Split]] = {

@@ -25,8 +25,7 @@ from nanoinfer.features.disk_cache.block_files import store_of
 from nanoinfer.features.distributed.communicator import Communicator, RankLostError
 from nanoinfer.features.distributed.runner import FAILED, LOST, READY, serve, unpack
 from nanoinfer.features.distributed.sharding import Shards
-from nanoinfer.load import load_configured
-from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.load import load
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,8 @@ def run(
             if shared_memory is not None:
                 communicator.share_memory(shared_memory, lambda: None)  # rank 0 watches the others, and ends this process
             shards = Shards(communicator)
-            model, weights = load_configured(Checkpoint.open(config.model), config, shards)
+            loaded, weights = load(config, shards)
+            model = loaded.model
             adapters = make_adapters(model, config, shards)
             if config.cache.prefix_cache_dir is not None:
                 store_of(model, config, shards)  # only rank 0 has the store

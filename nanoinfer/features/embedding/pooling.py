@@ -23,7 +23,6 @@ from torch import Tensor
 from typing_extensions import Doc
 
 from nanoinfer.arguments import Allowed, declared, read_fields
-from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
@@ -38,6 +37,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.features import LoadedLLM
+from nanoinfer.features.logprobs import reading
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
 from nanoinfer.scheduling.step_plan import PromptRows
 

@@ -44,26 +44,15 @@ _HONOURED = {"gemma3": {"attention.sliding_window"}, "gpt-oss": {"attention.slid
 _HONOURED |= {"qwen35moe": {"expert_count"}, "qwen3next": {"expert_count"}}
 
 _LLAMA_NAMES = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 _GEMMA3_NAMES = _LLAMA_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-}
+}  # fmt: skip
 _EXPERT_NAMES = _LLAMA_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # a tensor of all experts, which gguf_weights.py divides
@@ -72,35 +61,18 @@ _EXPERT_NAMES = _LLAMA_NAMES | {
 }
 _GPT_OSS_NAMES = _EXPERT_NAMES | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
 _QWEN_NEXT_NAMES = _EXPERT_NAMES | {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt": "linear_attn.dt_bias",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
+}  # fmt: skip
 _WITHOUT_MODULE = ("attn_sinks", "ssm_a", "ssm_dt")  # tensors that are parameters of the layer itself
 _GPT2_NAMES = {
-    "token_embd": "wte",
-    "position_embd": "wpe",
-    "output_norm": "ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
+    "token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head", "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
 _NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # others have _LLAMA_NAMES
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
@@ -135,10 +107,6 @@ class GGUFCheckpoint(Checkpoint):
         file = read_gguf(path)
         return cls(path, to_config(file), to_generation_config(file), [path], file=file)
 
-    @property
-    def config_path(self) -> Path:
-        return self.path
-
     def open_weights(self) -> "GGUFWeights":
         from nanoinfer.features.formats.gguf_weights import GGUFWeights
 
@@ -156,7 +124,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
-    """Return the parameter that a tensor fills, or None if it is not read. Unknown names stay, for match_tensors to report."""
+    """Return the parameter that a tensor fills, or None if it is not read. Unknown names stay, for find_sources to report."""
     names, layers = _NAMES.get(file.architecture, _LLAMA_NAMES), "h" if file.architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
     drafts = match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0)

@@ -67,7 +67,7 @@ class QwenNextConfig(QwenMoeConfig):
             raise CheckpointError(
                 f"partial_rotary_factor must make an even part of {fields['head_dim']} numbers (head_dim), got {shown(share)}"
             )
-        linear = {name: config[name] for name in QwenNextConfig.__annotations__ if name.startswith("linear_")}
+        linear = {name: config[name] for name in cls.__annotations__ if name.startswith("linear_")}
         num_key_heads, num_value_heads = linear["linear_num_key_heads"], linear["linear_num_value_heads"]
         if num_value_heads % num_key_heads:
             raise CheckpointError(
@@ -88,12 +88,6 @@ class QwenNextConfig(QwenMoeConfig):
             decoder_sparse_step=of_next.get("decoder_sparse_step", 1),
             mlp_only_layers=tuple((of_next.get("mlp_only_layers") or ()) if has_experts else range(num_layers)),
         )
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return ZeroCentredRMSNorm(size, self.rms_norm_eps)
-
-    def make_layer(self, layer: int) -> "QwenNextDecoderLayer":
-        return QwenNextDecoderLayer(self, layer)
 
     @property
     def num_attention_layers(self) -> int:
@@ -118,6 +112,8 @@ class GatedAttention(QwenAttention):
     def __init__(self, config: QwenNextConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.q_proj = nn.Linear(config.hidden_size, 2 * config.num_attention_heads * config.head_dim, bias=False)
+        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotary_dim = config.rotary_dim
 
     def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
@@ -159,8 +155,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Hidden, attend: Recur) -> Hidden:
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        out: Tensor = self.out_proj(self.recurrence(attend, *self.project(x), weights))
-        return out
+        return self.out_proj(self.recurrence(attend, *self.project(x), weights))
 
 
 class GatedDeltaNetOfNext(GatedDeltaNet):
@@ -179,15 +174,15 @@ class GatedDeltaNetOfNext(GatedDeltaNet):
 
 
 class QwenNextDecoderLayer(QwenMoeDecoderLayer):
-    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
-
-    def __init__(self, config: QwenNextConfig, layer: int) -> None:
+    def __init__(self, config: QwenNextConfig, layer: int, delta_net: type[GatedDeltaNet] = GatedDeltaNet) -> None:
         super().__init__(config, layer)
+        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.has_state = config.layer_types[layer] == "linear_attention"
         index = config.layer_types[:layer].count(config.layer_types[layer])  # the index among the layers of its kind
         if self.has_state:
             del self.self_attn
-            self.linear_attn = self.delta_net(config, index)
+            self.linear_attn = delta_net(config, index)
         else:
             self.self_attn = GatedAttention(config, index)
 
@@ -197,27 +192,21 @@ class QwenNextDecoderLayer(QwenMoeDecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Qwen3NextDecoderLayer(QwenNextDecoderLayer):
-    delta_net = GatedDeltaNetOfNext
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(QwenNextConfig):
-    def make_layer(self, layer: int) -> Qwen3NextDecoderLayer:
-        return Qwen3NextDecoderLayer(self, layer)
-
-
 class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
     Config = QwenNextConfig
     weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
     supports_cuda_graph = False  # Python code advances the state of each sequence
+    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__(config)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(QwenNextDecoderLayer(config, layer, self.delta_net) for layer in layers)
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.rope)
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
-    Config = Qwen3NextConfig
+    delta_net = GatedDeltaNetOfNext

@@ -22,7 +22,7 @@ from nanoinfer.errors import InvalidTypeError, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import STAGES, Stage
+from nanoinfer.sampling.stages import STAGES, Stage
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling import sequence
 

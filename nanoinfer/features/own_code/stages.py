@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import STAGES, Stage, stage_name
+from nanoinfer.sampling.stages import STAGES, Stage, stage_name
 
 
 def checked_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from nanoinfer.config import BITS
+from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.stored import StoredParameter, pieces_of
+from nanoinfer.loading.devices import check_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,29 @@ def num_tied_bytes(model: nn.Module, quantization: str) -> int:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} & _linear_weights(model)
     rounded = [weight for weight in tables if stored_integers(weight, BITS[quantization]) is None]
     return sum(weight.numel() * torch.bfloat16.itemsize for weight in rounded)
+
+
+def compare_memory(model: nn.Module, dtype: torch.dtype, config: EngineConfig, num_stored_bits: float, num_ranks: int) -> None:
+    """Refuse weights that this machine cannot hold, and log what `quantization` would save for a quantised file.
+
+    num_stored_bits: those of a weight in the files, on average. num_ranks: the processes that load at the same time.
+    """
+    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    runs_in = config.quantization or str(dtype).removeprefix("torch.")
+    if config.quantization:
+        needed = num_weight_bytes(model, config.quantization)
+    elif num_stored_bits < 12:
+        int8, int4 = (num_weight_bytes(model, name) for name in ("int8", "int4"))
+        if needed - int4 >= 10**8:
+            text = "%.1f bits per weight run in %s and take %.1f GB; quantization='int8' takes %.1f GB, 'int4' %.1f GB"
+            logger.warning(text, num_stored_bits, runs_in, needed / 1e9, int8 / 1e9, int4 / 1e9)
+    hint = "use " + ("a smaller model" if runs_in == "int4" else "quantization='int4' or a smaller model")
+    text = f"the weights take {needed / 1e9:.1f} GB in {runs_in}"
+    if config.bits_of_copy:
+        needed += (copy := num_linear_bytes(model, config.bits_of_copy))
+        text += f", and their copy in {config.bits_of_copy} bits, which drafts, {copy / 1e9:.1f} GB"
+        hint = f"leave out speculative_config, or {hint}"
+    check_bytes(needed, text, hint, num_ranks)
 
 
 def _linear_weights(model: nn.Module) -> set[Tensor]:

@@ -17,8 +17,8 @@ from nanoinfer.features.tracing.events import Candidate, Interval, StageApplied,
 from nanoinfer.features.tracing.observer import TracingObserver
 from nanoinfer.sampling.batch import SamplingBatch, sampled_positions
 from nanoinfer.sampling.draw import integer_weights
-from nanoinfer.sampling.sampler import SampledTokens, Sampler, Stage, stage_name
-from nanoinfer.sampling.stages import Logits
+from nanoinfer.sampling.sampler import SampledTokens, Sampler
+from nanoinfer.sampling.stages import Logits, Stage, stage_name
 
 NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
 

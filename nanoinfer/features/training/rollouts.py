@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
@@ -29,6 +28,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.features import LoadedLLM
+from nanoinfer.features.logprobs import reading
 from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 from nanoinfer.features.training import update
 from nanoinfer.features.training.loaded_weights import Origin

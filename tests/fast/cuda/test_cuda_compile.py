@@ -20,7 +20,7 @@ from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.features.hybrid.sizes import kv_groups
-from nanoinfer.loading import loader
+from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.layers import apply_rotary
 from nanoinfer.models.qwen import QwenDecoderLayer
@@ -31,7 +31,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
 IDS = torch.arange(1, 31) * 31 % tiny_models.VOCAB_SIZE
 
-HALF = "bfloat16" if DEVICE == "cpu" or loader.gpu_has_bf16(torch.device(DEVICE)) else "float16"
+HALF = "bfloat16" if DEVICE == "cpu" or devices.gpu_has_bf16(torch.device(DEVICE)) else "float16"
 dtypes = pytest.mark.parametrize("dtype", ["float32", HALF])
 
 

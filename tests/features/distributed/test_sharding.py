@@ -17,10 +17,11 @@ from nanoinfer.features.distributed import sharding
 from nanoinfer.features.distributed.communicator import Communicator
 from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
-from nanoinfer.load import load_configured
+from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
@@ -71,8 +72,8 @@ def logits_of(model):
 
 
 def shard_of(checkpoint, communicator, dtype="float32", *, optimized=False):
-    config = EngineConfig(dtype=dtype, device="cpu", enforce_eager=not optimized)
-    return load_configured(checkpoint, config, Shards(communicator))[0]
+    config = EngineConfig(model=str(checkpoint.path), dtype=dtype, device="cpu", enforce_eager=not optimized)
+    return load(config, Shards(communicator))[0].model
 
 
 def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantization=None):
@@ -90,7 +91,7 @@ def whole_config(family, **overrides):
     name, config = tiny_models.FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{"vocab_size": ODD_VOCAB_SIZE} | config | overrides).to_dict()
     architecture = f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    model_class = loader.find_model(config | {"architectures": [architecture]})
+    model_class = find_model(config | {"architectures": [architecture]})
     return model_class, model_class.Config.from_hf(config)
 
 
@@ -147,8 +148,8 @@ def test_ranks_give_the_logits_of_one_with_two_adapters_in_a_batch(family, tmp_p
 
         def run(communicator, optimized=optimized):
             shards = Shards(communicator)
-            config = EngineConfig(dtype="float32", device="cpu", enforce_eager=not optimized)
-            model, _ = load_configured(checkpoint, config, shards)
+            config = EngineConfig(model=str(checkpoint.path), dtype="float32", device="cpu", enforce_eager=not optimized)
+            model = load(config, shards)[0].model
             return logits_with_adapters(model, requests, shards, optimized=optimized)
 
         for logits in on_ranks(size, run):

@@ -24,7 +24,7 @@ from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.quantization.rounding import quantized
-from nanoinfer.load import load_configured
+from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.weights import Source
@@ -432,7 +432,7 @@ def test_metadata_that_is_missing_or_of_another_type_is_reported_by_name(tmp_pat
 def test_a_list_as_the_id_that_ends_a_text_is_refused(tmp_path):
     path = save(tiny_models.build("qwen3"), tmp_path, **{"tokenizer.ggml.eos_token_id": [1, 2]})
     with pytest.raises(CheckpointError, match=r"eos_token_id in .* must be an id or a list of ids, got \[\[1, 2\]\]"):
-        loader.load(EngineConfig(model=str(path), device="cpu"))
+        load(EngineConfig(model=str(path), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -629,8 +629,8 @@ def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog
     path = save(model, tmp_path, tensors)
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
-        config = EngineConfig(dtype="bfloat16", quantization=quantization, device="cpu")
-        load_configured(Checkpoint.open(str(path)), config)
+        config = EngineConfig(model=str(path), dtype="bfloat16", quantization=quantization, device="cpu")
+        load(config)
         lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         text = "4.5 bits per weight run in bfloat16 and take 0.2 GB; quantization='int8' takes 0.1 GB, 'int4' 0.1 GB"
         assert lines == [text][:num_lines]

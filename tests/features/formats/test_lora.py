@@ -9,8 +9,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidTypeError, UnsupportedError, WeightsError
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
-from nanoinfer.load import load_configured
-from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.load import load
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import write_adapter
 
@@ -36,8 +35,8 @@ def change(model, pairs, scales):
 
 
 def logits_here(path, lora):
-    config = EngineConfig(dtype="float32", device="cpu", lora=tuple(lora), enforce_eager=True)
-    model = load_configured(Checkpoint.open(str(path)), config)[0]
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", lora=tuple(lora), enforce_eager=True)
+    model = load(config)[0].model
     with torch.inference_mode():
         return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), HybridDenseAttention()))
 

@@ -16,7 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError, WeightsError
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.quantization.rounding import quantized
-from nanoinfer.load import load_configured
+from nanoinfer.load import load as load_config
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -207,8 +207,8 @@ def test_a_quantised_checkpoint_runs_in_8_bits_with_nearly_the_same_tokens(saved
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
 def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
     checkpoint = Checkpoint.open(str(saved(name)[0]))
-    weights, config = checkpoint.open_weights(), EngineConfig(dtype="bfloat16", device="cpu")
-    model, _ = load_configured(checkpoint, config)
+    weights, config = checkpoint.open_weights(), EngineConfig(model=str(checkpoint.path), dtype="bfloat16", device="cpu")
+    model = load_config(config)[0].model
     attention = model.layers[0].self_attn
     names = [f"model.layers.0.self_attn.{suffix}_proj.weight" for suffix in "qkv"]
     exact = torch.cat([weights.read(name) for name in names])

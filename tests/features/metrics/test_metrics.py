@@ -4,9 +4,9 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine import reading
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.execution.executor import PromptReader
+from nanoinfer.features.logprobs import reading
 from nanoinfer.features.metrics.engine_metrics import BOUNDS, EngineMetrics
 from tests.helpers.fake_executor import FakeExecutor
 

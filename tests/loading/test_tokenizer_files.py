@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.tokenization import tokenizer as tokenizer_module
+from nanoinfer.loading import tokenizer_files as reading
 from nanoinfer.tokenization.detokenizer import Detokenizer, without_incomplete_end
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from tests.helpers.tokenizer_files import DECODERS, NORMALIZERS, PRE_TOKENIZERS, byte_level, tokenizer_files, unigram
@@ -259,7 +259,7 @@ def test_a_saved_tokenizer_is_the_same(folder, tmp_path):
 def test_a_tokenizer_model_without_its_package_names_it(tmp_path, monkeypatch, content, packages):
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr(tokenizer_module, "distributions", list)  # none is installed
+    monkeypatch.setattr(reading, "distributions", list)  # none is installed
     with pytest.raises(UnsupportedError, match=rf"tokenizer.model needs .+; pip install {packages}, or add"):
         Tokenizer.load(tmp_path)
 
@@ -273,7 +273,7 @@ def test_a_folder_of_transformers_5_is_read_by_transformers_4_without_a_line(fol
         assert isinstance(stated["extra_special_tokens"], dict)
         return load(path, **options | {"extra_special_tokens": options["additional_special_tokens"]})
 
-    monkeypatch.setattr(tokenizer_module, "version", lambda package: "4.51.0", raising=False)
+    monkeypatch.setattr(reading, "version", lambda package: "4.51.0", raising=False)
     monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", load_as_4)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", {}.__getitem__)
     backend = with_tokens("<eos>")
