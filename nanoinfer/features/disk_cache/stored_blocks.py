@@ -154,7 +154,7 @@ class StoredBlockManager(HybridBlockManager):
 
 def with_store(own: type[BlockManager]) -> type[StoredBlockManager]:
     """Return a class that does with a store what a user's class overrides of BlockManager."""
-    bases = [StoredBlockManager, *([] if own is BlockManager else [own]), HybridBlockManager]
+    bases: list[type] = [StoredBlockManager, *([] if own is BlockManager else [own]), HybridBlockManager]
     made: type[StoredBlockManager] = type(own.__name__, tuple(bases), {})
     return made
 
