@@ -9,6 +9,7 @@ from nanoinfer.attention import dense
 from nanoinfer.attention.cpu import num_blocks_before
 from nanoinfer.features.hybrid.attention import HybridDenseAttention, causal_attention
 from tests.attention.test_dense import heads
+from tests.helpers.paged_cases import compare
 
 
 def test_weights_by_hand():
@@ -47,3 +48,9 @@ def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
 @pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])
 def test_the_blocks_before_a_window(position, window, expected):
     assert num_blocks_before(position, window, 4) == expected
+
+
+def test_the_paged_definition_has_windows_and_sinks_and_reads_no_freed_block():
+    sizes = {"block_size": 4, "num_kv_heads": 1, "group": 2, "head_dim": 8}
+    for window, has_sinks in ((5, False), (None, True), (5, True)):
+        assert compare("reference", [(20, 1), (9, 6)], window=window, has_sinks=has_sinks, **sizes) < 1e-5
