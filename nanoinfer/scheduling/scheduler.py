@@ -1,14 +1,8 @@
 """Decide which sequences run in a step, and how many tokens of each. This is pure bookkeeping, without tensors.
 
-In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
+In: sequences, as they arrive. Out: a StepPlan per step. Scheduler has the rules 1 to 4, in the order in which they are applied.
+Two more are about several answers and about what waits:
 
-1. First come, first served. A running sequence is older than every waiting sequence, except where rules 5 and 6 say otherwise.
-2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
-   `max_num_batched_tokens` limits the tokens of all others.
-3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
-   a sequence's boundaries. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
-4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of the
-   queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
 5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
    of the prompt again.
@@ -30,9 +24,10 @@ sequence for a waiting one (rule 7). A policy cannot change a token or lose a bl
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import NanoinferError
@@ -63,6 +58,14 @@ class Selection:
 class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
+    1. First come, first served. A running sequence is older than every waiting one, but for what rules 5 and 6 say.
+    2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
+       max_num_batched_tokens limits the tokens of all others.
+    3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
+       move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
+    4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of
+       the queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
+
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
@@ -72,13 +75,12 @@ class Scheduler:
     """
 
     reads_priority = False
+    limits: Mapping[str, int] = MappingProxyType({})
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager, observer: SchedulingObserver = NOBODY) -> None:
-        self.config = config
-        self.block_manager = block_manager
+        self.config, self.block_manager = config, block_manager
         self.observer = observer
-        self.limits: dict[str, int] = {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -230,14 +232,14 @@ class Scheduler:
                 if not self._has_place():
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
-                if (self.limits and self._exceeds_limit(seq, in_use)) or not self.may_start(seq):
+                values = {name: of_running | {seq.extras.get(name)} for name, of_running in in_use.items()}
+                if any(len(values[name] - {None}) > most for name, most in self.limits.items()) or not self.may_start(seq):
                     continue
                 started.append(seq)
                 if not self._start(selection, seq):
                     started.pop()
                     break
-                for name, values in in_use.items():
-                    values.add(seq.extras.get(name))
+                in_use = values
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
@@ -249,9 +251,6 @@ class Scheduler:
 
     def _has_place(self) -> bool:
         return len(self.running) < self.config.max_num_seqs
-
-    def _exceeds_limit(self, seq: Sequence, in_use: dict[str, set[object]]) -> bool:
-        return any(len((in_use[name] | {seq.extras.get(name)}) - {None}) > most for name, most in self.limits.items())
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""

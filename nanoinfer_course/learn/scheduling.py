@@ -19,8 +19,8 @@ from nanoinfer_course.learn.workbook import Version
 PARAMS = SamplingParams()  # making them checks all of their fields
 
 
-class _Told(SchedulingObserver):
-    """Keeps what the scheduler tells of preemptions, and of the tokens that sequences find in the prefix cache."""
+class _Events(SchedulingObserver):
+    """Keeps which sequences were preempted, and how many tokens each found in the prefix cache."""
 
     def __init__(self) -> None:
         self.preempted: list[str] = []
@@ -158,8 +158,8 @@ def _simulate(
     version: Version,
 ) -> dict[str, object]:
     rng = random.Random(seed)
-    manager, told = BlockManager(**sizes), _Told()
-    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(SchedulerConfig(**settings), manager, told)
+    manager, events = BlockManager(**sizes), _Events()
+    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(SchedulerConfig(**settings), manager, events)
     seen: dict[str, object] = {}
     unfinished: list[Sequence] = []
     for step in range(400):
@@ -174,8 +174,8 @@ def _simulate(
             f"step {step}, what runs, and tokens": [
                 (item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled
             ],
-            f"step {step}, what was preempted up to then": list(told.preempted),
-            f"step {step}, cached tokens found": [told.num_cached.get(item.sequence) for item in plan.scheduled],
+            f"step {step}, what was preempted up to then": list(events.preempted),
+            f"step {step}, cached tokens found": [events.num_cached.get(item.sequence) for item in plan.scheduled],
             f"step {step}, block tables": [list(item.sequence.block_table) for item in plan.scheduled],
         }
         scheduler.commit(plan)
@@ -277,7 +277,7 @@ def _start_cases() -> Iterator[Case]:
 
     def observe(version: Version, seed: int) -> object:
         scheduler, seq, _, numbers = prepared(version, seed)
-        scheduler.observer = told = _Told()
+        scheduler.observer = events = _Events()
         selection = Selection(numbers["selection.budget"], numbers["selection.num_kept_free"])
         return {
             "result": version(scheduler, selection, seq),
@@ -285,7 +285,7 @@ def _start_cases() -> Iterator[Case]:
             "seq.block_table": list(seq.block_table),
             "seq.num_computed_tokens": seq.num_computed_tokens,
             "selection.num_kept_free": selection.num_kept_free,
-            "the observer is told of cached tokens": [*told.num_cached.values()],
+            "cached tokens for the observer": [*events.num_cached.values()],
         }
 
     for seed in range(100):

@@ -263,7 +263,7 @@ class Simulation(SchedulingObserver):
         assert self.block_manager.num_free_blocks == self.block_manager.num_blocks, "all blocks are free at the end"
         return self.result
 
-    # ---- what the scheduler tells
+    # ---- the events
 
     def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
         if (running := self._running[seq]).num_cached_tokens is None:

@@ -102,7 +102,7 @@ class Memory:
 
 
 class _ObservedStep(SchedulingObserver):
-    """A step's plan, what was before it, what the scheduler told, and what the policy was asked and answered.
+    """A step's plan, what was before it, the events, and what the policy was asked and answered.
 
     Attributes:
         running, waiting: the queues before the step.
@@ -131,30 +131,29 @@ class _ObservedStep(SchedulingObserver):
         self.has_room_rules = not isinstance(self.manager, HybridBlockManager)
         methods = (self.order_waiting, self.may_start, self.choose_victim, self.to_preempt)
         vars(scheduler).update({method.__name__: method for method in methods})
-        observer, self.told = scheduler.observer, scheduler.observer
-        scheduler.observer = self
+        self.observer, scheduler.observer = scheduler.observer, self
         try:
             self.plan = scheduler.schedule()
         finally:
-            scheduler.observer = observer
+            scheduler.observer = self.observer
             for method in methods:
                 delattr(scheduler, method.__name__)
 
-    # ---- what the scheduler tells
+    # ---- the events
 
     def scheduling_begun(self) -> None:
-        self.told.scheduling_begun()
+        self.observer.scheduling_begun()
 
     def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
         self.cached[seq] = num_cached_tokens
-        self.told.sequence_started(seq, num_cached_tokens)
+        self.observer.sequence_started(seq, num_cached_tokens)
 
     def sequence_preempted(self, seq: Sequence) -> None:
         self.preempted.append(seq)
-        self.told.sequence_preempted(seq)
+        self.observer.sequence_preempted(seq)
 
     def step_scheduled(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        self.told.step_scheduled(plan, scheduler)
+        self.observer.step_scheduled(plan, scheduler)
 
     # ---- the methods of the policy
 
@@ -184,8 +183,8 @@ class _ObservedStep(SchedulingObserver):
         seq, new = self.candidates[-1], [seq for seq in self.waiting if seq.status is SequenceStatus.WAITING]
         _same("the waiting sequences of to_preempt", waiting, [seq, *(other for other in new if other is not seq)])
         _same("the running sequences of to_preempt", running, self.exchangeable())
-        assert issubclass(self.policy, PreemptingScheduler), "no other is asked"
-        self.exchanges[seq] = self.policy.to_preempt(self.scheduler, running, waiting)
+        assert isinstance(self.scheduler, PreemptingScheduler), "no other asks"
+        self.exchanges[seq] = type(self.scheduler).to_preempt(self.scheduler, running, waiting)
         return self.exchanges[seq]
 
     # ---- what the rules say
@@ -273,7 +272,7 @@ class _ObservedStep(SchedulingObserver):
             assert first == found, f"sequence {seq.sequence_id} must start with {found} cached tokens, got {first}"
             assert len(seq.prefix_keys) == first // self.size, f"sequence {seq.sequence_id} must have the keys of its prefix"
         found = self.cached.get(seq, -1)
-        assert found == first, f"the observer must be told of {first} cached tokens of {seq.sequence_id}, got {found}"
+        assert found == first, f"sequence {seq.sequence_id} must start with {first} cached tokens for the observer, got {found}"
 
     def check_plan(self) -> None:
         """Check the plan and both queues (rules 1 to 5 and 7)."""
@@ -289,7 +288,7 @@ class _ObservedStep(SchedulingObserver):
         assert self.is_asked == may_ask, f"rule 6: order_waiting must {'' if may_ask else 'not '}be called"
         if self.policy.order_waiting is Scheduler.order_waiting:
             _same("rule 1: the next to start", self.candidates, self.waiting[: len(self.candidates)])
-        _same("what the observer is told of preemptions", self.preempted, preempted)
+        _same("the preempted sequences for the observer", self.preempted, preempted)
         _same("scheduler.running", scheduler.running, [*left, *started])
         chunks = self.chunks()[0]
         chunks = {seq: chunks[seq] for seq in left} | {seq: self.chunk(seq, seq.num_computed_tokens) for seq in started}

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).parents[3] / "nanoinfer"
-FILES = "scheduling/scheduler.py", "scheduling/block_manager.py"
+FILES = "scheduling/scheduler.py", "scheduling/policies.py", "scheduling/block_manager.py"
 SECONDS = 60  # of the CPU, after which a loop is taken to be endless. All worlds take 10
 FEATURES = {"observer"}
-FUNCTIONS = {"explain", "named_tables", "close", "num_blocks_for_forks"}
+FUNCTIONS = {"explain", "named_tables", "close", "num_blocks_for_forks", "scheduling_classes"}
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot), (ast.Add, ast.Sub),
     (ast.And, ast.Or),
@@ -36,11 +36,13 @@ OTHER = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 UNSEEN = {
     (
-        "schedule",
+        "_start_waiting",
         "not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks -> not self.running or "
         "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
     ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
+    ("PriorityScheduler", "True -> False"): "the same",
+    ("PriorityScheduler", "reads_priority = True -> pass"): "the same",
     (
         "cache_finished_blocks",
         "num_full > num_cached -> num_full >= num_cached",

@@ -110,7 +110,7 @@ class NeverStarts(Scheduler):
     [
         (LeavesOut, AssertionError, r"rules 2 and 3: a step must compute 1 of \d.*, got "),
         (RunsNobody, AssertionError, r"a step must compute or preempt a sequence of \d"),
-        (TellsOfTooMany, AssertionError, r"what the observer is told of preemptions must be .*, got .*\d"),
+        (TellsOfTooMany, AssertionError, r"the preempted sequences for the observer must be .*, got .*\d"),
         (ExceedsTheBudget, AssertionError, r"rules 2 and 3: a step must compute|rule 6: sequence \d+ must wait"),
         (ExceedsThePlaces, AssertionError, r"rule 6: (sequence \d+ must wait|order_waiting must not be called)"),
         (ChunksAnywhere, AssertionError, r"rules 2 and 3: a step must compute"),
