@@ -185,14 +185,10 @@ def make_executor(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
             f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
         )
-    if config.logits_processors:
+    if config.logits_processors or config.stages is not None:
         from nanoinfer.features.own_code.logits_processors import with_processors
 
         config = with_processors(config, runtime.device, info)
-    if config.stages is not None:
-        from nanoinfer.features.own_code.stages import checked_stages
-
-        config = replace(config, stages=checked_stages(config.stages))
     return LocalExecutor(runtime, info, config)
 
 

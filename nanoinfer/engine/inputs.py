@@ -25,48 +25,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A prompt that does not fit into the model's context.
+    """A prompt that does not fit into the model's context."""
 
-    message: what is wrong, and a hint.
-    num_tokens: the tokens of the prompt, or of its beginning if Tokenizer.encode encoded no more of it.
-    max_tokens: the model's context length.
-    """
-
-    message: str
-    num_tokens: int
-    max_tokens: int
+    message: str  # what is wrong, and a hint
+    num_tokens: int  # of the prompt, or of its beginning if Tokenizer.encode encoded no more of it
+    max_tokens: int  # the model's context length
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that the engine accepts.
+    """A request that the engine accepts."""
 
-    prompt: the text of the prompt. None: only token ids were given.
-    error: if given, the prompt is too long, and the request ends at once with finish_reason "error". None: it fits.
-    constraints: what limits the tokens of each answer, at the answer's beginning.
-    compile: makes a further constraint, which may take seconds. None: there is none.
-    check: raises InvalidValueError if that was too expensive lately. Asynchronous callers call it before they compile.
-    priority: the rank for schedulers that read priorities. Lower runs first.
-    cache_salt: separates cached prefixes, which only requests with the same salt share.
-    reader: reads the prompt's hidden rows. None: nothing reads the rows.
-    is_answered: False if the prompt is read instead of answered (features/logprobs/reading.py).
-    eos_token_ids: EOS ids of this request besides the engine's.
-    extras: what features give the request's sequences, by name (Sequence.extras).
-    """
-
-    prompt: str | None
+    prompt: str | None  # its text. None: only token ids were given
     prompt_token_ids: list[int]
     params: SamplingParams
-    error: TooLong | None = None
-    priority: int = 0
-    constraints: tuple[Constraint, ...] = ()
-    compile: Callable[[], Constraint] | None = None
-    check: Callable[[], None] = lambda: None
-    cache_salt: str | None = None
-    reader: Any = None
-    is_answered: bool = True
-    eos_token_ids: frozenset[int] = frozenset()
-    extras: Mapping[str, object] = field(default_factory=dict)
+    error: TooLong | None = None  # why the request ends at once, with finish_reason "error". None: the prompt fits
+    priority: int = 0  # for schedulers that read priorities. Lower runs first
+    constraints: tuple[Constraint, ...] = ()  # what limits the tokens of each answer, at the answer's beginning
+    compile: Callable[[], Constraint] | None = None  # makes a further constraint, which may take seconds
+    check: Callable[[], None] = lambda: None  # raises InvalidValueError if `compile` was too expensive lately
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
+    reader: Any = None  # reads the prompt's hidden rows
+    is_answered: bool = True  # False: the prompt is read instead of answered (features/logprobs/reading.py)
+    eos_token_ids: frozenset[int] = frozenset()  # besides the engine's
+    extras: Mapping[str, object] = field(default_factory=dict)  # what features give its sequences, by name
 
 
 class RequestFeature(Protocol):
@@ -94,14 +76,9 @@ class InputProcessor:
         accepts_priority: bool = False,
         features: Sequence[RequestFeature] = (),
     ) -> None:
-        self._info = info
-        self.vocab_size = info.vocab_size
-        self.max_model_len = info.max_model_len
-        self.tokenizer = tokenizer
-        self._config = config
-        self._accepts_priority = accepts_priority
-        self.features = features
-        self._has_warned = False
+        self._info, self.vocab_size, self.max_model_len = info, info.vocab_size, info.max_model_len
+        self._config, self.tokenizer, self.features = config, tokenizer, features
+        self._accepts_priority, self._has_warned = accepts_priority, False
 
     def prepare(self, prompt: object, params: SamplingParams, **options: object) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile what it needs. Raises: the errors of prepare_prompt and compile."""
@@ -143,8 +120,7 @@ class InputProcessor:
     ) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with the same SamplingParams for all or a list with each prompt's.
 
-        options: what a request is given besides, a value for all or a list with a value per prompt. Errors name the prompt's
-            index.
+        options: what a request is given besides, for all or a list with a value per prompt. Errors name the prompt's index.
         """
         prompts, prepared = as_list(prompts), []
         of_each = [one_per_prompt(given, len(prompts), name, object) for name, given in options.items()]

@@ -96,8 +96,9 @@ class _Answer(Answer):
     """An answer with what else a request may ask for: constraints, reports, no text, the text of what ends it."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
-        params, has_text = seq.params, seq.params.detokenize and tokenizer is not None
-        super().__init__(seq, Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if has_text else NoText())
+        params, decodes_by = seq.params, tokenizer if seq.params.detokenize else None
+        special = params.skip_special_tokens
+        super().__init__(seq, Detokenizer(decodes_by, skip_special_tokens=special) if decodes_by else NoText())
         self.shown = ""  # the text that the newest token released
         self.reported: dict[str, list[Any]] = {name: [] for name in params.reports}  # with an entry for each token
         self._keeps_ending_text = params.include_stop_str_in_output
@@ -105,7 +106,7 @@ class _Answer(Answer):
             self.text = KeptStopStrings(params.stop or ())
         # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
         self.ending_ids: frozenset[int] | None = None
-        if not (streaming or has_text or self.reported or seq.constraints):
+        if not (streaming or decodes_by or self.reported or seq.constraints):
             self.ending_ids = seq.eos_token_ids.union(params.stop_token_ids or ())
 
     def check_id(self, token_id: int, examine: bool) -> Stop | None:
@@ -120,10 +121,6 @@ class _Answer(Answer):
 
     def ending_text(self, token_id: int) -> str:
         return self.detokenizer.push(token_id) if self._keeps_ending_text else ""
-
-    def finish(self, stop: Stop) -> None:
-        self.text.push(self.detokenizer.finish(), examine=False)
-        self.stop = stop
 
     def output(self) -> CompletionOutput:
         assert self.stop is not None

@@ -3,7 +3,7 @@
 In: one sampled id at a time. Out: an Answer, whose text grows until it has a Stop.
 """
 
-from collections.abc import Sequence as Strings
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from nanoinfer.outputs import FinishReason
@@ -41,6 +41,11 @@ class Answer:
         matched = self.text.push(text, examine=examine)
         self.stop = Stop("stop", matched) if matched else stop
 
+    def finish(self, stop: Stop) -> None:
+        """End the answer without a further id, with the text that was held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
+
     def check_id(self, token_id: int, examine: bool) -> Stop | None:
         """Check whether an id ends the answer: EOS first, then stop ids, stop strings that are special tokens, the length.
 
@@ -74,7 +79,7 @@ class StopStrings:
     'The '
     """
 
-    def __init__(self, stops: Strings[str]) -> None:
+    def __init__(self, stops: ListLike[str]) -> None:
         self.text = ""
         self._stops = stops
         self._firsts = {stop[0] for stop in stops}

@@ -20,14 +20,10 @@ NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dt
 
 
 class HeadRows:
-    """The hidden rows of a step that choose a token, with the LM head. The logits are computed when they are first read.
-
-    Attributes:
-        hidden: the output of the model's last layer.
-        head: maps `hidden` to logits, in the model's dtype.
-    """
+    """The hidden rows of a step that choose a token, with the LM head. The logits are computed when they are first read."""
 
     def __init__(self, hidden: Float[Tensor, "num_rows hidden"], head: Callable[[Tensor], Tensor]) -> None:
+        """head: maps `hidden`, the output of the model's last layer, to logits in the model's dtype."""
         self.hidden, self.head = hidden, head
         self._logits: Tensor | None = None
 
@@ -94,7 +90,7 @@ class Sampler:
     """
 
     def __init__(self, stages: tuple[Stage, ...] = STAGES) -> None:
-        """stages: in their order. features/own_code/stages.py adds those of users to STAGES."""
+        """stages: in their order. features/own_code adds those of users to STAGES."""
         self.stages = stages
         self.has_user_stages = stages != STAGES
 

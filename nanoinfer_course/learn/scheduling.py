@@ -8,7 +8,6 @@ from typing import Any
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.observer import SchedulingObserver
 from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.scheduler import Scheduler, Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
@@ -17,20 +16,6 @@ from nanoinfer_course.learn.check import Case
 from nanoinfer_course.learn.workbook import Version
 
 PARAMS = SamplingParams()  # making them checks all of their fields
-
-
-class _Events(SchedulingObserver):
-    """Keeps which sequences were preempted, and how many tokens each found in the prefix cache."""
-
-    def __init__(self) -> None:
-        self.preempted: list[str] = []
-        self.num_cached: dict[Sequence, int] = {}
-
-    def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
-        self.num_cached[seq] = num_cached_tokens
-
-    def sequence_preempted(self, seq: Sequence) -> None:
-        self.preempted.append(seq.sequence_id)
 
 
 def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r", cache_salt: str | None = None) -> Sequence:
@@ -158,8 +143,8 @@ def _simulate(
     version: Version,
 ) -> dict[str, object]:
     rng = random.Random(seed)
-    manager, events = BlockManager(**sizes), _Events()
-    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(SchedulerConfig(**settings), manager, events)
+    manager = BlockManager(**sizes)
+    scheduler: Scheduler = type("Learners", (Scheduler,), {name: version})(SchedulerConfig(**settings), manager)
     seen: dict[str, object] = {}
     unfinished: list[Sequence] = []
     for step in range(400):
@@ -174,8 +159,8 @@ def _simulate(
             f"step {step}, what runs, and tokens": [
                 (item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled
             ],
-            f"step {step}, what was preempted up to then": list(events.preempted),
-            f"step {step}, cached tokens found": [events.num_cached.get(item.sequence) for item in plan.scheduled],
+            f"step {step}, what waits": [seq.sequence_id for seq in scheduler.waiting],
+            f"step {step}, cached tokens": [item.sequence.num_computed_tokens for item in plan.scheduled],
             f"step {step}, block tables": [list(item.sequence.block_table) for item in plan.scheduled],
         }
         scheduler.commit(plan)
@@ -277,7 +262,6 @@ def _start_cases() -> Iterator[Case]:
 
     def observe(version: Version, seed: int) -> object:
         scheduler, seq, _, numbers = prepared(version, seed)
-        scheduler.observer = events = _Events()
         selection = Selection(numbers["selection.budget"], numbers["selection.num_kept_free"])
         return {
             "result": version(scheduler, selection, seq),
@@ -285,7 +269,6 @@ def _start_cases() -> Iterator[Case]:
             "seq.block_table": list(seq.block_table),
             "seq.num_computed_tokens": seq.num_computed_tokens,
             "selection.num_kept_free": selection.num_kept_free,
-            "cached tokens for the observer": [*events.num_cached.values()],
         }
 
     for seed in range(100):

@@ -20,10 +20,9 @@ from functools import partial
 from types import FunctionType
 
 from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
-from nanoinfer.build import make_block_manager
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
 from nanoinfer.features.hybrid.sizes import num_states_in
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
@@ -225,9 +224,13 @@ class Simulation(SchedulingObserver):
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         block_size = config.cache.block_size or (GPU_BLOCK_SIZE if hardware.is_gpu else CPU_BLOCK_SIZE)
         num_blocks, num_state_slots = _cache_of(self.costs, config, block_size)
-        limit, windows = sizes.max_position_embeddings, sizes.cache.windows
-        info = ExecutorInfo(0, limit, limit, num_blocks, block_size, windows=windows, num_state_slots=num_state_slots)
-        self.block_manager = make_block_manager(info, config)
+        windows = sizes.cache.windows
+        manager_args = num_blocks, block_size, config.cache.enable_prefix_caching
+        if windows == (None,) and not num_state_slots:
+            self.block_manager = block_manager_cls(*manager_args)
+        else:  # build.py, which makes the same choice, imports the engine, and pages of the site have no tokenizers
+            layout = CacheLayout(windows, config.scheduler.chunk_grid, num_state_slots)
+            self.block_manager = with_groups(block_manager_cls)(*manager_args, layout=layout)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, self)
         self.scheduler.clock = lambda: self.now
         self.result.num_blocks = num_blocks

@@ -159,7 +159,7 @@ def test_an_injected_wait_is_noted(fault, tmp_path):
     """By a stage of the user's own."""
     stages = (*STAGES, lambda logits, batch: INJECTED[fault](logits))
     waits, num_steps = waits_of(tiny_models.save("qwen3", tmp_path), generating(params()), stages=stages, enforce_eager=True)
-    assert waits.pop("stages.run") >= num_steps
+    assert waits.pop("logits_processors.run") >= num_steps
     assert waits == {READ: num_steps}
 
 

@@ -6,7 +6,7 @@ import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
-from nanoinfer.features.own_code.stages import checked_stages
+from nanoinfer.features.own_code.logits_processors import checked_stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import RoutedSampler
 from nanoinfer.sampling.sampler import STAGES, HeadRows, Sampler

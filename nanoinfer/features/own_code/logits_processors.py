@@ -1,8 +1,8 @@
-"""vLLM's V1 logits processors: classes that see all rows of a step. LLM(logits_processors=[...]) makes stages of them.
+"""A user's own stages, and vLLM's V1 logits processors, of which LLM(logits_processors=[...]) makes stages.
 
-In: the classes. Out: the sampler's stages with a BatchProcessor for each. A processor keeps state by row. Before each step it
-learns how the rows differ from the last step: which rows are gone, which are new, and which have moved. The functions at the
-end check the logits_processors of LLM and of SamplingParams.
+In: stages and classes. Out: the sampler's stages, with a BatchProcessor for each class. A processor sees all rows and keeps
+state by row. Before each step it learns how the rows differ from the last step: which rows are gone, which are new, and which
+have moved. The functions at the end check the logits_processors of LLM and of SamplingParams.
 """
 
 import inspect
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from nanoinfer import sampling_params
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, class_named
-from nanoinfer.errors import InvalidTypeError, shown
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.stages import STAGES, Stage
+from nanoinfer.sampling.stages import STAGES, Stage, stage_name
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling import sequence
 
@@ -207,15 +207,43 @@ def difference(
 
 
 def with_processors(config: EngineConfig, device: torch.device, info: ExecutorInfo) -> EngineConfig:
-    """Add a stage for each class of config.logits_processors: before the temperature, or after min_p if argmax-invariant."""
-    plain = STAGES if config.stages is None else config.stages
+    """Check config.stages, and add a stage for each class of config.logits_processors.
+
+    It is before the temperature, or after min_p if argmax-invariant. Raises: InvalidValueError if one of STAGES is missing.
+    """
+    plain = STAGES if config.stages is None else checked_stages(config.stages)
     vllm_config = VllmConfig(ModelConfig(info.vocab_size, info.max_model_len), config.scheduler, config.cache)
     before, after = list[Stage](), list[Stage]()
     for cls in config.logits_processors:
         processor: Any = cls(vllm_config, device, False)
-        (after if processor.is_argmax_invariant() else before).append(BatchProcessor(processor))
+        (after if processor.is_argmax_invariant() else before).append(checked(BatchProcessor(processor)))
     at, then = plain.index(stages.apply_temperature), plain.index(stages.keep_min_p) + 1
     return replace(config, stages=(*plain[:at], *before, *plain[at:then], *after, *plain[then:]))
+
+
+def checked_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Return the stages, of which those of users are checked when they run."""
+    if missing := [stage_name(stage) for stage in STAGES if stage not in stages]:
+        raise InvalidValueError(
+            f"stages lacks {', '.join(missing)}, so parameters would be ignored; use [*STAGES, mine], STAGES being in "
+            "nanoinfer.sampling.sampler"
+        )
+    return tuple(stage if stage in STAGES else checked(stage) for stage in stages)
+
+
+def checked(stage: Stage) -> Stage:
+    """Return the stage with a check of what it returns: raises InvalidTypeError unless it is logits of the same shape."""
+    name = stage_name(stage)
+
+    def run(logits: Tensor, batch: SamplingBatch) -> Tensor:
+        processed = stage(logits, batch)
+        if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+            got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+            raise InvalidTypeError(f"stage {name} must return logits of shape {tuple(logits.shape)}, got {got}")
+        return processed.contiguous()
+
+    run.__name__ = name
+    return run
 
 
 def processor_classes(given: object) -> tuple[type, ...]:

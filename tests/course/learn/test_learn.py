@@ -111,7 +111,7 @@ MUTANTS = {
         ],
         "copies": [
             ("copies.append((shared, table[index]))", "pass"),
-            ("(shared, table[index])", "(table[index], shared)"),
+            ("copies.append((shared, table[index]))", "copies.append((table[index], shared))"),
         ],
         "enough": [
             ("self.block_size < end", "self.block_size <= end"),
@@ -121,9 +121,9 @@ MUTANTS = {
     "cache_blocks": {
         "full": [("num_tokens // self.block_size", "-(-num_tokens // self.block_size)")],
         "new": [
-            ("self.index.enter(full, group, table[num_cached:num_full])", "table[num_cached:num_full]"),
+            ("self.index.enter(full, seq.block_table[num_cached:num_full])", "[]"),
             ("further(seq.prefix_keys, seq.token_ids,", "further([], seq.token_ids[num_cached * self.block_size :],"),
-            ("table[num_cached:num_full]", "table[: num_full - num_cached]"),
+            ("seq.block_table[num_cached:num_full]", "seq.block_table[: num_full - num_cached]"),
         ],
         "keys": [("seq.prefix_keys += [key for _, key in full]", "pass")],
         "salt": [("seq.cache_salt)", "None)")],
@@ -177,7 +177,6 @@ MUTANTS = {
         "blocks": [("self.block_manager.start(seq, prefix)", "pass"), ("self._select(selection, seq, num_new)", "pass")],
         "counts": [
             ("seq.num_computed_tokens = num_cached", "seq.num_computed_tokens = 0"),
-            ("self.observer.sequence_started(seq, num_cached)", "pass"),
         ],
         "kept": [("selection.num_kept_free += self._num_kept_free(seq)", "pass")],
     },
