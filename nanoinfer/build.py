@@ -199,14 +199,14 @@ def make_block_manager(
     cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching
     if store is None and info.windows == (None,) and not info.num_state_slots:
         return cls(info.num_blocks, info.block_size, caching, observer)
-    from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
+    from nanoinfer.features.hybrid.block_manager import with_groups
 
-    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+    layout = info.windows, config.scheduler.chunk_grid, info.num_state_slots
     if store is None:
-        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, layout)
+        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, *layout)
     from nanoinfer.features.disk_cache.stored_blocks import with_store
 
-    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
+    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, *layout, store=store)
 
 
 def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:

@@ -226,7 +226,7 @@ NOTEBOOKS = {
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
         70,
         (
-            "scheduling/block_manager.py",
+            "features/hybrid/block_manager.py",
             "features/hybrid/state_slots.py",
             "features/hybrid/cache.py",
             "features/hybrid/gated_delta.py",
