@@ -24,7 +24,7 @@ SENTENCES = {
 }
 # Parts that are imported when they are used.
 OPTIONAL = """
-    features/ fast/ server/ cli/ compat/ loading/hub.py engine/reading.py
+    features/ fast/ server/ cli/ compat/ loading/hub.py
     models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py
 """.split()
 # Of these, what every run imports, because LLM has methods there, and an engine always counts.

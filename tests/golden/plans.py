@@ -23,7 +23,7 @@ from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOut
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
-from nanoinfer.features.logprobs.token_logprobs import Report, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, TokenLogprobs
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -212,7 +212,7 @@ class RecordingExecutor(FakeExecutor):
 
     def collect(self, step):
         if step.plan.sampler is not None:
-            rows = [SequenceOutput(seq, reports=[Report(likely_tokens(seq))]) for seq, _ in step.plan.rows]
+            rows = [SequenceOutput(seq, reports=[LogprobsReport(likely_tokens(seq))]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
 
