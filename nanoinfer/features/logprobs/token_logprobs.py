@@ -6,6 +6,7 @@ Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at tem
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,9 @@ from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler
 from nanoinfer.system.transfer import on_device
 from nanoinfer.tokenization.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
 
 CACHED = 2**17  # numbers of which a processor's cache holds the exponentials
 
@@ -42,7 +46,7 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
-class RowReport(TokenReport):
+class LogprobsReport(TokenReport):
     """What a request has asked for about one token. mask: the ids that could be drawn. None: not asked for."""
 
     logprobs: TokenLogprobs | None = None
@@ -92,10 +96,16 @@ class ReportingSampler(Sampler):
             found = token_logprobs(logits, drawn, nums, given, as_logits=self._as_logits) if drawn else []
             entries = dict(zip(with_logprobs, found, strict=True))
             masks = {row: processed[row].isfinite().nonzero().squeeze(-1).tolist() for row in with_masks}
-            return {row: RowReport(entries.get(row), masks.get(row)) for row in entries | masks if token_ids[row] >= 0}
+            return {row: LogprobsReport(entries.get(row), masks.get(row)) for row in entries | masks if token_ids[row] >= 0}
 
         tokens.must_sync, tokens.report = True, report
         return tokens
+
+
+def report_by(executor: "LocalExecutor", logprobs_mode: str) -> None:
+    """Let an executor's sampler make reports, from the first request on that asks for one."""
+    if not isinstance(executor.sampler, ReportingSampler):
+        executor.sampler = ReportingSampler(executor.sampler, logprobs_mode)
 
 
 def token_logprobs(
