@@ -145,8 +145,8 @@ class Placing:
         import torch
         from torch import nn
 
-        from nanoinfer.features.training import stored
         from nanoinfer.features.quantization import rounding
+        from nanoinfer.features.training import stored
 
         config, for_kernels = self.config, not self.config.enforce_eager
         identity = self._identity(model) if for_kernels and not config.lora else None
