@@ -101,7 +101,7 @@ class GptOssExperts(nn.Module):
 class GptOssDecoderLayer(QwenDecoderLayer):
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.mlp = GptOssExperts(config)
+        self.mlp = GptOssExperts(config)  # type: ignore[assignment]
 
 
 class GptOssForCausalLM(QwenForCausalLM):
