@@ -116,15 +116,16 @@ class LLM:
             with self.lock:
                 self.abort(request)
 
-    def add_request(self, prompt: str | list[int], params: SamplingParams) -> Request:
+    def add_request(self, prompt: str | list[int], params: SamplingParams, cache_salt: str | None = None) -> Request:
         """Queue a prompt: a sequence for each of the n answers, of which the first computes the prompt for all."""
         ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"a prompt must have 1 .. {self.max_model_len - 1} tokens, got {len(ids)}")
         seed = secrets.randbits(64) if params.seed is None else params.seed
         end = min(len(ids) + params.max_tokens, self.max_model_len)
-        name, ends = str(self.num_requests), self.eos_token_ids
-        first, *forks = [Sequence(name, ids, params, (seed + i) % 2**64, end, ends) for i in range(params.n)]
+        shared = {"max_num_tokens": end, "eos_token_ids": self.eos_token_ids, "cache_salt": cache_salt}
+        name, seeds = str(self.num_requests), [(seed + i) % 2**64 for i in range(params.n)]
+        first, *forks = [Sequence(name, ids, params, each, **shared) for each in seeds]
         first.forks, self.num_requests = forks, self.num_requests + 1
         answers = {seq: Answer(seq, Detokenizer(self.tokenizer)) for seq in (first, *forks)}
         self.answers |= answers
@@ -152,19 +153,17 @@ class LLM:
                     self.scheduler.append(seq, token_id)
                     answer.advance(token_id)
                 if answer.stop:
-                    self.end(seq, has_failed=token_id < 0)
+                    del self.answers[seq]
+                    self.scheduler.finish(seq, has_failed=token_id < 0)
                     break
-
-    def end(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        del self.answers[seq]
-        self.scheduler.finish(seq, has_failed=has_failed)
 
     def abort(self, request: Request) -> None:
         """End what still runs of a request."""
         for answer in request.answers:
             if not answer.stop:
                 answer.finish(Stop("abort"))
-                self.end(answer.seq)
+                del self.answers[answer.seq]
+                self.scheduler.finish(answer.seq)
 
 
 # ---- 2. Sequences, and the plan of a step
@@ -261,7 +260,14 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 # ---- 3. The scheduler: who runs, and how many tokens of each
 class Scheduler:
-    """Owns the two queues, and every sequence's status, ids and counts of tokens."""
+    """Owns the two queues, and which tokens of a sequence are known and cached.
+
+    1. First come, first served. A running sequence is older than every waiting one.
+    2. A sequence with one new token always runs. max_num_batched_tokens limits the tokens of all others.
+    3. A prompt is cut at multiples of the chunk grid. A chunk runs as a whole or waits, and no younger one passes it.
+    4. When blocks run out, the sequence that started last is preempted: its blocks are freed, it waits at the head of the
+       queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
+    """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self.config = config
@@ -1375,8 +1381,6 @@ MODELS["qwen3"] = MODELS["qwen2"]
 
 
 # ---- ======== A first reading ends here.
-
-
 # ---- 12. What a request may ask, and what it gets
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

@@ -102,7 +102,21 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
                 lines += [""] * num_empty
             lines += [*headers[number], ""] if '"""' in "".join(headers.get(number, ())) else []
             lines.append(textwrap.indent(join(taken, num_empty), indent))
-    return "\n".join([*lines, ""])
+    return spaced("\n".join(lines))
+
+
+def spaced(text: str) -> str:
+    """Return a module's text with two empty lines around its functions and classes, as a formatter puts them."""
+    lines, end, is_large = text.splitlines(), 0, False
+    new: list[str] = []
+    for node in ast.parse(text).body:
+        start, was_large, is_large = first_line(node) - 1, is_large, isinstance(node, ast.FunctionDef | ast.ClassDef)
+        between = lines[end:start]  # empty lines and comments
+        if new and (was_large or is_large):
+            between = ["", "", *"\n".join(between).strip("\n").splitlines()]
+        new += between + lines[start : node.end_lineno]
+        end = node.end_lineno or 0
+    return "\n".join([*new, ""])
 
 
 def join(texts: list[str], num_empty: int = 1) -> str:
