@@ -148,7 +148,7 @@ class LLM:
             for token_id in sampled:
                 answer = self.answers[seq]
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
-                    answer.stop = Stop("error")
+                    answer.finish(Stop("error"))
                 else:
                     self.scheduler.append(seq, token_id)
                     answer.advance(token_id)
@@ -161,7 +161,7 @@ class LLM:
         """End what still runs of a request."""
         for answer in request.answers:
             if not answer.stop:
-                answer.stop = Stop("abort")
+                answer.finish(Stop("abort"))
                 del self.answers[answer.seq]
                 self.scheduler.finish(answer.seq)
 
@@ -951,6 +951,11 @@ class Answer:
         if examine and token_id in self._special_stops:  # a text without special tokens does not contain them
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
+
+    def finish(self, stop: Stop) -> None:
+        """End the answer from outside, with the text of the ids that are held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
 
     def ending_text(self, token_id: int) -> str:
         """Return the text of an id that ends the answer. It is dropped."""

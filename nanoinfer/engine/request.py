@@ -121,10 +121,6 @@ class _Answer(Answer):
     def ending_text(self, token_id: int) -> str:
         return self.detokenizer.push(token_id) if self._keeps_ending_text else ""
 
-    def finish(self, stop: Stop) -> None:
-        self.text.push(self.detokenizer.finish(), examine=False)
-        self.stop = stop
-
     def output(self) -> CompletionOutput:
         assert self.stop is not None
         token_ids, fields = self.seq.output_token_ids, asdict(self.stop) | self.reported
