@@ -90,10 +90,10 @@ class LLM:
         self.num_requests, self.lock = 0, threading.Lock()
 
     def generate(
-        self, prompts: ListLike[str | list[int]], sampling_params: SamplingParams | ListLike[SamplingParams] | None = None
+        self, prompts: str | ListLike[str | list[int]], sampling_params: SamplingParams | ListLike[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Answer all prompts in one batch, and return the outputs in the order of the prompts."""
-        params = sampling_params or SamplingParams()
+        prompts, params = [prompts] if isinstance(prompts, str) else prompts, sampling_params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         requests = [self.add_request(*pair) for pair in zip(prompts, each, strict=True)]
         while self.answers:
@@ -952,6 +952,11 @@ class Answer:
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
 
+    def finish(self, stop: Stop) -> None:
+        """End the answer from outside, with the text of the ids that are held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
+
     def ending_text(self, token_id: int) -> str:
         """Return the text of an id that ends the answer. It is dropped."""
         return ""
@@ -1396,12 +1401,10 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None  # A string or several, of which the first to complete ends the text
     stop_token_ids: Sequence[int] | None = None  # Ids that end the output as EOS does
     ignore_eos: bool = False  # EOS does not stop
-    skip_special_tokens: bool = True  # Leave special tokens out of the text
     n: int = 1  # Number of answers to the prompt
     repetition_penalty: float = 1.0  # Logits of ids in prompt or output are divided by it if positive, else multiplied
     presence_penalty: float = 0.0  # Subtracted once for every id that is in the output
     frequency_penalty: float = 0.0  # Subtracted once for each time an id is in the output
-    timeout: float | None = None  # Seconds after which the request ends with finish_reason "timeout", whether it waits or runs
 
     @property
     def has_penalty(self) -> bool:
