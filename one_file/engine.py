@@ -270,9 +270,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
-        self.config = config
-        self.block_manager = block_manager
-        self.limits: dict[str, int] = {}
+        self.config, self.block_manager = config, block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -941,6 +939,11 @@ class Answer:
         matched = self.text.push(text, examine=examine)
         self.stop = Stop("stop", matched) if matched else stop
 
+    def finish(self, stop: Stop) -> None:
+        """End the answer without a further id, with the text that was held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
+
     def check_id(self, token_id: int, examine: bool) -> Stop | None:
         """Check whether an id ends the answer: EOS first, then stop ids, stop strings that are special tokens, the length."""
         seq, params = self.seq, self.seq.params
@@ -951,11 +954,6 @@ class Answer:
         if examine and token_id in self._special_stops:  # a text without special tokens does not contain them
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
-
-    def finish(self, stop: Stop) -> None:
-        """End the answer from outside, with the text of the ids that are held."""
-        self.text.push(self.detokenizer.finish(), examine=False)
-        self.stop = stop
 
     def ending_text(self, token_id: int) -> str:
         """Return the text of an id that ends the answer. It is dropped."""

@@ -60,11 +60,6 @@ class Answer:
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
 
-    def finish(self, stop: Stop) -> None:
-        """End the answer from outside, with the text of the ids that are held."""
-        self.text.push(self.detokenizer.finish(), examine=False)
-        self.stop = stop
-
     def ending_text(self, token_id: int) -> str:
         """Return the text of an id that ends the answer. It is dropped."""
         return ""
