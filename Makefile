@@ -22,7 +22,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,$(VENVS),$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest smoke-lowest test-newest test-trl test-ray test-clients test-real coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
+.PHONY: demo one-file test test-lowest smoke-lowest test-newest test-trl test-ray test-clients test-real coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -32,6 +32,10 @@ demo: .venv/installed
 		"  nanoinfer explain --demo preemption   # replay every step of a generation in a browser" \
 		"  nanoinfer generate -m Qwen/Qwen3-0.6B \"What is a KV cache?\" --chat   # downloads 1.5 GB once" \
 		"README.md lists the notebooks, and the extras: pip install -e \".[server]\""
+
+# The engine in one file, from the package's source. A test fails while the file is older than the source.
+one-file: .venv/installed-test
+	$(BIN)/python -m nanoinfer_course.learn.export one_file/engine.py
 
 # The lint runs beside the tests, and says at the end what it found. The log that CI keeps has the durations of the 50 slowest.
 test: .venv/installed-test

@@ -1,10 +1,11 @@
 """MkDocs hooks: the site has the repository's files at their own paths, so that their relative links work on both.
 
-README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, and the solutions with what they print. The API reference is
-made from the docstrings, the gallery by gallery.py, the data of interactive parts by interactive.py. A link to another file of
-the repository leads to its public address, and is text where there is none. Formulas become MathML, which needs no script. The
-search reads no code of notebooks, solutions and the API. llms.txt lists the pages for language models. python/ has Pyodide and
-the package, for browser.py. At the end every link inside the site is checked.
+README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, the solutions with what they print, and the one file in
+chapters. The API reference is made from the docstrings, the gallery by gallery.py, the data of interactive parts by
+interactive.py. A link to another file of the repository leads to its public address, and is text where there is none. Formulas
+become MathML, which needs no script. The search reads no code of notebooks, solutions, the API and the one file. llms.txt lists
+the pages for language models. python/ has Pyodide and the package, for browser.py. At the end every link inside the site is
+checked.
 """
 
 import html
@@ -35,6 +36,7 @@ from header import NOTEBOOKS, number_of, title_of  # noqa: E402
 from interactive import python_archive, with_data  # noqa: E402
 from parameters import reference  # noqa: E402
 
+import one_file  # noqa: E402
 from tools.address import REPOSITORY  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
@@ -70,7 +72,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     solutions = [f"notebooks/solutions/{stem}.md" for stem in NOTEBOOKS]
     course: list[Any] = [{"The course": chapters}, {"Deep dives": deep_dives}, {"Solutions": solutions}]
     parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
-    parts["Understand"].append({"API": "api.md"})
+    in_one_file = {"The engine in one file": ["one_file/README.md", "one_file/engine.md"]}
+    parts["Understand"] = [in_one_file, *parts["Understand"], {"API": "api.md"}]
     parts["Project"] += [
         {"Benchmarks": "BENCHMARKS.md"},
         {"Leaderboard": "LEADERBOARD.md"},
@@ -93,6 +96,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "BENCHMARKS.md",
         "LEADERBOARD.md",
         "CHANGELOG.md",
+        "one_file/README.md",
         "docs/*.md",
         "docs/pictures/*.*",
         "docs/site.css",
@@ -108,6 +112,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         found.append(file(path, gallery.parent))
     for stem in NOTEBOOKS:
         found.append(File.generated(config, f"notebooks/solutions/{stem}.md", content=solution_page(stem)))
+    found.append(File.generated(config, "one_file/engine.md", content=one_file.chapters()))
     found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *reference()])))
     for name, content in python_files(Path(config.site_dir).parent).items():
         found.append(File.generated(config, f"python/{name}", content=content))
@@ -144,6 +149,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def link(match: re.Match[str]) -> str:
         target = (ROOT / page.file.src_uri).parent.joinpath(match[2]).resolve()
         uri = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
+        if uri == one_file.FILE:
+            return f"[{match[1]}]({match[2].removesuffix('.py')}.md{one_file.anchor(match[3])})"
         if files.get_file_from_path(uri) or not target.exists():
             return match[0]
         if REPOSITORY is None:
@@ -156,7 +163,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
     content = with_data(content)
-    if page.file.src_uri.startswith(("notebooks/", "api.")):
+    if page.file.src_uri.startswith(("notebooks/", "api.", "one_file/engine")):
         content = CODE.sub(r"\g<0> data-search-exclude", content)
     if page.file.src_uri == "README.zh.md":  # whose address is a folder, and MkDocs changes no HTML
         content = re.sub(r'(src|srcset)="docs/', r'\1="../docs/', content)

@@ -14,7 +14,7 @@ from typing import Any
 from nanoinfer.config import EngineArgs
 from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer_lab.simulate.costs import FORMATS, ModelSizes
 from nanoinfer_lab.simulate.hardware import HARDWARE
@@ -175,13 +175,14 @@ class Story:
 def play(trace: Trace, choice: Choice) -> dict[str, Any]:
     """Run a trace to its end. Returns the goodput, and what happened."""
     stories = [Story([(round(one.arrival), WAITS)]) for one in trace.requests]
-    num_at_once = 0
+    num_at_once, started = 0, set[Sequence]()
 
     def on_step(plan: StepPlan, start_s: float, end_s: float) -> None:
         nonlocal num_at_once
         num_at_once = max(num_at_once, len(plan.scheduled))
-        for seq in plan.preempted:
+        for seq in [seq for seq in started if seq.status is SequenceStatus.WAITING]:  # it was preempted
             stories[int(seq.request_id)].enter(start_s * 1e3, WAITS)
+        started.update(item.sequence for item in plan.scheduled)
         for item in plan.scheduled:
             stories[int(item.sequence.request_id)].enter(start_s * 1e3, READS if item.num_new_tokens > 1 else WRITES)
         for seq, _ in plan.rows:

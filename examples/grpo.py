@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.features.training.policy import Policy
+from nanoinfer.features.policy.policy import Policy
 from nanoinfer_lab import stories
 
 PROMPTS = ["Once upon a time", "Lily was", "Once there lived", "Long ago", "Far away", "Max was", "Anna was", "Tom was"]

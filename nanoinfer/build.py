@@ -17,7 +17,7 @@ from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
-from nanoinfer.scheduling.scheduler import scheduling_classes
+from nanoinfer.scheduling.policies import scheduling_classes
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def make_engine(
         runtime = drafts.runtime
     executor = make_executor(runtime, config)
     store = None if store_of_executor is None else store_of_executor(executor)
-    observer = make_observer(executor, config, tokenizer, store)
+    observer = make_observer(executor, config, tokenizer)
     return LLMEngine(
         executor,
         config,
@@ -213,23 +213,16 @@ def make_block_manager(
     return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
 
 
-def make_observer(
-    executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None, store: "BlockStore | None" = None
-) -> Observer:
+def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:
     """Make what watches the engine: metrics, and the events of config.tracer with the tokenizer's texts."""
     from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 
-    metrics: Observer = EngineMetrics()
-    if store is not None:
-        from nanoinfer.features.disk_cache.stored_blocks import StoreMetrics
-
-        metrics = together(metrics, StoreMetrics(store))
     if config.tracer is None:
-        return metrics
+        return EngineMetrics()
     from nanoinfer.features.tracing.observer import TracingObserver
     from nanoinfer.features.tracing.stage_trace import TracingSampler
 
     tracing = TracingObserver(config.tracer, executor.info.block_size, tokenizer)
     if tracing.wants_stages:
         executor.sampler = TracingSampler(executor.sampler, tracing)
-    return together(metrics, tracing)
+    return together(EngineMetrics(), tracing)

@@ -15,15 +15,15 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, UnsupportedError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint
-from nanoinfer.scheduling.scheduler import scheduling_classes
+from nanoinfer.scheduling.policies import scheduling_classes
 
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.fast.stored import Identity
     from nanoinfer.features.distributed.runner import LeadingShards
     from nanoinfer.features.distributed.sharding import Shards
     from nanoinfer.features.training.loaded_weights import LoadedWeights
+    from nanoinfer.features.training.stored import Identity
     from nanoinfer.loading.loader import Loaded
     from nanoinfer.loading.weights import Sources, Weights
 
@@ -145,8 +145,8 @@ class Placing:
         import torch
         from torch import nn
 
-        from nanoinfer.fast import stored
         from nanoinfer.features.quantization import rounding
+        from nanoinfer.features.training import stored
 
         config, for_kernels = self.config, not self.config.enforce_eager
         identity = self._identity(model) if for_kernels and not config.lora else None
@@ -159,7 +159,7 @@ class Placing:
 
     def _identity(self, model: Any) -> "Identity":
         from nanoinfer.fast.cpu.identity import sampled_digest
-        from nanoinfer.fast.stored import Identity
+        from nanoinfer.features.training.stored import Identity
 
         states = [(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for _, status in self._files]
         what = states, sampled_digest(self._checkpoint), self._checkpoint.config, type(model), model.weight_rules

@@ -238,7 +238,7 @@ NOTEBOOKS = {
     "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
         40,
-        ("features/training/policy.py", "features/training/functions.py", "features/training/rollouts.py"),
+        ("features/policy/policy.py", "features/policy/functions.py", "features/training/rollouts.py"),
         ("weights", "sampler", "kernels"),
         ("07", "d2"),
         former="19",

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.features.training.policy import Policy
+from nanoinfer.features.policy.policy import Policy
 
 KINDS = [
     {},

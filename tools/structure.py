@@ -59,7 +59,7 @@ def part_of(module: str) -> str | None:
 def folder_of(module: str) -> str | None:
     """nanoinfer.models.qwen -> models, nanoinfer.features.drafts.ngram -> features.drafts, nanoinfer.errors -> vocabulary."""
     _, *parts = module.split(".")
-    if part_of(module) is None or parts == ["features"]:
+    if part_of(module) is None or parts == ["features"] or parts[-1] == "LoadedLLM":
         return None
     return "vocabulary" if parts[0] in VOCABULARY else ".".join(parts[: 2 if parts[0] == "features" else 1])
 

@@ -70,21 +70,15 @@ class CacheSizes:
         return self.bytes_per_block(1, dtype)
 
     def bytes_per_block(self, block_size: int, dtype: NumberType) -> int:
-        """The bytes of a block."""
-        return bytes_per_block(
-            num_layers=self.num_layers,
-            block_size=block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=dtype,
-        )
+        """The bytes of a block: 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number."""
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: NumberType) -> int:
-    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
+    """Return what CacheSizes.bytes_per_block returns.
 
     >>> from numpy import dtype
     >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=dtype("float32"))
     1179648
     """
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    return CacheSizes(num_layers, num_kv_heads, head_dim).bytes_per_block(block_size, dtype)

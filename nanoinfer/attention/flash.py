@@ -5,6 +5,8 @@ the last query attends to every key. Its windows count the keys on either side o
 no block that lies wholly before the window. It has no sinks.
 """
 
+from typing import Any
+
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch.nn.functional import pad
@@ -42,7 +44,7 @@ class FlashBackend:
         return None
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return FlashAttend(cache, metadata)
+        return WindowedFlashAttend(cache, metadata)
 
 
 class FlashAttend:
@@ -57,11 +59,10 @@ class FlashAttend:
         self._query_starts = (metadata.query_start_loc[n:] - n).int()
         self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
 
-    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
-        assert sinks is None, "select_backend chooses another backend for layers with sinks"
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
+        """Store k and v, then attend. options: further arguments of the library's functions."""
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
-        k_pages, v_pages = self._cache.layer(layer)
-        window_size = (-1, -1) if window is None else (window - 1, 0)  # keys to the left and to the right. -1: all
+        k_pages, v_pages = self._cache.by_slot(layer)
         n = self._num_decodes
         outputs = []
         if n:
@@ -72,7 +73,7 @@ class FlashAttend:
                 cache_seqlens=self._seq_lens[:n],
                 block_table=self._block_tables[:n],
                 causal=True,
-                window_size=window_size,
+                **options,
             )
             outputs.append(decoded.squeeze(1))
         if n < len(self._seq_lens):
@@ -85,8 +86,17 @@ class FlashAttend:
                 max_seqlen_q=self._metadata.max_query_len,
                 max_seqlen_k=self._metadata.max_seq_len,
                 causal=True,
-                window_size=window_size,
                 block_table=self._block_tables[n:],
+                **options,
             )
             outputs.append(prefilled)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class WindowedFlashAttend(FlashAttend):
+    """FlashAttend for layers of which some have a window."""
+
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
+        assert sinks is None, "select_backend chooses another backend for layers with sinks"
+        options = {} if window is None else {"window_size": (window - 1, 0)}  # keys to the left and to the right
+        return super().__call__(layer, q, k, v, **options)

@@ -63,12 +63,12 @@ class KVCache:
     def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
         """Store each token's k and v, as finite_values returns them, in its slot."""
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for pages, values in zip(self._by_slot(layer), finite_values(k, v), strict=True):
+        for pages, values in zip(self.by_slot(layer), finite_values(k, v), strict=True):
             pages[blocks, offsets] = values.to(pages.dtype)
 
     def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:
         """Copy one sequence's k and v, its tokens in order, out of its blocks."""
-        k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self._by_slot(layer))
+        k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self.by_slot(layer))
         return k, v
 
     def gather_blocks(self, layer: int, block_tables: Int[Tensor, "num_seqs blocks"]) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class KVCache:
         k_pages, v_pages = self.layer(layer)
         return k_pages[block_tables], v_pages[block_tables]
 
-    def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
+    def by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, [num_blocks, block_size, num_kv_heads, head_dim] in either layout."""
         k, v = self._layers[layer]
         return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
@@ -95,7 +95,7 @@ class KVCache:
 
 
 def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
-    """Return k and v as they are stored: if a token's v is not finite (fp16 overflow, corrupted weights), v is 0 and k is NaN.
+    """Return k and v as they are stored: where a v is not finite (fp16 overflow, corrupted weights), v is 0 and k is NaN.
 
     Attention masks a key by replacing its score by -inf, but masks a value by weight 0, and 0 * NaN is NaN. So a NaN in v would
     reach every query that shares a matrix product with the token, and later every sequence that is given the token's block. A

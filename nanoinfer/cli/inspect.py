@@ -19,10 +19,10 @@ from nanoinfer.config import BITS
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
-from nanoinfer.fast.stored import store
 from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.quantization.rounding import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
+from nanoinfer.features.training.stored import store
 from nanoinfer.loading import config_json, devices, loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.loading.folders import BUNDLED, bundled_models

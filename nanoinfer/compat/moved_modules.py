@@ -19,6 +19,8 @@ MOVED = {
     "nanoinfer.chat": "nanoinfer.features.chat",
     "nanoinfer.embedding": "nanoinfer.features.embedding",
     "nanoinfer.training": "nanoinfer.features.training",
+    "nanoinfer.training.functions": "nanoinfer.features.policy.functions",
+    "nanoinfer.training.policy": "nanoinfer.features.policy.policy",
     "nanoinfer.engine.beam_search": "nanoinfer.features.beam_search.search",
     "nanoinfer.engine.metrics": "nanoinfer.features.metrics.engine_metrics",
     "nanoinfer.engine.speculative": "nanoinfer.features.drafts",

@@ -23,7 +23,7 @@ from nanoinfer.execution.executor import Executor, InFlight
 from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.scheduler import scheduling_classes
+from nanoinfer.scheduling.policies import scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ class LLMEngine:
         )
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
         for feature in features:
-            self.scheduler.limits |= feature.limits
+            self.scheduler.limits = {**self.scheduler.limits, **feature.limits}
         self.planner = planner
         is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         self.async_scheduling = is_async and planner is None

@@ -51,7 +51,6 @@ class Request:
         answer = self.answers[seq.index]
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
-            self.metrics.first_scheduled_time = self.sequences[0].first_scheduled_time
         elif answer.ending_ids is not None and token_id not in answer.ending_ids and len(seq.token_ids) < seq.max_num_tokens:
             return None  # nothing reads the token before the end
         reported: dict[str, list[Any]] = {}
@@ -75,8 +74,6 @@ class Request:
         if answer.stop and all(answer.stop for answer in self.answers):
             self.metrics.finished_time = time.perf_counter()
             self.metrics.num_output_tokens = self.num_output_tokens
-            self.metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
-            self.metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
             self.output = RequestOutput(
                 self.request_id,
                 self._prompt,

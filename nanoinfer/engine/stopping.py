@@ -3,7 +3,7 @@
 In: one sampled id at a time. Out: an Answer, whose text grows until it has a Stop.
 """
 
-from collections.abc import Sequence as Strings
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from nanoinfer.outputs import FinishReason
@@ -79,7 +79,7 @@ class StopStrings:
     'The '
     """
 
-    def __init__(self, stops: Strings[str]) -> None:
+    def __init__(self, stops: ListLike[str]) -> None:
         self.text = ""
         self._stops = stops
         self._firsts = {stop[0] for stop in stops}

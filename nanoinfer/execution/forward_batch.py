@@ -13,20 +13,11 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.execution.packing import pack
-from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
 # The extras of a sequence (Sequence.extras), its first packed token, and the token after its last.
 ExtraRuns = tuple[tuple[Mapping[str, object], int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PreviousTokens:
-    """The tokens that the previous step sampled, still on the device. rows[seq]: the sequence's row in token_ids."""
-
-    token_ids: Int[Tensor, " num_rows"]
-    rows: dict[Sequence, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +38,20 @@ class ForwardBatch:
     extras: ExtraRuns = ()
 
     @classmethod
-    def build(
-        cls,
-        plan: StepPlan,
-        block_size: int,
-        device: torch.device,
-        previous: PreviousTokens | None = None,
-    ) -> "ForwardBatch":
-        """Make the tensors of a plan.
-
-        previous: the previous step's tokens, if some of the newest tokens are only on the device. None: all are known.
-        """
-        packed = pack(plan, block_size, None if previous is None else previous.rows)
+    def build(cls, plan: StepPlan, block_size: int, device: torch.device) -> "ForwardBatch":
+        """Make the tensors of a plan."""
+        packed = pack(plan, block_size)
         query_start_loc = [0, *accumulate(packed.query_lens)]
         block_tables = padded([seq.block_table for seq in packed.sequences])
         logits_indices = [index for _, index in plan.rows]
-        all_tokens = list(range(len(packed.input_ids)))
-        has_all_rows = logits_indices == all_tokens
-        ids, positions, starts, lens, tables, slots, rows, placeholders, previous_rows = integers_on_device(
+        has_all_rows = logits_indices == list(range(len(packed.input_ids)))
+        ids, positions, starts, lens, tables, slots, rows = integers_on_device(
             [
                 packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
-                [] if has_all_rows else logits_indices, packed.placeholders, packed.previous_rows,
+                [] if has_all_rows else logits_indices,
             ],
             device,
         )  # fmt: skip
-        if previous is not None and packed.previous_rows == all_tokens and len(previous.token_ids) == len(all_tokens):
-            ids = previous.token_ids.clamp(min=0)  # -1 is no token, and its row is dropped later
-        elif previous is not None and packed.placeholders:
-            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)
         attention = AttentionMetadata(
             query_start_loc=starts,
             seq_lens=lens,

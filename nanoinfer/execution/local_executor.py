@@ -8,20 +8,21 @@ import time
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
-from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of
+from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,9 @@ class LocalExecutor:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._in_step():
             start = time.perf_counter()
-            before = None
+            batch = ForwardBatch.build(plan, self.info.block_size, self.device)
             if previous is not None:
-                its_rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
-                before = PreviousTokens(previous.tokens.token_ids, its_rows)
-            batch = ForwardBatch.build(plan, self.info.block_size, self.device, before)
+                fill_in(batch.input_ids, plan, previous.plan, previous.tokens.token_ids)
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
@@ -122,14 +121,28 @@ class LocalExecutor:
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
         """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""
-        if not plan.prompt_rows:
+        if not (prompt_rows := prompt_rows_of(plan.scheduled)):
             return False
         row_of = {seq: row for row, (seq, _) in enumerate(plan.rows)}
-        for chunk in plan.prompt_rows:
+        for chunk in prompt_rows:
             seq = chunk.sequence
             assert seq.reader is not None, "it wants its rows"
             seq.reader.read(self, hidden, chunk, ends, row_of.get(seq))
-        return any(chunk.sequence.is_answered for chunk in plan.prompt_rows)
+        return any(chunk.sequence.is_answered for chunk in prompt_rows)
+
+
+def fill_in(
+    input_ids: Int[Tensor, " num_tokens"], plan: StepPlan, previous: StepPlan, token_ids: Int[Tensor, " num_rows"]
+) -> None:
+    """Write the tokens that the previous step has sampled, and that only the device knows, into the plan's input."""
+    row_of = {seq: row for row, (seq, _) in enumerate(previous.rows)}
+    in_flight = [(seq, index) for seq, index in plan.rows if seq.num_tokens > len(seq.token_ids)]
+    indices, rows = [index for _, index in in_flight], [row_of[seq] for seq, _ in in_flight]
+    if len(indices) == len(input_ids) == len(token_ids) and rows == indices == [*range(len(rows))]:
+        torch.clamp(token_ids, min=0, out=input_ids)  # -1 is no token, and its row is dropped later
+    elif indices:
+        places, sources = integers_on_device([indices, rows], input_ids.device)
+        input_ids[places] = token_ids[sources].clamp(min=0)
 
 
 def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence, ScheduledSequence]) -> list[SequenceOutput]:

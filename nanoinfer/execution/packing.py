@@ -12,9 +12,7 @@ from nanoinfer.scheduling.step_plan import StepPlan
 class Packed(NamedTuple):
     """The input of a step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
 
-    input_ids: list[int]  # 0 for a placeholder
-    placeholders: list[int]  # indices of the tokens that are only on the device
-    previous_rows: list[int]  # where those tokens are in PreviousTokens
+    input_ids: list[int]
     positions: list[int]
     slots: list[int]
     query_lens: list[int]
@@ -22,22 +20,15 @@ class Packed(NamedTuple):
     sequences: list[Sequence]  # for each query
 
 
-def pack(plan: StepPlan, block_size: int, sampled: dict[Sequence, int] | None) -> Packed:
-    """Put the new tokens of all sequences in a row, each with its position and its slot in the cache.
-
-    sampled: the rows of the tokens that the previous step sampled and that are still on the device. None: all ids are known.
-    """
-    packed = Packed([], [], [], [], [], [], [], [])
-    input_ids, placeholders, previous_rows, positions, slots, query_lens, seq_lens, sequences = packed
+def pack(plan: StepPlan, block_size: int) -> Packed:
+    """Put the new tokens of all sequences in a row, each with its position and its slot in the cache."""
+    packed = Packed([], [], [], [], [], [])
+    input_ids, positions, slots, query_lens, seq_lens, sequences = packed
     for item in plan.scheduled:
         seq = item.sequence
         start = seq.num_computed_tokens
         end = start + item.num_new_tokens
-        input_ids += seq.token_ids[start:end]
-        if sampled is not None and end > len(seq.token_ids):
-            placeholders.append(len(input_ids))
-            previous_rows.append(sampled[seq])
-            input_ids.append(0)
+        input_ids += seq.token_ids[start:end] or [0]  # 0: its newest token is still being sampled
         if item.num_new_tokens == 1 and not item.draft_token_ids:  # as below, for most rows of most steps
             positions += (start,)
             slots += (seq.block_table[start // block_size] * block_size + start % block_size,)

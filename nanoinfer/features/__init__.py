@@ -3,15 +3,12 @@
 LLM has the methods of some features from their folders: ChatMethods, EmbeddingMethods, WeightMethods. They see LoadedLLM of it.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from nanoinfer.engine.inputs import PreparedRequest
     from nanoinfer.engine.llm_engine import LLMEngine
-    from nanoinfer.engine.prompts import PromptType
     from nanoinfer.engine.request import Request
-    from nanoinfer.features.adapters.request import LoRARequest
     from nanoinfer.loading.checkpoint import Checkpoint
     from nanoinfer.outputs import RequestOutput
     from nanoinfer.sampling_params import SamplingParams
@@ -25,13 +22,5 @@ class LoadedLLM(Protocol):
     @property
     def engine(self) -> "LLMEngine": ...
     def get_default_sampling_params(self) -> "SamplingParams": ...
-    def generate(
-        self,
-        prompts: "Sequence[PromptType]",
-        sampling_params: "Sequence[SamplingParams]",
-        use_tqdm: bool,
-        *,
-        lora_request: "LoRARequest | Sequence[LoRARequest | None] | None",
-        priority: Sequence[int] | None,
-    ) -> "list[RequestOutput]": ...
+    def generate(self, *prompts_and_params: Any, **options: Any) -> "list[RequestOutput]": ...
     def _complete(self, prepared: "list[PreparedRequest]", use_tqdm: bool) -> "list[Request]": ...

@@ -5,7 +5,7 @@ weights. Parameters have the names of the checkpoint, except where the family's 
 Weights of safetensors. Those of other formats are unpacked while they are read (features/formats).
 
 `find_sources` compares the headers, and `fill` reads the tensors. What has a layout of its own for the kernels is read from the
-checkpoint piece by piece instead (fast/stored.py).
+checkpoint piece by piece instead (features/training/stored.py).
 
 Files are memory-mapped. On a CPU, a filled matrix that has the model's dtype is a view of the file, so do not change the file
 while the model is in use. Everything else is copied piece by piece, and the file's pages are given back, so loading takes

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
-from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM
 from nanoinfer.models.registry import ConfigJson, refuse_others
 from nanoinfer.models.rope import RopeConfig
-from nanoinfer.models.windows import WindowedAttention, WindowedConfig, layer_windows
+from nanoinfer.models.windows import WindowedAttention, WindowedConfig, windowed_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,8 @@ class Gemma3Config(WindowedConfig):
         config = {"tie_word_embeddings": True, "head_dim": 256} | config | {"hidden_act": "silu"}
         config |= {"rope_scaling": None, "original_max_position_embeddings": None}
         bias = config.get("attention_bias", False)
-        fields = shared_fields(config | {"rope_parameters": rope})
         return cls(
-            **fields,
-            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
+            **windowed_fields(config | {"rope_parameters": rope}, kinds),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,

@@ -17,10 +17,10 @@ from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
-from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import ConfigJson, WeightRules
-from nanoinfer.models.windows import WindowedAttention, WindowedConfig, layer_windows
+from nanoinfer.models.windows import WindowedAttention, WindowedConfig, windowed_fields
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # the default
 
@@ -44,10 +44,8 @@ class GptOssConfig(WindowedConfig):
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])
         ]
         bias = config.get("attention_bias", True)
-        fields = shared_fields(config)
         return cls(
-            **fields,
-            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
+            **windowed_fields(config, kinds),
             **expert_fields(config),
             qkv_bias=bias,
             o_bias=bias,
@@ -103,7 +101,7 @@ class GptOssExperts(nn.Module):
 class GptOssDecoderLayer(QwenDecoderLayer):
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.mlp = GptOssExperts(config)
+        self.mlp = GptOssExperts(config)  # type: ignore[assignment]  # in the place of the dense one
 
 
 class GptOssForCausalLM(QwenForCausalLM):

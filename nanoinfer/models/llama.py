@@ -12,9 +12,9 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 from dataclasses import dataclass
 
 from nanoinfer.models.layers import SwiGLU
-from nanoinfer.models.qwen import QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.registry import ConfigJson
-from nanoinfer.models.windows import WindowedConfig, layer_windows
+from nanoinfer.models.windows import WindowedConfig, windowed_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,7 @@ class LlamaConfig(WindowedConfig):
         kinds = ["sliding_attention"] * config["num_hidden_layers"] if slides else []
         attention_bias = config.get("attention_bias", False)
         biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": config.get("mlp_bias", False)}
-        fields = shared_fields(config)
-        return cls(**fields, **biases, layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds))
+        return cls(**windowed_fields(config, kinds), **biases)
 
 
 class LlamaForCausalLM(QwenForCausalLM):

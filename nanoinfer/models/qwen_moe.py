@@ -126,7 +126,7 @@ class QwenMoeDecoderLayer(QwenDecoderLayer):
     def __init__(self, config: QwenMoeConfig, layer: int) -> None:
         super().__init__(config, layer)
         if layer in config.sparse_layers:
-            self.mlp = MixtureOfExperts(config)
+            self.mlp = MixtureOfExperts(config)  # type: ignore[assignment]  # in the place of the dense one
 
 
 class QwenMoeForCausalLM(QwenForCausalLM):

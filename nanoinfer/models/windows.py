@@ -6,23 +6,21 @@ Source: https://arxiv.org/abs/2310.06825 (Mistral).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.qwen import QwenAttention, QwenConfig
+from nanoinfer.models.qwen import QwenAttention, QwenConfig, shared_fields
 from nanoinfer.models.registry import ConfigJson
 
 
 def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
     """Return the window of each layer. None: full attention. (): no layer needs a window.
 
-    length: the most tokens of a text. YaRN may raise it above the max_position_embeddings of config.json.
-    kinds: the kind of each layer. None: read from layer_types in config.json, or for older Qwen2 from use_sliding_window and
-    max_window_layers, the first layer that slides.
-
-    Raises: the errors of from_hf.
+    length: the most tokens of a text, to which YaRN may stretch the model. kinds: the kind of each layer. None: as layer_types
+    of config.json says, or for older Qwen2 max_window_layers, the first layer that slides. Raises: the errors of from_hf.
     """
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
     if kinds is None:
@@ -44,6 +42,12 @@ def layer_windows(config: ConfigJson, length: int, kinds: Sequence[str] | None) 
     if type(window) is not int or window < 1:
         raise CheckpointError(f"sliding_window must be a number >= 1, because some layers slide, got {shown(window)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds) if window < length else ()
+
+
+def windowed_fields(config: ConfigJson, kinds: Sequence[str] | None) -> dict[str, Any]:
+    """Return shared_fields, and the windows of layers of these kinds. Raises: the errors of from_hf."""
+    fields = shared_fields(config)
+    return fields | {"layer_windows": layer_windows(config, fields["max_position_embeddings"], kinds)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,7 @@ def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
     positions: list[int] = []
     previous = None
     for seq in sequences:
-        positions += (positions[-1] + 1 if seq is previous else len(seq.token_ids) + seq.num_pending_tokens,)
+        positions += (positions[-1] + 1 if seq is previous else seq.num_tokens,)
         previous = seq
     return positions
 

@@ -1,16 +1,10 @@
 """Decide which cache blocks belong to which sequence. This is pure bookkeeping: block ids and counts, no tensors.
 
-A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i has
-slot `block_table[i // block_size] * block_size + i % block_size`:
-
 - Reference counts (pool.py): after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
 - Prefix caching (prefix_index.py): a prompt begins with the blocks that hold its start. Freed blocks keep their content until
   they are needed, the least recently used first.
 - Copy on write: a fork shares all blocks, including the partly filled last block. Before a sequence writes into a shared block,
   it gets its own copy, which the executor makes before the forward pass.
-
-    tokens   [ the cat sat on | the mat and     ]         block_size 4
-    table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
 LLM(block_manager_cls=...). `explain` says who holds a block, and why. Subclasses for layers that keep less than every token,
@@ -19,7 +13,7 @@ and for blocks that outlive the memory, are in features/hybrid and features/disk
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
@@ -31,6 +25,12 @@ from nanoinfer.scheduling.sequence import Sequence
 class BlockManager:
     """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys.
 
+    A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i
+    has slot `block_table[i // block_size] * block_size + i % block_size`.
+
+        tokens   [ the cat sat on | the mat and     ]         block_size 4
+        table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
+
     >>> manager = BlockManager(num_blocks=4, block_size=2)
     >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=8)
     >>> manager.allocate(seq, 3), seq.block_table, manager.num_free_blocks
@@ -39,10 +39,12 @@ class BlockManager:
     Attributes:
         blocks: the pool that counts references to blocks.
         index: the prefix cache.
+        counts: what a subclass counts for the metrics, by the names of the counters.
         acts_each_step: whether cache_finished_blocks has something to do when no block was filled.
     """
 
     acts_each_step = False
+    counts: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class BlockManager:
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:
         """Return the longest chain of full cached blocks that hold the start of token_ids, each block with its key."""
-        return self.index.match(token_ids, cache_salt) if self.enable_prefix_caching else []
+        keys = self.index.chain(token_ids, cache_salt) if self.enable_prefix_caching else []
+        return [(key, self.index.ids[key]) for key in keys]
 
     def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
         """Return whether all tokens of a waiting sequence with this prefix fit, and num_kept_free blocks more."""
@@ -113,7 +116,7 @@ class BlockManager:
         found: list[bool] = []
         for seq in sequences:
             start, table = seq.num_computed_tokens, seq.block_table
-            if len(seq.token_ids) + seq.num_pending_tokens != start + 1:
+            if seq.num_tokens != start + 1:
                 return None
             found += (start < len(table) * block_size and ref_counts[table[start // block_size]] == 1,)
         return found if found.count(False) <= self.num_free_blocks else None
@@ -161,7 +164,10 @@ class BlockManager:
         copies, table, end = [], seq.block_table, seq.num_computed_tokens + num_new_tokens
         for index in range(seq.num_computed_tokens // self.block_size, len(table)):
             if self.blocks.ref_counts[table[index]] > 1:  # true for at most one block, after a fork
-                copies.append(self._replace_shared(seq, table, index))
+                shared, table[index] = table[index], self._take()
+                self.blocks.drop([shared])
+                copies.append((shared, table[index]))
+                self.observer.block_copied(seq, shared, table[index])
         num_before = len(table)
         while len(table) * self.block_size < end:
             table.append(self._take())  # one by one, because a policy may raise
@@ -176,7 +182,7 @@ class BlockManager:
             full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
             seq.prefix_keys += [key for _, key in full]
             # If another sequence filled a block with the same tokens first, its block stays in the cache.
-            cached = self._enter(seq, full, num_cached)
+            cached = self.index.enter(full, seq.block_table[num_cached:num_full])
             self.observer.blocks_changed("cached", seq, cached)
 
     def forget_cached(self, seq: Sequence) -> None:
@@ -213,17 +219,6 @@ class BlockManager:
         """Do what is to be done before the engine ends: nothing."""
 
     # ---- inside
-
-    def _enter(self, seq: Sequence, full: list[tuple[bytes, bytes]], num_cached: int) -> list[int]:
-        """Add the blocks after the first num_cached, which have these contents and keys. Return those that are new."""
-        return self.index.enter(full, seq.block_table[num_cached : num_cached + len(full)])
-
-    def _replace_shared(self, seq: Sequence, table: list[int], index: int) -> tuple[int, int]:
-        """Put a block of its own into a sequence's table, in the place of a shared block. Return both, the shared one first."""
-        shared, table[index] = table[index], self._take()
-        self.blocks.drop([shared])
-        self.observer.block_copied(seq, shared, table[index])
-        return shared, table[index]
 
     def _take(self) -> int:
         """Take a free block. If none is empty, the content of a cached block leaves the prefix cache."""

@@ -19,6 +19,9 @@ class SchedulingObserver:
     def blocks_forked(self, parent: Sequence, child: Sequence, blocks: ListLike[int]) -> None: ...
     def block_copied(self, seq: Sequence, source: int, target: int) -> None: ...  # before the sequence writes into it
     def block_evicted(self, block: int) -> None: ...  # from the prefix cache
+    def scheduling_begun(self) -> None: ...  # of the next step
+    def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None: ...  # also after a preemption
+    def sequence_preempted(self, seq: Sequence) -> None: ...  # also after a step has failed
     def step_scheduled(self, plan: StepPlan, scheduler: "Scheduler") -> None: ...  # also a plan without sequences
 
 

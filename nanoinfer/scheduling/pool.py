@@ -1,9 +1,4 @@
-"""Count which blocks are held, and remember what the free blocks still contain. This is pure bookkeeping, no tensors.
-
-held       used by a sequence: its reference count says in how many places
-reusable   free, and its content is in the prefix index, where a prompt may find it
-empty      free, without content that could be found
-"""
+"""Count which blocks are held, and remember what the free blocks still contain. This is pure bookkeeping, no tensors."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -11,6 +6,10 @@ from collections.abc import Iterable
 
 class Pool:
     """The ids 0 .. size - 1, each of which is held, reusable or empty.
+
+        held       used by a sequence: its reference count says in how many places
+        reusable   free, and its content is in the prefix index, where a prompt may find it
+        empty      free, without content that could be found
 
     Attributes:
         ref_counts: the reference count of each id.

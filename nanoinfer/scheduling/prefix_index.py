@@ -1,14 +1,6 @@
 """Find the blocks that hold the beginning of a prompt: the prefix cache of a BlockManager. It knows keys and ids, no tensors.
 
-A full block has a content and a key, both bytes, which describe what the block holds, whoever computed it:
-
-    content of block i = key of block i - 1, tokens of block i
-    key of block i     = SHA-256 digest of its content                  before the first block: digest of the salt
-
-So a key stands for all tokens up to a block's end. Prefixes with different tokens have different keys as long as nobody finds
-two inputs with the same SHA-256 digest. A salt separates tenants, and a request's salt contains the digest of its adapter.
-
-The keys of the contents in memory are kept, so that a lookup computes no digest.
+A salt separates tenants, and a request's salt contains the digest of its adapter.
 """
 
 from collections.abc import Iterator
@@ -22,7 +14,13 @@ Prefix = list[tuple[bytes, int]]  # the keys of the blocks that hold the beginni
 
 
 class PrefixIndex:
-    """The index of all contents in memory.
+    """The index of all contents in memory. A full block has a content and a key, which describe what it holds.
+
+        content of block i = key of block i - 1, tokens of block i
+        key of block i     = SHA-256 digest of its content              before the first block: digest of the salt
+
+    So a key stands for all tokens up to a block's end. Prefixes with different tokens have different keys as long as nobody
+    finds two inputs with the same SHA-256 digest. The keys are kept, so that a lookup computes no digest.
 
     Attributes:
         pool: the pool of the blocks.
@@ -66,10 +64,6 @@ class PrefixIndex:
                 break
             keys.append(key := found)
         return keys
-
-    def match(self, token_ids: list[int], cache_salt: str | None) -> Prefix:
-        """Return the longest chain of blocks in memory that hold the start of token_ids."""
-        return [(key, self.ids[key]) for key in self.chain(token_ids, cache_salt)]
 
     # ---- changes
 

@@ -1,23 +1,14 @@
 """Decide which sequences run in a step, and how many tokens of each. This is pure bookkeeping, without tensors.
 
-In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
+In: sequences, as they arrive. Out: a StepPlan per step. Scheduler has the rules 1 to 4, in the order in which they are applied.
+Two more are about several answers and about what waits:
 
-1. First come, first served. A running sequence is older than every waiting sequence, except where rules 5 to 7 say otherwise.
-2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
-   `max_num_batched_tokens` limits the tokens of all others.
-3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
-   a sequence's boundaries. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
-4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of the
-   queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
 5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
    of the prompt again.
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
    request: their known tokens, another block for each that may grow so far, and a block for each fork. No sequence starts in a
    step in which rule 4 preempts. A sequence that would exceed one of `limits` waits, and others may pass it.
-7. A subclass may preempt a running sequence for a waiting one, which then starts in the same step, before any other, so
-   that the preempted sequence does not take the room again. A start preempts at most one sequence, which has a new token since
-   its own start, so that no two sequences preempt each other without progress.
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but a prefix hit skips the first cuts, and a preempted sequence computes its output as if it were prompt. With
@@ -26,31 +17,33 @@ batch_invariant the cuts change no bit, because the executor computes the attent
 The scheduler always makes progress: the oldest running sequence can preempt all others and fits alone, because max_model_len
 is at most what the pool holds, and if nothing runs, every block is free and the head of the queue starts.
 
-A subclass, LLM(scheduler_cls=...), may override five methods: order_waiting (rule 1), choose_victim (rule 4), may_start and
-num_reserved_blocks (rule 6), to_preempt (rule 7). policies.py has two such classes. A policy cannot change a token or lose a
-block. It only decides which sequence waits.
+A subclass, LLM(scheduler_cls=...), may override four methods: order_waiting (rule 1), choose_victim (rule 4), may_start and
+num_reserved_blocks (rule 6). policies.py has two such classes, and PreemptingScheduler, whose subclasses also preempt a running
+sequence for a waiting one (rule 7). A policy cannot change a token or lose a block. It only decides which sequence waits.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 
-from nanoinfer.config import EngineConfig, SchedulerConfig
-from nanoinfer.errors import InvalidTypeError, NanoinferError
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 
 @dataclass(slots=True)
-class _Selection:
+class Selection:
     """What a step will contain, while schedule() decides it."""
 
     budget: int  # the tokens that are left for sequences with more than one new token
+    num_kept_free: int = 0  # the blocks that stay free for the running sequences when others start
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
@@ -65,6 +58,14 @@ class _Selection:
 class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
+    1. First come, first served. A running sequence is older than every waiting one, but for what rules 5 and 6 say.
+    2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
+       max_num_batched_tokens limits the tokens of all others.
+    3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
+       move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
+    4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of
+       the queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
+
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new sequences in the order of their arrival.
         running: the running sequences, in the order in which they started.
@@ -74,16 +75,14 @@ class Scheduler:
     """
 
     reads_priority = False
+    limits: Mapping[str, int] = MappingProxyType({})
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager, observer: SchedulingObserver = NOBODY) -> None:
-        self.config = config
-        self.block_manager = block_manager
+        self.config, self.block_manager = config, block_manager
         self.observer = observer
-        self.limits: dict[str, int] = {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._num_steps = 0
 
     # ---- for subclasses to override
 
@@ -111,15 +110,6 @@ class Scheduler:
         """Choose the running sequence to preempt so that `seq` gets its next block. It may be `seq`, which runs too."""
         return running[-1]
 
-    def to_preempt(self, running: list[Sequence], waiting: list[Sequence]) -> Sequence | None:
-        """Choose a running sequence that makes room for waiting[0]. None: waiting[0] waits.
-
-        Args:
-            running: the sequences that may be chosen (rule 7), in the order in which they started.
-            waiting: the next sequence to start, which lacks room, then all others.
-        """
-        return None
-
     # ---- queries and changes
 
     @property
@@ -135,36 +125,20 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide one step, and give every scheduled sequence its blocks."""
-        start = time.perf_counter()
-        selection = _Selection(self.config.max_num_batched_tokens)
-        if not self._continue_decodes(selection):
-            self._continue_running(selection)
-        has_place = len(self.running) < self.config.max_num_seqs or type(self).to_preempt is not Scheduler.to_preempt
-        if self.waiting and not selection.preempted and has_place:
+        self.observer.scheduling_begun()
+        selection = Selection(self.config.max_num_batched_tokens)
+        self._continue_running(selection)
+        if self.waiting and not selection.preempted:
             self._start_waiting(selection)
-            if not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks:
-                raise NanoinferError(
-                    f"{type(self).__name__} starts none of {len(self.waiting)} waiting sequences, and none runs; order_waiting "
-                    "must return one that may_start accepts"
-                )
         self._make_forks_wait(selection.scheduled)
         single = [item for item in selection.scheduled if item.num_new_tokens == 1]  # each group by arrival
         scheduled = [*single, *(item for item in selection.scheduled if item.num_new_tokens > 1)]
-        plan = StepPlan(
-            scheduled=tuple(scheduled),
-            rows=rows_of(scheduled),
-            prompt_rows=prompt_rows_of(scheduled),
-            block_copies=tuple(chain.from_iterable(selection.copies.values())),
-            preempted=tuple(selection.preempted),
-            step=self._num_steps,
-            schedule_seconds=time.perf_counter() - start,
-        )
-        self._num_steps += bool(scheduled)
+        plan = StepPlan(tuple(scheduled), rows_of(scheduled), tuple(chain.from_iterable(selection.copies.values())))
         self.observer.step_scheduled(plan, self)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Count the tokens of a launched plan as cached and those that it samples as pending, and cache full blocks.
+        """Count the tokens of a launched plan as cached and those that it samples as tokens, and cache full blocks.
 
         The forward pass may still be in flight, because later launches run after it.
         """
@@ -174,18 +148,17 @@ class Scheduler:
             num_computed = seq.num_computed_tokens = seq.num_computed_tokens + item.num_new_tokens
             fills_block = manager.enable_prefix_caching and num_computed // manager.block_size > len(seq.prefix_keys)
             if fills_block or manager.acts_each_step:
-                manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # pending tokens have no id yet
+                manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # a sampled token has no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)
         for seq in dict.fromkeys([seq for seq, _ in plan.rows]):  # each sequence once, whatever the number of its drafts
-            seq.num_pending_tokens += 1
+            seq.num_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
-        """Append a sampled token. A step that accepts drafts has several for a sequence."""
+        """Append a sampled token, which commit has counted. A step that accepts drafts has several for a sequence."""
         seq.token_ids.append(token_id)
-        if seq.num_pending_tokens:
-            seq.num_pending_tokens -= 1
-        else:
+        if len(seq.token_ids) > seq.num_tokens:
+            seq.num_tokens += 1
             seq.num_computed_tokens += 1  # the token before was an accepted draft, which the step has computed
 
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
@@ -199,78 +172,70 @@ class Scheduler:
             self.running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
-        self._free(seq)
-        seq.status = SequenceStatus.FINISHED
+        self.block_manager.free(seq)
+        seq.num_computed_tokens, seq.status = 0, SequenceStatus.FINISHED
         seq.as_decode = None  # it refers to the sequence, whose memory would wait for the garbage collector
 
-    def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
-        """Return the number of tokens up to the next multiple of the chunk grid or the sequence's end.
-
-        num_computed_tokens: the position at which the chunk begins. None: the sequence's own count.
-        """
-        start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
+    def next_chunk(self, seq: Sequence, start: int) -> int:
+        """Return the number of tokens from `start` up to the next multiple of the chunk grid or the sequence's end."""
         grid = self.config.chunk_grid
         return min(seq.num_tokens - start, grid - start % grid)
 
     def restart(self) -> None:
-        """Requeue every running sequence in order after a failed step, so that pending tokens are sampled again."""
-        for seq in reversed(self.running):
+        """Requeue every running sequence in order after a failed step, so that tokens in flight are sampled again."""
+        for seq in self.running[::-1]:
             self._preempt(seq)
-        self.running.clear()
         for seq in self.waiting:
-            seq.num_pending_tokens = 0
+            seq.num_tokens = len(seq.token_ids)
 
     # ---- inside
 
-    def _continue_running(self, selection: _Selection) -> None:
+    def _continue_running(self, selection: Selection) -> None:
         """Schedule the running sequences, oldest first, and preempt where blocks run out."""
-        for seq in list(self.running):
-            num_new = self.next_chunk(seq)
+        for seq in self._left_to_schedule(selection):
+            num_new = self.next_chunk(seq, seq.num_computed_tokens)
             if seq.status is not SequenceStatus.RUNNING:
                 pass  # it was preempted for an earlier sequence of this loop
-            elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                pass  # the pending token is its last token
             elif num_new > 1 and selection.budget < num_new:
                 selection.budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, selection):
                 self._select(selection, seq, num_new)
 
-    def _continue_decodes(self, selection: _Selection) -> bool:
-        """Do what _continue_running does, in less time, if each sequence has a single new token and blocks suffice for all.
+    def _left_to_schedule(self, selection: Selection) -> list[Sequence]:
+        """Return the running sequences that are still to be scheduled: those that have a token to compute.
 
-        Returns whether this is so.
+        If each has a single one, and blocks suffice for all, they are scheduled here in less time, and none is left.
         """
         slots = self.block_manager.next_slots(self.running)
-        for seq, slot in zip(self.running, slots or (), strict=slots is not None):
-            if seq.num_pending_tokens and seq.num_computed_tokens + 1 >= seq.max_num_tokens:
-                pass  # the pending token is its last token
+        if slots is None:
+            return [seq for seq in self.running if seq.num_tokens < seq.max_num_tokens or seq.num_tokens == len(seq.token_ids)]
+        for seq, slot in zip(self.running, slots, strict=True):
+            if seq.num_tokens >= seq.max_num_tokens and seq.num_tokens > len(seq.token_ids):
+                pass  # its last token is in flight
             elif slot:
                 seq.as_decode = seq.as_decode or ScheduledSequence(seq, 1)
                 selection.scheduled += (seq.as_decode,)
                 selection.copies[seq] = []
             else:
                 self._select(selection, seq, 1)
-        return slots is not None
+        return []
 
-    def _start_waiting(self, selection: _Selection) -> None:
+    def _start_waiting(self, selection: Selection) -> None:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""
-        num_reserved = sum(map(self._num_kept_free, self.running))
+        if not self._has_place():
+            return
+        selection.num_kept_free = sum(map(self._num_kept_free, self.running))
         in_use = {name: {seq.extras.get(name) for seq in self.running} for name in self.limits}
         started: list[Sequence] = []
         try:
             for seq in self.order_waiting(self.waiting):
-                has_place = len(self.running) < self.config.max_num_seqs
-                if not has_place and type(self).to_preempt is Scheduler.to_preempt:
+                if not self._has_place():
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
                 if (self.limits and self._exceeds_limit(seq, in_use)) or not self.may_start(seq):
                     continue
                 started.append(seq)
-                if has_place and self._start(selection, seq, num_reserved):
-                    num_reserved += self._num_kept_free(seq)
-                elif self._start_instead(selection, seq):
-                    num_reserved = sum(map(self._num_kept_free, self.running))
-                else:
+                if not self._start(selection, seq):
                     started.pop()
                     break
                 for name, values in in_use.items():
@@ -278,69 +243,50 @@ class Scheduler:
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
-            self.waiting.extendleft(selection.preempted)
+        if not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks:
+            raise NanoinferError(
+                f"{type(self).__name__} starts none of {len(self.waiting)} waiting sequences, and none runs; order_waiting "
+                "must return one that may_start accepts"
+            )
+
+    def _has_place(self) -> bool:
+        return len(self.running) < self.config.max_num_seqs
 
     def _exceeds_limit(self, seq: Sequence, in_use: dict[str, set[object]]) -> bool:
         return any(len((in_use[name] | {seq.extras.get(name)}) - {None}) > most for name, most in self.limits.items())
 
-    def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
+    def _start(self, selection: Selection, seq: Sequence) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
         prefix = self._prefix_of(seq)
         num_cached = len(prefix) * self.block_manager.block_size
         num_new = self.next_chunk(seq, num_cached)
         if num_new > 1 and selection.budget < num_new:
             return False
-        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
+        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=selection.num_kept_free):
             return False
         self.running.append(seq)
         seq.status = SequenceStatus.RUNNING
         self.block_manager.start(seq, prefix)
         seq.num_computed_tokens = num_cached
-        seq.num_tokens_at_start = seq.num_tokens
-        if seq.num_preemptions == 0:
-            seq.num_cached_tokens, seq.first_scheduled_time = num_cached, self.clock()
+        self.observer.sequence_started(seq, num_cached)
         self._select(selection, seq, num_new)
-        return True
-
-    def _start_instead(self, selection: _Selection, seq: Sequence) -> bool:
-        """Start a sequence in place of the sequence that to_preempt chooses. Return False if this makes too little room.
-
-        The caller queues selection.preempted, because the policy may be iterating over `waiting`.
-        """
-        running = [other for other in self.running if other.num_tokens > other.num_tokens_at_start]
-        others = [other for other in self.waiting if other is not seq and other.status is SequenceStatus.WAITING]
-        if not running or (victim := self.to_preempt(running, [seq, *others])) is None:
-            return False
-        assert victim in running, "to_preempt returns one of the running sequences that it is given"
-        prefix = self._prefix_of(seq)
-        num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
-        num_reserved = sum(self._num_kept_free(other) for other in self.running if other is not victim)
-        num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
-        if num_new > 1 and selection.budget < num_new:  # a victim has a single new token, which leaves no budget
-            return False
-        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
-            return False
-        self.running.remove(victim)
-        self._stop(victim)
-        selection.drop(victim)
-        assert self._start(selection, seq, num_reserved), "there is room, as was computed"
+        selection.num_kept_free += self._num_kept_free(seq)
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
         return Prefix() if seq.needs_all_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
-    def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
+    def _select(self, selection: Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are free blocks."""
         selection.copies[seq] = self.block_manager.allocate(seq, num_new_tokens)
         selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
         selection.budget -= num_new_tokens if num_new_tokens > 1 else 0
 
-    def _make_room(self, seq: Sequence, num_new_tokens: int, selection: _Selection) -> bool:
+    def _make_room(self, seq: Sequence, num_new_tokens: int, selection: Selection) -> bool:
         """Preempt sequences until the next tokens of `seq` have blocks. Return False if `seq` itself was preempted."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
             victim = self.choose_victim(self.running, seq)
             assert victim.status is SequenceStatus.RUNNING, "choose_victim returns a running sequence"
-            self.running.remove(victim)
             self._preempt(victim)
             selection.drop(victim)
             if victim is seq:
@@ -348,14 +294,15 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Requeue a sequence, which the caller removes from `running`."""
+        """Requeue a running sequence."""
         self._stop(seq)
         self.waiting.appendleft(seq)
 
     def _stop(self, seq: Sequence) -> None:
-        self._free(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_preemptions += 1
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
+        self.observer.sequence_preempted(seq)
 
     def _num_kept_free(self, seq: Sequence) -> int:
         return self.num_reserved_blocks(seq) + len(seq.forks)
@@ -383,20 +330,3 @@ class Scheduler:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens
             fork.status = SequenceStatus.RUNNING
-
-    def _free(self, seq: Sequence) -> None:
-        self.block_manager.free(seq)
-        seq.num_computed_tokens = 0
-
-
-def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
-    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
-    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
-    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
-        if not issubclass(given, base):
-            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
-    if config.scheduler.scheduling_policy != "fcfs":
-        from nanoinfer.scheduling.policies import POLICIES
-
-        scheduler = POLICIES[config.scheduler.scheduling_policy]
-    return scheduler, block_manager

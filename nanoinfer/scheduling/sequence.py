@@ -93,13 +93,9 @@ class Sequence:
     extras: Mapping[str, object] = field(default_factory=dict)  # name -> what a feature reads in the sequence's steps
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
-    num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
+    num_tokens: int = field(init=False)  # those of token_ids, and one that is still being sampled: the scheduler
     num_computed_tokens: int = field(default=0, init=False)  # the number of tokens in the cache: the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
-    num_tokens_at_start: int = field(default=0, init=False)  # the number of tokens when it last began to run: the scheduler
-    num_preemptions: int = field(default=0, init=False)  # the scheduler
-    num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
-    first_scheduled_time: float | None = field(default=None, init=False)  # on the clock of arrival_time: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the keys of its full, cached blocks: the block manager
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING: set by the engine, taken by the scheduler
@@ -108,6 +104,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
 
     @property
     def sequence_id(self) -> str:
@@ -131,11 +128,6 @@ class Sequence:
         if not self.constraints:
             return sys.maxsize
         return min([each.num_free(self.num_tokens - len(self.prompt_token_ids)) for each in self.constraints])
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of known and pending tokens."""
-        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_new_tokens(self) -> int:

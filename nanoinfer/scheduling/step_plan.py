@@ -59,21 +59,13 @@ class StepPlan:
         rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
             its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
             its newest token and a row for each draft.
-        prompt_rows: the prompt tokens whose hidden rows are read.
         block_copies: the (from, to) blocks that are copied before the forward pass.
-        preempted: the sequences that lost their blocks to this step.
-        step: the number of the step, which the scheduler counts from 0.
-        schedule_seconds: the seconds that the scheduler took to decide.
         sampler: the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     rows: tuple[tuple[Sequence, int], ...] = ()
-    prompt_rows: tuple[PromptRows, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
-    preempted: tuple[Sequence, ...] = ()
-    step: int = -1
-    schedule_seconds: float = 0.0
     sampler: Callable[..., Any] | None = None
 
     @property

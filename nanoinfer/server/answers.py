@@ -98,7 +98,7 @@ class Answers:
         """Return the usage so far."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self.num_tokens
-        cached = sum(stream.request.sequences[0].num_cached_tokens for stream in self.streams if stream.request is not None)
+        cached = sum(stream.request.metrics.num_cached_tokens for stream in self.streams if stream.request is not None)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

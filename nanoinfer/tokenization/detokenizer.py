@@ -21,7 +21,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._held: list[int] = []  # ids whose text is not released yet
@@ -35,7 +35,7 @@ class Detokenizer:
         """Add an id and return the text that it releases, or "" while a character is incomplete."""
         self._held.append(token_id)
         try:
-            text = self._stream.step(self._tokenizer.backend, token_id)
+            text = self._stream.step(self._backend, token_id)
         except Exception:  # "Invalid prefix": an id changed the text before it. Start a new stream after the released text.
             # The recursion ends: a new stream cannot raise before it has released text, and then fewer ids are held.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
@@ -61,7 +61,7 @@ class Detokenizer:
         before = self._decode_complete(self._held)
         texts = []
         for token_id in token_ids:
-            text = self._tokenizer.token_text(token_id)
+            text = self._backend.decode([token_id], skip_special_tokens=False)
             if REPLACEMENT in text:
                 text = self._decode_complete([*self._held, token_id])[len(before) :]
             texts.append(text)
@@ -71,11 +71,11 @@ class Detokenizer:
         """Return {id: text} for those texts that are special tokens, which the text leaves out."""
         if not self._skip_special_tokens or not texts:
             return {}
-        special = {token.content: i for i, token in self._tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        special = {token.content: i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
         return {special[text]: text for text in texts if text in special}
 
     def _decode_complete(self, token_ids: list[int]) -> str:
-        return without_incomplete_end(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+        return without_incomplete_end(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
 
 class NoText(Detokenizer):

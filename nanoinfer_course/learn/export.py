@@ -41,8 +41,15 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "top_k": 20},
     {"temperature": 1.0, "min_p": 0.05, "stop": [". He", "day"]},
     {"temperature": 0.9, "repetition_penalty": 1.2, "min_tokens": 30},
-    {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "allowed_token_ids": list(range(0, 1900, 2))},
+    {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.5, "frequency_penalty": 0.2},
 )
+# What one_file/engine.py says of itself
+REFERENCE = {
+    "title": "An LLM inference engine in one file: continuous batching, paged KV cache, prefix cache, preemption.",
+    "origin": "Generated from nanoinfer's source by `make one-file`. Change it there.",
+    "model": 'parents[1] / "nanoinfer/loading/bundled/tiny-qwen3"',
+}
+EXPORTED_MODEL = 'parent / "models" / "tiny-qwen3"'
 # Runs a script without what only nanoinfer needs.
 ALONE = "import runpy, sys; sys.modules.update(dict.fromkeys(('nanoinfer', 'transformers', 'jaxtyping', 'numpy'))); "
 ALONE += "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -90,14 +97,22 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
     imports = [text for each in own.values() for text in each.imports]
     helpers = [text for each in own.values() for text in each.helpers]
     bodies = {(task.function.module, task.function.qualname): own[task.name].source for task in tasks if own}
-    template = _template("engine.py", {"title": title, "version": nanoinfer.__version__})
-    used = {name for task in tasks for entry in task.have for name in entry.split()[1:]}  # a learner may use all of them
-    engine = tangle(template, bodies, used.union(*map(names_in, (_reference(tasks), *readers, *helpers))))
+    about = {
+        "title": title,
+        "origin": f"Tangled from the source of nanoinfer {nanoinfer.__version__}.",
+        "model": EXPORTED_MODEL,
+    }
+    before, separator, server = _template("engine.py", about).partition("# ---- 18.")
+    # The tasks' functions, and all that a task says a learner has.
+    names = [name for task in tasks for entry in (*task.have, f"- {task.function.name}") for name in entry.split()[1:]]
+    used = {prefix + name for name in names for prefix in ("", ".")}
+    used = used.union(*map(names_in, (_reference(tasks), *readers, *helpers)))
+    engine = tangle(before + _read("parts.py") + separator + server, bodies, used)
     in_engine = _imported(engine)
-    imports = [text for text in imports if not _imported(text) <= in_engine]
-    for name, texts, end in (("imports", imports, "\n"), ("helpers", helpers, "\n\n\n")):
-        engine = engine.replace(f"#: {name} of your files\n", "".join(text + end for text in dict.fromkeys(texts)))
-    engine = re.sub(r"\n{4,}", "\n\n\n", engine)
+    imports = [f"{text}\n" for text in dict.fromkeys(imports) if not _imported(text) <= in_engine]
+    helpers = [f"{text}\n\n\n" for text in dict.fromkeys(helpers)]
+    for place, texts in (("\nBool = Float", imports), ("# ---- 1.", helpers)):
+        engine = engine.replace(place, "".join(texts) + place, 1)
     if missing := missing_names(engine):
         raise InvalidValueError(f"your files read {', '.join(sorted(missing))}, which one file does not have; do without")
     if repeated := repeated_names(engine):
@@ -105,6 +120,11 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
             f"one file would define {', '.join(sorted(repeated))} more than once; rename those of your files"
         )
     return engine
+
+
+def reference_file() -> str:
+    """Return the text of one_file/engine.py."""
+    return tangle(_template("engine.py", REFERENCE), {}, set())
 
 
 def export(folder: Path, tasks: list[Task], files: Mapping[str, Path], num_prompts: int) -> dict[str, Any]:
@@ -233,3 +253,7 @@ def _read(name: str) -> str:
 
 def _template(name: str, values: Mapping[str, Any]) -> str:
     return Template(_read(name)).substitute(values)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference_file(), encoding="utf-8")

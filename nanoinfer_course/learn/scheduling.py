@@ -9,7 +9,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import PrefixIndex
-from nanoinfer.scheduling.scheduler import Scheduler, _Selection
+from nanoinfer.scheduling.scheduler import Scheduler, Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 from nanoinfer_course.learn.check import Case
@@ -20,6 +20,11 @@ PARAMS = SamplingParams()  # making them checks all of their fields
 
 def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r", cache_salt: str | None = None) -> Sequence:
     return Sequence(name, list(token_ids), PARAMS, seed=0, max_num_tokens=max_num_tokens, cache_salt=cache_salt)
+
+
+def _grow(seq: Sequence, token_id: int) -> None:
+    seq.token_ids.append(token_id)
+    seq.num_tokens += 1
 
 
 def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, caching: bool = True) -> BlockManager:
@@ -63,12 +68,12 @@ def _replay(name: str, block_size: int, prompts: list[list[int]], version: Versi
         child = _sequence(parent.token_ids)
         manager.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.token_ids.append(7)
+        _grow(child, 7)
         seen["a fork, result of allocate"] = _compute(manager, child)
         seen["a fork, block table"] = list(child.block_table)
         alive.append(child)
     if alive:
-        alive[-1].token_ids.append(8)
+        _grow(alive[-1], 8)
         seen["the last fork's next token, result of allocate"] = _compute(manager, alive[-1])
     seen["free blocks"] = manager.num_free_blocks
     for seq in alive:
@@ -154,8 +159,8 @@ def _simulate(
             f"step {step}, what runs, and tokens": [
                 (item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled
             ],
-            f"step {step}, what is preempted": [seq.sequence_id for seq in plan.preempted],
-            f"step {step}, num_cached_tokens": [item.sequence.num_cached_tokens for item in plan.scheduled],
+            f"step {step}, what waits": [seq.sequence_id for seq in scheduler.waiting],
+            f"step {step}, cached tokens": [item.sequence.num_computed_tokens for item in plan.scheduled],
             f"step {step}, block tables": [list(item.sequence.block_table) for item in plan.scheduled],
         }
         scheduler.commit(plan)
@@ -182,7 +187,7 @@ def _scheduler(name: str, version: Version, seed: int) -> tuple[Scheduler, rando
         scheduler.block_manager.allocate(seq, num_computed)
         seq.num_computed_tokens, seq.status = num_computed, SequenceStatus.RUNNING
         if rng.random() < 0.3 and num_computed == len(seq.token_ids) - 1:  # its newest token is still being sampled
-            seq.num_computed_tokens, seq.num_pending_tokens = len(seq.token_ids), 1
+            seq.num_computed_tokens, seq.num_tokens = len(seq.token_ids), len(seq.token_ids) + 1
             seq.max_num_tokens = seq.num_tokens + rng.choice([0, 5])
         scheduler.running.append(seq)
     return scheduler, rng
@@ -190,8 +195,8 @@ def _scheduler(name: str, version: Version, seed: int) -> tuple[Scheduler, rando
 
 def _described(scheduler: Scheduler) -> str:
     rows = [
-        f"  {seq.request_id}: {seq.num_computed_tokens} of {seq.num_tokens} tokens computed, {seq.num_pending_tokens} pending, "
-        f"max {seq.max_num_tokens}, blocks {seq.block_table}"
+        f"  {seq.request_id}: {seq.num_computed_tokens} of {seq.num_tokens} tokens computed, "
+        f"{seq.num_tokens - len(seq.token_ids)} in flight, max {seq.max_num_tokens}, blocks {seq.block_table}"
         for seq in scheduler.running
     ]
     return "\n".join(
@@ -202,13 +207,13 @@ def _described(scheduler: Scheduler) -> str:
     )
 
 
-def _effects(scheduler: Scheduler, selection: _Selection) -> dict[str, object]:
+def _effects(scheduler: Scheduler, selection: Selection) -> dict[str, object]:
     return {
         "what runs, and tokens": [(item.sequence.request_id, item.num_new_tokens) for item in selection.scheduled],
         "selection.budget": selection.budget,
         "selection.preempted": [seq.request_id for seq in selection.preempted],
         "self.running": [(seq.request_id, seq.status.name) for seq in scheduler.running],
-        "self.waiting": [(seq.request_id, seq.num_preemptions) for seq in scheduler.waiting],
+        "self.waiting": [seq.request_id for seq in scheduler.waiting],
         "free blocks": scheduler.block_manager.num_free_blocks,
     }
 
@@ -219,7 +224,7 @@ def _running_cases(name: str) -> Iterator[Case]:
     def observe(version: Version, seed: int, budget: int) -> object:
         scheduler, _ = _scheduler(name, version, seed)
         scheduler.choose_victim = lambda running, seq: running[-1 - seed % 2] if len(running) > 1 else seq  # type: ignore[method-assign]
-        selection = _Selection(budget)
+        selection = Selection(budget)
         scheduler._continue_running(selection)
         return _effects(scheduler, selection)
 
@@ -248,55 +253,48 @@ def _start_cases() -> Iterator[Case]:
         seq = _sequence(
             cached.token_ids[: rng.randint(0, 5)] + [rng.randrange(9) for _ in range(rng.randint(1, 4))], name="new"
         )
-        seq.num_preemptions = rng.choice([0, 0, 1])
         return (
             scheduler,
             seq,
             cached.token_ids,
-            {"num_reserved": rng.randint(0, 2), "selection.budget": rng.choice([0, 1, 2, 4, 8])},
+            {"selection.num_kept_free": rng.randint(0, 2), "selection.budget": rng.choice([0, 1, 2, 4, 8])},
         )
 
     def observe(version: Version, seed: int) -> object:
         scheduler, seq, _, numbers = prepared(version, seed)
-        selection = _Selection(numbers["selection.budget"])
+        selection = Selection(numbers["selection.budget"], numbers["selection.num_kept_free"])
         return {
-            "result": version(scheduler, selection, seq, numbers["num_reserved"]),
+            "result": version(scheduler, selection, seq),
             **_effects(scheduler, selection),
             "seq.block_table": list(seq.block_table),
             "seq.num_computed_tokens": seq.num_computed_tokens,
-            "seq.num_tokens_at_start": seq.num_tokens_at_start,
-            "seq.num_cached_tokens": seq.num_cached_tokens,
-            "whether seq.first_scheduled_time is set": seq.first_scheduled_time is not None,
+            "selection.num_kept_free": selection.num_kept_free,
         }
 
     for seed in range(100):
         scheduler, seq, cached, numbers = prepared(print, seed)
-        given = {"seq.token_ids": seq.token_ids, "seq.num_preemptions": seq.num_preemptions, **numbers}
+        given = {"seq.token_ids": seq.token_ids, **numbers}
         given |= {"self.config.chunk_grid": scheduler.config.chunk_grid, "tokens of a cached prompt": cached}
         yield Case(given, partial(observe, seed=seed), picture=_described(scheduler))
     yield from _pool_cases("_start")
 
 
 def _chunk_cases() -> Iterator[Case]:
-    def observe(version: Version, grid: int, num_tokens: int, computed: int, given: int | None) -> object:
+    def observe(version: Version, grid: int, num_tokens: int, start: int) -> object:
         config = SchedulerConfig(max_num_batched_tokens=16, chunk_size=grid)
-        seq = _sequence(list(range(num_tokens)))
-        seq.num_computed_tokens = computed
-        return version(Scheduler(config, BlockManager(8, 4)), seq, given)
+        return version(Scheduler(config, BlockManager(8, 4)), _sequence(list(range(num_tokens))), start)
 
     for grid in (1, 2, 4, 5):
         for num_tokens in range(1, 12):
             for start in range(num_tokens):
-                for given, computed in ((None, start), (start, num_tokens // 2)):
-                    names = {"self.config.chunk_grid": grid, "seq.num_tokens": num_tokens, "seq.num_computed_tokens": computed}
-                    picture = "".join("|" * (i % grid == 0) + (">" if i == start else "-") for i in range(num_tokens)) + "|"
-                    observed = partial(observe, grid=grid, num_tokens=num_tokens, computed=computed, given=given)
-                    picture = f"| the grid, > the start of the chunk:  {picture}"
-                    yield Case({**names, "num_computed_tokens": given}, observed, picture=picture)
+                given = {"self.config.chunk_grid": grid, "seq.num_tokens": num_tokens, "start": start}
+                picture = "".join("|" * (i % grid == 0) + (">" if i == start else "-") for i in range(num_tokens)) + "|"
+                observed = partial(observe, grid=grid, num_tokens=num_tokens, start=start)
+                yield Case(given, observed, picture=f"| the grid, > the start of the chunk:  {picture}")
 
 
 def _pack_cases() -> Iterator[Case]:
-    def plan(seed: int) -> tuple[StepPlan, int, dict[Sequence, int] | None]:
+    def plan(seed: int) -> tuple[StepPlan, int]:
         rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4])
         items = []
@@ -308,29 +306,28 @@ def _pack_cases() -> Iterator[Case]:
             num_new = 1 if is_decode else rng.randint(1, seq.num_new_tokens)
             drafts = tuple(rng.randrange(100) for _ in range(rng.randint(0, 3))) if is_decode else ()
             items.append(ScheduledSequence(seq, num_new, drafts))
-        sampled = None
         if seed % 3 == 0:  # the last token of the first sequence is still being sampled by the step before
             first = items[0].sequence
-            first.num_pending_tokens, first.num_computed_tokens = 1, len(first.token_ids)
-            items[0], sampled = ScheduledSequence(first, 1), {first: 3}
-        return StepPlan(scheduled=tuple(items), rows=rows_of(items)), block_size, sampled
+            first.num_computed_tokens, first.num_tokens = len(first.token_ids), len(first.token_ids) + 1
+            items[0] = ScheduledSequence(first, 1)
+        return StepPlan(scheduled=tuple(items), rows=rows_of(items)), block_size
 
     def observe(version: Version, seed: int) -> object:
         packed = version(*plan(seed))
         return {**packed._asdict(), "sequences": [seq.sequence_id for seq in packed.sequences]}
 
     for seed in range(100):
-        step, block_size, sampled = plan(seed)
+        step, block_size = plan(seed)
         rows = ["plan.scheduled:"]
         for item in step.scheduled:
             seq = item.sequence
             rows += [
-                f"  request {seq.request_id}: token_ids {seq.token_ids}, num_computed_tokens {seq.num_computed_tokens},",
+                f"  request {seq.request_id}: token_ids {seq.token_ids}, num_tokens {seq.num_tokens}, num_computed_tokens "
+                f"{seq.num_computed_tokens},",
                 f"      num_new_tokens {item.num_new_tokens}, draft_token_ids {list(item.draft_token_ids)},",
                 f"      block_table {seq.block_table}",
             ]
-        given = {"block_size": block_size, "sampled": None if sampled is None else {"request 0": 3}}
-        yield Case(given, partial(observe, seed=seed), picture="\n".join(rows))
+        yield Case({"block_size": block_size}, partial(observe, seed=seed), picture="\n".join(rows))
 
 
 def _slice_cases() -> Iterator[Case]:

@@ -4,16 +4,16 @@ In: a template, and bodies of functions that replace the package's. Out: the tex
 so the module cannot become stale. A line of the template stands for definitions:
 
     #: from nanoinfer.scheduling.pool                   those of a module
-    #: from nanoinfer.sampling.batch import A, B        some of them. "except" instead of "import": all others
+    #: from nanoinfer.sampling.batch import A, B        some of them, in this order. "except" instead of "import": all others
     #: from nanoinfer.scheduling.scheduler.Scheduler    inside a class: the fields and methods of a class
 
 Three rules decide what is taken:
 
 1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
    mentioned fields and methods.
-2. FACTS say what is always so in the module. A branch that they exclude is left out, with assignments that only it reads.
-   Nobody observes the module, so what the package tells its observer is left out, too.
-3. Of a docstring the first line.
+2. Nobody observes the module, so what the package tells its observer is left out, with assignments that only this reads.
+3. Of a docstring the first line. Names of types in annotations lose their quotes, and of a declared parameter its meaning
+   becomes a comment.
 """
 
 import ast
@@ -27,13 +27,7 @@ from itertools import chain
 
 from nanoinfer_course.learn.workbook import first_line, names_of, read_module
 
-# Expressions of the package, and what they are in one file without a store, states, windows and readers.
-FACTS = {
-    "self.stored": None,
-    "self.state_slots": None,
-    "self._has_windows": False,
-    "seq.needs_all_rows": False,
-}
+FACTS: dict[str, object] = {}  # expressions of the package that have one value in the module: none, it takes whole functions
 DIRECTIVE = re.compile(r" *#: from (nanoinfer[a-z0-9_.]*)(?:\.([A-Z]\w*))?(?: (import|except) (.+))?$")
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -45,13 +39,14 @@ class Excerpt:
 
     names: set[str]
     text: str
+    prefix: str  # "." of a member
     members: list["Excerpt"] = field(default_factory=list)
     is_taken: bool = False
 
     def take(self, used: set[str]) -> bool:
         """Take what `used` mentions, and add what it mentions itself. Return whether something was taken."""
         is_special = self.text.startswith("def __")
-        news = not self.is_taken and bool(is_special or self.names & used)
+        news = not self.is_taken and bool(is_special or {self.prefix + name for name in self.names} & used)
         if news:
             self.is_taken = True
             used |= names_in(self.text)
@@ -76,27 +71,52 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
         bodies: (module, qualified name) -> the source of a function that takes the place of the package's.
         used: names that others read of the module.
     """
-    own = {(owner, name) for owner, node in _definitions(ast.parse(template)) for name in names_of(node)}
-    used = used | names_in(template)
+    bare = re.sub(r"#: from .*", "pass", template)  # a class may have nothing else
+    own = {(owner, name) for owner, node in _definitions(ast.parse(bare)) for name in names_of(node)}
+    used = used | names_in(bare)
+    directives = [(number, found) for number, line in enumerate(template.splitlines()) if (found := DIRECTIVE.fullmatch(line))]
+    own |= {(found[2] or "", name) for _, found in directives if found[3] == "import" for name in found[4].split(", ")}
     excerpts: dict[int, list[Excerpt]] = {}
-    for number, line in enumerate(template.splitlines()):
-        if not (found := DIRECTIVE.fullmatch(line)):
-            continue
-        module, owner, named = found[1], found[2] or "", set((found[4] or "").split(", "))
-        left_out = {name for its_owner, name in own if its_owner == owner} | (named if found[3] == "except" else set())
-        excerpts[number] = [
-            _excerpt(module, node, owner, bodies)
-            for its_owner, node in _definitions(read_module(module)[1])
-            if its_owner == owner and not names_of(node) & left_out and (found[3] != "import" or names_of(node) & named)
-        ]
+    headers: dict[int, list[str]] = {}
+    for number, found in directives:
+        module, owner, named = found[1], found[2] or "", (found[4] or "").split(", ")
+        nodes = {name: node for its, node in _definitions(read_module(module)[1]) if its == owner for name in names_of(node)}
+        if found[3] == "import":
+            nodes = {name: nodes[name] for name in named}
+        else:
+            left_out = {name for its_owner, name in own if its_owner == owner}.union(named)
+            nodes = {name: node for name, node in nodes.items() if name not in left_out}
+        excerpts[number] = [_excerpt(module, node, owner, bodies) for node in dict.fromkeys(nodes.values())]
+        if template.splitlines()[number - 1].startswith("class "):  # the template's class has the docstring of the package's
+            [node] = [node for _, node in _definitions(read_module(module)[1]) if names_of(node) == {owner}]
+            headers[number] = _excerpt(module, node, "", {}).text.splitlines()[node.lineno - first_line(node) + 1 :]
     while sum(excerpt.take(used) for excerpt in chain.from_iterable(excerpts.values())):
         pass
-    lines = []
+    lines: list[str] = []
     for number, line in enumerate(template.splitlines()):
-        indent = line[: len(line) - len(line.lstrip())]
-        taken = [excerpt.emit() for excerpt in excerpts.get(number, ()) if excerpt.is_taken]
-        lines.append(textwrap.indent(join(taken, 1 if indent else 2), indent) if number in excerpts else line)
-    return "\n".join([*lines, ""])
+        if number not in excerpts:
+            lines.append(line)
+        elif taken := [excerpt.emit() for excerpt in excerpts[number] if excerpt.is_taken]:
+            indent, num_empty = line[: len(line) - len(line.lstrip())], 1 if line.startswith(" ") else 2
+            if number - 1 in excerpts and re.search(r"^ *(def|class) ", f"{lines[-1]}\n{taken[0]}", re.MULTILINE):
+                lines += [""] * num_empty
+            lines += [*headers[number], ""] if '"""' in "".join(headers.get(number, ())) else []
+            lines.append(textwrap.indent(join(taken, num_empty), indent))
+    return spaced("\n".join(lines))
+
+
+def spaced(text: str) -> str:
+    """Return a module's text with two empty lines around its functions and classes, as a formatter puts them."""
+    lines, end, is_large = text.splitlines(), 0, False
+    new: list[str] = []
+    for node in ast.parse(text).body:
+        start, was_large, is_large = first_line(node) - 1, is_large, isinstance(node, ast.FunctionDef | ast.ClassDef)
+        between = lines[end:start]  # empty lines and comments
+        if new and (was_large or is_large):
+            between = ["", "", *"\n".join(between).strip("\n").splitlines()]
+        new += between + lines[start : node.end_lineno]
+        end = node.end_lineno or 0
+    return "\n".join([*new, ""])
 
 
 def join(texts: list[str], num_empty: int = 1) -> str:
@@ -109,17 +129,17 @@ def join(texts: list[str], num_empty: int = 1) -> str:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names that a text reads or writes, those of attributes and of keyword arguments included."""
+    """Return the names that a text reads or writes. Those of attributes and of keyword arguments begin with "."."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            found |= {f".{node.attr}", node.attr}
         elif isinstance(node, ast.keyword) and node.arg:
-            found.add(node.arg)
+            found.add(f".{node.arg}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)  # an annotation
+            found |= {node.value, f".{node.value}"}  # an annotation, or the name of an attribute
     return found
 
 
@@ -161,22 +181,22 @@ def _text(module: str, node: Definition) -> str:
     """Return the lines of a definition, with its decorators and the comments directly above it."""
     lines, _ = read_module(module)
     start = first_line(node) - 1
-    while lines[start - 1].lstrip().startswith("#"):
+    while lines[start - 1].lstrip().startswith("#") and "# fmt: " not in lines[start - 1]:
         start -= 1
     return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
 
 
 def _excerpt(module: str, node: Definition, owner: str, bodies: Mapping[tuple[str, str], str]) -> Excerpt:
-    names, text = names_of(node), _text(module, node)
+    names, text, prefix = names_of(node), _text(module, node), "." if owner else ""
     if not isinstance(node, ast.ClassDef) or "NamedTuple" in map(ast.unparse, node.bases):  # whose fields have their place
         place = module, ".".join(filter(None, (owner, *names)))
-        return Excerpt(names, simplified(bodies.get(place, text)))
+        return Excerpt(names, simplified(bodies.get(place, text)), prefix)
     members = [_excerpt(module, member, node.name, bodies) for member in node.body if isinstance(member, Definition)]
     first = node.body[0]
     has_doc = isinstance(first, ast.Expr)
     num_lines = len(text.splitlines()) - ((node.end_lineno or 0) - (first.end_lineno or 0 if has_doc else node.lineno))
     header = "\n".join(text.splitlines()[:num_lines])
-    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), members)
+    return Excerpt(names, simplified(header if has_doc else f"{header}\n    pass"), prefix, members)
 
 
 # ---- rules 2 and 3
@@ -188,6 +208,7 @@ def simplified(text: str) -> str:
     while (edited := _edited(text)) != text:
         text = edited
     for name in sorted(read - _names_read(text)):
+        text = re.sub(rf"^( +){name} = (self\..*\(.*\))$", r"\1\2", text, flags=re.MULTILINE)  # which may change something
         text = re.sub(rf"^ +{name} = .*\n", "", text, flags=re.MULTILINE)
     return text
 
@@ -199,34 +220,54 @@ def _names_read(text: str) -> set[str]:
 def _edited(text: str) -> str:
     """Return the text after the first edit that a rule asks for, outermost first."""
     for node in _walk(ast.parse(text)):
-        blocks: list[list[ast.stmt]] = [getattr(node, name, []) for name in ("body", "orelse")]
-        for block in blocks if not isinstance(node, ast.IfExp | ast.Lambda) else ():
-            for number, statement in enumerate(block):
-                start, stop = statement.lineno - 1, statement.end_lineno or 0
-                if isinstance(statement, ast.If) and (value := _truth(statement.test)) is not None:
-                    return _with_branch(text, statement, value, is_only=len(block) == 1)
-                if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break) and block[number + 1 :]:
-                    return _with_lines(text, stop, block[-1].end_lineno or 0, [])
-                if ast.unparse(statement).startswith((*(f"{name} = " for name in FACTS), "self.observer.")):
-                    return _with_lines(text, start, stop, [])
+        if isinstance(node, ast.Expr | ast.Assign) and ast.unparse(node).startswith(("self.observer.", "self.observer = ")):
+            return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [])
+        if isinstance(node, ast.FunctionDef) and "observer" in [argument.arg for argument in node.args.args]:
+            signature = " ".join(line.strip() for line in text.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])
+            signature = re.sub(
+                r"\( | (?=\))|,(?= \))", lambda found: found[0].strip(" ,"), re.sub(r",? observer: [^,)]*", "", signature)
+            )
+            return _with_lines(text, node.lineno - 1, node.body[0].lineno - 1, [" " * node.col_offset + signature])
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
                 return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
-            first = node.body[0]
-            if first.end_lineno != first.lineno:
-                line = f'{" " * first.col_offset}"""{doc.splitlines()[0]}"""'
-                return _with_lines(text, first.lineno - 1, first.end_lineno or 0, [line])
-        if isinstance(node, ast.IfExp) and (value := _truth(node.test)) is not None:
-            return _replaced(text, node, _segment(text, node.body if value else node.orelse))
-        if isinstance(node, ast.BoolOp):
-            left = [each for each in node.values if _truth(each) is None]
-            if (value := _truth(node)) is not None:
-                return _replaced(text, node, str(value))
-            if len(left) < len(node.values):
-                operator = " and " if isinstance(node.op, ast.And) else " or "
-                return _replaced(text, node, operator.join(_segment(text, each) for each in left))
+            first, kept = node.body[0], doc.splitlines()[:1]
+            if isinstance(node, ast.ClassDef):
+                kept = re.split(r"\n+(?=Args|Attributes|Returns|Raises|Source|>>>|$)", doc)[0].splitlines()
+                kept[1:] = textwrap.dedent("\n".join(kept[1:])).splitlines()
+            if len(kept) < len(doc.splitlines()) or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
+                quoted = ['"""' + kept[0], *kept[1:-1], *([kept[-1], '"""'] if kept[1:] else [])]
+                quoted[-1] += '"""' * (not kept[1:])
+                new = [(" " * first.col_offset + line).rstrip() for line in quoted]
+                return _with_lines(text, first.lineno - 1, first.end_lineno or 0, new)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Annotated["):
+            return _with_lines(text, node.lineno - 1, node.end_lineno or 0, [_with_comment(text, node)])
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            for part in ast.walk(annotation) if isinstance(annotation, ast.expr) else ():
+                if isinstance(part, ast.Constant) and _is_type(part.value):
+                    return _replaced(text, part, part.value)
     return text
+
+
+def _with_comment(text: str, node: ast.AnnAssign) -> str:
+    """Return a field, declared as `name: Annotated[type, ..., Doc(meaning)] = value`, with the meaning as its comment."""
+    kind, *others = node.annotation.slice.elts  # type: ignore[attr-defined]
+    calls = [each for each in others if isinstance(each, ast.Call) and ast.unparse(each.func) == "Doc"]
+    meaning = ast.literal_eval(calls[0].args[0]).partition(". ")[0].rstrip(".")
+    assert node.value is not None, "a declared parameter has a default"
+    return f"{ast.unparse(node.target)}: {_segment(text, kind)} = {_segment(text, node.value)}  # {meaning}"
+
+
+def _is_type(value: object) -> bool:
+    """Whether a string of an annotation is a type, and not the axes of a shape."""
+    if not isinstance(value, str) or not value[:1].isalpha():
+        return False
+    try:
+        ast.parse(value, mode="eval")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -235,33 +276,6 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
     for each in nodes:
         yield each
         nodes += () if isinstance(each, ast.JoinedStr) else ast.iter_child_nodes(each)
-
-
-def _value(node: ast.expr) -> object:
-    """Return the bool or None that an expression is by the facts, or the expression if they do not decide it."""
-    if (name := ast.unparse(node)) in FACTS:
-        return FACTS[name]
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (value := _truth(node.operand)) is not None:
-        return not value
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
-        left, right = _value(node.left), _value(node.comparators[0])
-        if not isinstance(left, ast.AST) and not isinstance(right, ast.AST):
-            return (left is right) == isinstance(node.ops[0], ast.Is)
-    if isinstance(node, ast.BoolOp):
-        decisive, values = isinstance(node.op, ast.Or), [_truth(each) for each in node.values]
-        if decisive in values:
-            return decisive
-        if None not in values:
-            return not decisive
-    return node
-
-
-def _truth(node: ast.expr) -> bool | None:
-    """Return whether an expression is true. None: the facts do not decide it."""
-    value = _value(node)
-    return None if isinstance(value, ast.AST) else bool(value)
 
 
 def _segment(text: str, node: ast.expr) -> str:
@@ -279,21 +293,3 @@ def _replaced(text: str, node: ast.expr, new: str) -> str:
 def _with_lines(text: str, start: int, stop: int, new: list[str]) -> str:
     lines = text.splitlines()
     return "\n".join(lines[:start] + new + lines[stop:])
-
-
-def _with_branch(text: str, node: ast.If, value: bool, *, is_only: bool) -> str:
-    """Return the text with a branch of an `if` or `elif` in its place. is_only: whether its block has no other statement."""
-    lines, indent = text.splitlines(), " " * node.col_offset
-    body, end_of_body, stop = node.body[0].lineno - 1, node.body[-1].end_lineno or 0, node.end_lineno or 0
-    while lines[body - 1].lstrip().startswith("#"):
-        body -= 1
-    of_body, of_else = lines[body:end_of_body], lines[end_of_body:stop]
-    is_elif = lines[node.lineno - 1].lstrip().startswith("elif ")
-    if is_elif:
-        new = [f"{indent}else:", *of_body] if value else of_else
-    elif not value and of_else and of_else[0].lstrip().startswith("elif "):
-        new = [of_else[0].replace("elif ", "if ", 1), *of_else[1:]]
-    else:
-        kept = textwrap.dedent("\n".join(of_body if value else of_else[1:]))
-        new = textwrap.indent(kept, indent).splitlines() or [f"{indent}pass"] * is_only
-    return _with_lines(text, node.lineno - 1, stop, new)

@@ -20,15 +20,16 @@ from functools import partial
 from types import FunctionType
 
 from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
-from nanoinfer.build import make_block_manager
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
 from nanoinfer.features.hybrid.sizes import num_states_in
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
+from nanoinfer.scheduling.observer import SchedulingObserver
+from nanoinfer.scheduling.policies import PreemptingScheduler, scheduling_classes
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer_lab.bench.timing import Figures, Percentiles, RequestTiming, figures
@@ -189,15 +190,19 @@ class _Running:
     Attributes:
         num_tokens_at_end: the tokens of the prompt and of the whole answer.
         last_s: when it got its newest token.
+        num_cached_tokens: what the prefix cache had of its prompt. None: it has not started.
+        num_preemptions: how often it was preempted.
     """
 
     request: SimulatedRequest
     timing: RequestTiming
     num_tokens_at_end: int
     last_s: float = 0.0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
 
 
-class Simulation:
+class Simulation(SchedulingObserver):
     """An engine without a model. now: the virtual clock, in seconds after the start."""
 
     def __init__(
@@ -219,10 +224,14 @@ class Simulation:
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         block_size = config.cache.block_size or (GPU_BLOCK_SIZE if hardware.is_gpu else CPU_BLOCK_SIZE)
         num_blocks, num_state_slots = _cache_of(self.costs, config, block_size)
-        limit, windows = sizes.max_position_embeddings, sizes.cache.windows
-        info = ExecutorInfo(0, limit, limit, num_blocks, block_size, windows=windows, num_state_slots=num_state_slots)
-        self.block_manager = make_block_manager(info, config)
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager)
+        windows = sizes.cache.windows
+        manager_args = num_blocks, block_size, config.cache.enable_prefix_caching
+        if windows == (None,) and not num_state_slots:
+            self.block_manager = block_manager_cls(*manager_args)
+        else:  # build.py, which makes the same choice, imports the engine, and pages of the site have no tokenizers
+            layout = CacheLayout(windows, config.scheduler.chunk_grid, num_state_slots)
+            self.block_manager = with_groups(block_manager_cls)(*manager_args, layout=layout)
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, self)
         self.scheduler.clock = lambda: self.now
         self.result.num_blocks = num_blocks
         self._max_model_len = min(config.max_model_len or sizes.max_position_embeddings, sizes.max_position_embeddings)
@@ -236,7 +245,11 @@ class Simulation:
         self._can_advance = (
             on_step is None
             and not num_state_slots
-            and _overrides_only(scheduler_cls, Scheduler, POLICY_METHODS)
+            and _overrides_only(
+                scheduler_cls,
+                PreemptingScheduler if isinstance(self.scheduler, PreemptingScheduler) else Scheduler,
+                POLICY_METHODS,
+            )
             and _overrides_only(block_manager_cls, BlockManager, CACHE_METHODS)
         )
 
@@ -252,6 +265,15 @@ class Simulation:
                 self._step()
         assert self.block_manager.num_free_blocks == self.block_manager.num_blocks, "all blocks are free at the end"
         return self.result
+
+    # ---- the events
+
+    def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
+        if (running := self._running[seq]).num_cached_tokens is None:
+            running.num_cached_tokens = num_cached_tokens
+
+    def sequence_preempted(self, seq: Sequence) -> None:
+        self._running[seq].num_preemptions += 1
 
     # ---- arrivals
 
@@ -342,7 +364,8 @@ class Simulation:
             if num_new == 1:
                 contexts.append(end)
                 continue
-            if received := self._running[seq].request.num_received_tokens if seq.num_preemptions == 0 else 0:
+            running = self._running[seq]
+            if received := running.request.num_received_tokens if running.num_preemptions == 0 else 0:
                 num_new = max(min(end - received, num_new), 0)
             if num_new:
                 self.costs.sizes.add(work, num_new, end)
@@ -374,13 +397,14 @@ class Simulation:
             self.result.inter_token_s.add(token_s - last_s, num)
 
     def _finish(self, seq: Sequence) -> None:
-        timing = self._running.pop(seq).timing
         self.scheduler.finish(seq)
+        running = self._running.pop(seq)
+        timing = running.timing
         timing.num_output_tokens, timing.finish_reason = seq.num_output_tokens, "length"
         self.result.end_s = timing.token_times[-1]
         self.result.counts["prefix_cache_queries"] += len(seq.prompt_token_ids)
-        self.result.counts["prefix_cache_hits"] += seq.num_cached_tokens
-        self.result.counts["num_preemptions"] += seq.num_preemptions
+        self.result.counts["prefix_cache_hits"] += running.num_cached_tokens or 0
+        self.result.counts["num_preemptions"] += running.num_preemptions
 
     # ---- many steps
 
@@ -388,14 +412,9 @@ class Simulation:
         """Advance steps of decoding together until the step before the next event. Return False if there is none."""
         running, scheduler = self.scheduler.running, self.scheduler
         num_pending = int(self._is_async)
-        if not running or any(
-            seq.num_pending_tokens != num_pending or len(seq.token_ids) + num_pending - seq.num_computed_tokens != 1
-            for seq in running
-        ):
+        if not running or any(seq.num_tokens != len(seq.token_ids) + num_pending or seq.num_new_tokens != 1 for seq in running):
             return False  # not all decode
-        if scheduler.waiting and (
-            len(running) < scheduler.config.max_num_seqs or type(scheduler).to_preempt is not Scheduler.to_preempt
-        ):
+        if scheduler.waiting and (len(running) < scheduler.config.max_num_seqs or isinstance(scheduler, PreemptingScheduler)):
             return False  # one of them may start
         if self._is_async and (self._in_flight is None or [seq for seq, _ in self._in_flight[0].rows] != running):
             return False
@@ -473,6 +492,7 @@ class _DecodeSteps:
         seq = self._running[index]
         num_new = self._starts[index] + self.num_steps - seq.num_computed_tokens
         seq.token_ids += [ANSWER_TOKEN_ID] * num_new
+        seq.num_tokens += num_new
         seq.num_computed_tokens += num_new
         return seq
 
@@ -489,7 +509,7 @@ def _check_simulated(settings: EngineArgs) -> None:
 
 
 def _overrides_only(given: type, base: type, allowed: set[str]) -> bool:
-    methods = {name for name, value in vars(base).items() if isinstance(value, FunctionType)} - allowed
+    methods = {name for name in dir(base) if isinstance(getattr(base, name), FunctionType)} - allowed
     return all(getattr(given, name) is getattr(base, name) for name in methods)
 
 

@@ -9,7 +9,6 @@ the methods that are made for it. What a sequence needs is computed for block ma
 windows, states or a store, the rules about room are not checked.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.observer import SchedulingObserver
+from nanoinfer.scheduling.policies import PreemptingScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -40,14 +41,12 @@ class Memory:
         slots: the content of each slot. None: nothing was written.
         unread: with async_scheduling, the tokens that were sampled and that the scheduler does not know yet, each with its
             sequence and whether the answer ends with it.
-        num_steps: how many steps computed something.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
         self.slots: list[Slot | None] = [None] * (manager.num_blocks * manager.block_size)
         self.unread: list[tuple[Sequence, int, bool]] = []
-        self.num_steps = 0
 
     def tokens(self, seq: Sequence) -> tuple[int, ...]:
         """Return the sequence's tokens with those that only the device knows."""
@@ -102,8 +101,8 @@ class Memory:
         return [] if seq.needs_all_rows else [block for block in blocks if block is not None]
 
 
-class _ObservedStep:
-    """A step's plan, what was before it, and what the policy was asked and answered.
+class _ObservedStep(SchedulingObserver):
+    """A step's plan, what was before it, the events, and what the policy was asked and answered.
 
     Attributes:
         running, waiting: the queues before the step.
@@ -113,6 +112,7 @@ class _ObservedStep:
         refused: those that may not start.
         victims: the sequences that choose_victim answered, each with the sequence that lacked a block.
         exchanges: the sequences that lacked room to start, each with the sequence that to_preempt answered.
+        cached, preempted: the sequences that have started, each with its cached tokens, and those that were preempted.
     """
 
     def __init__(self, scheduler: Scheduler, memory: Memory) -> None:
@@ -121,25 +121,39 @@ class _ObservedStep:
         self.running, self.waiting = [*scheduler.running], [*scheduler.waiting]
         self.before = {seq: seq.num_computed_tokens for seq in self.running}
         self.forks = {seq: [*seq.forks] for seq in (*self.running, *self.waiting)}
-        self.counts = {seq: (seq.num_preemptions, seq.num_cached_tokens) for seq in self.forks}
         self.budget, self.is_asked, self.is_exhausted = 0, False, False
         self.candidates: list[Sequence] = []
         self.refused: set[Sequence] = set()
         self.victims: dict[Sequence, Sequence] = {}
         self.exchanges: dict[Sequence, Sequence | None] = {}
+        self.cached: dict[Sequence, int] = {}
+        self.preempted: list[Sequence] = []
         self.has_room_rules = not isinstance(self.manager, HybridBlockManager)
         methods = (self.order_waiting, self.may_start, self.choose_victim, self.to_preempt)
         vars(scheduler).update({method.__name__: method for method in methods})
-        start = time.perf_counter()
+        self.observer, scheduler.observer = scheduler.observer, self
         try:
             self.plan = scheduler.schedule()
         finally:
+            scheduler.observer = self.observer
             for method in methods:
                 delattr(scheduler, method.__name__)
-        seconds = time.perf_counter() - start
-        assert 0 <= self.plan.schedule_seconds <= seconds, (
-            f"schedule_seconds must be at most {seconds}, got {self.plan.schedule_seconds}"
-        )
+
+    # ---- the events
+
+    def scheduling_begun(self) -> None:
+        self.observer.scheduling_begun()
+
+    def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
+        self.cached[seq] = num_cached_tokens
+        self.observer.sequence_started(seq, num_cached_tokens)
+
+    def sequence_preempted(self, seq: Sequence) -> None:
+        self.preempted.append(seq)
+        self.observer.sequence_preempted(seq)
+
+    def step_scheduled(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        self.observer.step_scheduled(plan, scheduler)
 
     # ---- the methods of the policy
 
@@ -169,7 +183,8 @@ class _ObservedStep:
         seq, new = self.candidates[-1], [seq for seq in self.waiting if seq.status is SequenceStatus.WAITING]
         _same("the waiting sequences of to_preempt", waiting, [seq, *(other for other in new if other is not seq)])
         _same("the running sequences of to_preempt", running, self.exchangeable())
-        self.exchanges[seq] = self.policy.to_preempt(self.scheduler, running, waiting)
+        assert isinstance(self.scheduler, PreemptingScheduler), "no other asks"
+        self.exchanges[seq] = type(self.scheduler).to_preempt(self.scheduler, running, waiting)
         return self.exchanges[seq]
 
     # ---- what the rules say
@@ -186,8 +201,8 @@ class _ObservedStep:
             chunks[seq] = self.chunk(seq, self.before[seq])
             if seq in self.victims and index >= self.running.index(self.victims[seq]):
                 chunks[seq] = 0  # it was preempted before its turn
-            elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                chunks[seq] = 0  # its last token is pending
+            elif len(seq.token_ids) < seq.num_tokens and seq.num_tokens >= seq.max_num_tokens:
+                chunks[seq] = 0  # its last token is in flight
             elif chunks[seq] > 1 and budget < chunks[seq]:
                 chunks[seq] = budget = 0
             budget -= chunks[seq] if chunks[seq] > 1 else 0
@@ -195,7 +210,8 @@ class _ObservedStep:
 
     def exchangeable(self) -> list[Sequence]:
         """Return the running sequences with a new token since they started (rule 7)."""
-        return [seq for seq in self.scheduler.running if seq.num_tokens > seq.num_tokens_at_start]
+        may_be = getattr(self.scheduler, "may_be_preempted", lambda seq: False)
+        return [seq for seq in self.scheduler.running if may_be(seq)]
 
     def lacks_blocks(self, seq: Sequence) -> bool:
         """Return whether the free blocks do not suffice for a running sequence's next chunk, with the copies (rule 4)."""
@@ -245,18 +261,18 @@ class _ObservedStep:
                 f"{self.manager.num_free_blocks} blocks are left beside {names(self.scheduler.running)}"
             )
         if not is_started:
-            is_asked = is_passed or seq in self.exchanges or self.policy.to_preempt is Scheduler.to_preempt
+            is_asked = is_passed or seq in self.exchanges
             assert is_asked or not self.exchangeable(), f"rule 7: to_preempt must be called for sequence {seq.sequence_id}"
             return
-        first, (num_preemptions, num_cached) = seq.num_computed_tokens, self.counts[seq]
+        first = seq.num_computed_tokens
         num_new = self.chunk(seq, first)
         self.budget -= num_new if num_new > 1 else 0
         if self.has_room_rules:
             found = len(self.memory.prefix(seq)) * self.size
             assert first == found, f"sequence {seq.sequence_id} must start with {found} cached tokens, got {first}"
             assert len(seq.prefix_keys) == first // self.size, f"sequence {seq.sequence_id} must have the keys of its prefix"
-        num_cached = num_cached if num_preemptions else first
-        assert seq.num_cached_tokens == num_cached, f"num_cached_tokens must be {num_cached}, got {seq.num_cached_tokens}"
+        found = self.cached.get(seq, -1)
+        assert found == first, f"sequence {seq.sequence_id} must start with {first} cached tokens for the observer, got {found}"
 
     def check_plan(self) -> None:
         """Check the plan and both queues (rules 1 to 5 and 7)."""
@@ -267,15 +283,13 @@ class _ObservedStep:
         exchanged = [victim for seq, victim in self.exchanges.items() if seq in started and victim is not None]
         preempted = [*self.victims] or exchanged
         left = [seq for seq in self.running if seq not in preempted]
-        has_place = len(self.running) < limit or self.policy.to_preempt is not Scheduler.to_preempt
+        has_place = len(self.running) < limit or issubclass(self.policy, PreemptingScheduler)
         may_ask = bool(self.waiting) and not self.victims and has_place
         assert self.is_asked == may_ask, f"rule 6: order_waiting must {'' if may_ask else 'not '}be called"
         if self.policy.order_waiting is Scheduler.order_waiting:
             _same("rule 1: the next to start", self.candidates, self.waiting[: len(self.candidates)])
-        _same("plan.preempted", plan.preempted, preempted)
+        _same("the preempted sequences for the observer", self.preempted, preempted)
         _same("scheduler.running", scheduler.running, [*left, *started])
-        for seq in preempted:
-            assert seq.num_preemptions == self.counts[seq][0] + 1, f"each preemption of {seq.sequence_id} must be counted"
         chunks = self.chunks()[0]
         chunks = {seq: chunks[seq] for seq in left} | {seq: self.chunk(seq, seq.num_computed_tokens) for seq in started}
         num_places, waiting_forks = limit - len(scheduler.running), list[Sequence]()
@@ -293,7 +307,6 @@ class _ObservedStep:
             f"rules 2 and 3: a step must compute {_with_numbers(expected)}, within {self.config.max_num_batched_tokens} prompt "
             f"tokens and up to multiples of {self.config.chunk_grid}, got {_with_numbers(found)}"
         )
-        assert plan.step == self.memory.num_steps, f"plan.step must be {self.memory.num_steps}, got {plan.step}"
 
     def commit(self) -> None:
         """Commit the plan, and check what is counted, forked and cached."""
@@ -329,10 +342,9 @@ def run_step(
         AssertionError: the step breaks a rule, which the message states.
     """
     step = _ObservedStep(scheduler, memory)
-    is_progress = step.plan.scheduled or step.plan.preempted or memory.unread
+    is_progress = step.plan.scheduled or step.preempted or memory.unread
     assert is_progress, f"a step must compute or preempt a sequence of {names(unfinished)}"
     step.check_plan()
-    memory.num_steps += bool(step.plan.scheduled)
     if speculator is not None:
         step.plan = speculator.add_drafts(step.plan, scheduler)
     memory.copy(step.plan.block_copies)

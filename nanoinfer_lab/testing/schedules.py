@@ -43,6 +43,7 @@ from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY
+from nanoinfer.scheduling.policies import PreemptingScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -447,11 +448,13 @@ class State:
         numbers = {block: number for number, block in enumerate(dict.fromkeys([*held, *pool.reusable, *pool.empty]))}
         ages = {name: age for age, name in enumerate(dict.fromkeys(seq.request_id for seq in self.alive))}
         unread = {seq: is_last for seq, _, is_last in self.memory.unread if seq.request_id in ages}
+        may_be_preempted = getattr(scheduler, "may_be_preempted", lambda seq: False)
 
         def describe(seq: Sequence) -> tuple[object, ...]:
             return (
-                (ages[seq.request_id], seq.index, seq.priority, len(seq.prompt_token_ids), seq.num_pending_tokens),
-                (seq.num_computed_tokens, seq.num_tokens > seq.num_tokens_at_start, len(seq.prefix_keys), len(seq.forks)),
+                (ages[seq.request_id], seq.index, seq.priority, len(seq.prompt_token_ids)),
+                (seq.num_tokens - len(seq.token_ids), seq.num_computed_tokens),
+                (may_be_preempted(seq), len(seq.prefix_keys), len(seq.forks)),
                 (tree.add(seq.cache_salt, self.memory.tokens(seq)), [numbers[block] for block in seq.block_table]),
                 (unread.get(seq), seq.is_answered),
             )
@@ -460,7 +463,11 @@ class State:
             [[*map(describe, queue)] for queue in (scheduler.running, scheduler.waiting)],
             [tree.add(*self.memory.last(block)) if pool.contents[block] else None for block in numbers],
             (len(pool.reusable), self.num_arrived, self.num_forked, self.num_read, self.num_aborted, self.num_resets),
-            [_dumps(more) for more in (_own_attributes(scheduler, Scheduler), _own_attributes(manager, BlockManager)) if more],
+            [
+                _dumps(more)
+                for more in (_own_attributes(scheduler, PreemptingScheduler), _own_attributes(manager, BlockManager))
+                if more
+            ],
         )
         return blake2b(marshal.dumps(parts, 2), digest_size=16).digest()
 
@@ -578,7 +585,7 @@ class _Graph:
 
 @cache
 def _plain_attributes(cls: type) -> frozenset[str]:
-    plain = BlockManager(1, 1) if cls is BlockManager else Scheduler(SchedulerConfig(), BlockManager(1, 1))
+    plain = BlockManager(1, 1) if cls is BlockManager else PreemptingScheduler(SchedulerConfig(), BlockManager(1, 1))
     return frozenset(vars(plain))
 
 

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import grpo
 
 from nanoinfer import LLM
-from nanoinfer.features.training.policy import Policy
+from nanoinfer.features.policy.policy import Policy
 from nanoinfer_lab import stories
 
 llm = LLM("tiny-qwen3", dtype="float32", batch_invariant=True, seed=0, kv_cache_memory=2**26)

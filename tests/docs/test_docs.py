@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["README.md", "README.zh.md", "AGENTS.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+NAMES = [
+    "README.md",
+    "README.zh.md",
+    "AGENTS.md",
+    "BENCHMARKS.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "one_file/README.md",
+]
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer*/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
@@ -32,7 +41,7 @@ def test_a_page_links_to_files_and_headings_that_exist(page):
 def test_the_commands_and_folders_for_agents_exist():
     page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
-    assert set(re.findall(r"\bmake (\w+)", page)) <= set(targets)
+    assert set(re.findall(r"\bmake ([\w-]+)", page)) <= set(targets)
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
     assert set(re.findall(r"\bmake (\w+)", container["postCreateCommand"])) == {"demo"}
     paths = re.findall(r"`([\w./]+/[\w.]*)`", page)

@@ -64,6 +64,7 @@ def old_words_in(path: Path) -> list[str]:
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
+    ROOT / "one_file" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]

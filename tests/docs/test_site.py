@@ -140,14 +140,13 @@ def test_a_task_and_an_order_of_the_readers_own_run_in_the_browser(address, brow
     assert not [url for url in asked if "pyodide" in url]  # only what runs Python loads it
     label = next(text for text in page.locator("option").all_inner_texts() if text.startswith("next_chunk"))
     page.get_by_label("Task").select_option(label=label)
-    run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1", "expected")
-    run("def next_chunk(self, seq, num_computed_tokens=None):\n    return 1 +", "line 2: ")
+    run("def next_chunk(self, seq, start):\n    return 1", "expected")
+    run("def next_chunk(self, seq, start):\n    return 1 +", "line 2: ")
     run("while True:\n    pass", "Running")
     page.get_by_label("Task").select_option(index=0)
     page.get_by_label("Task").select_option(label=label)  # the page lives while the function does not end
-    start = "seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens"
-    right = f"start, grid = {start}, self.config.chunk_grid\n    return min(seq.num_tokens - start, grid - start % grid)"
-    run(f"def next_chunk(self, seq, num_computed_tokens=None):\n    {right}", "passed")
+    right = "grid = self.config.chunk_grid\n    return min(seq.num_tokens - start, grid - start % grid)"
+    run(f"def next_chunk(self, seq, start):\n    {right}", "passed")
     page.reload()
     page.get_by_label("Task").select_option(label=label)
     assert right in page.locator("textarea").input_value()  # the browser has kept it

@@ -73,7 +73,7 @@ def test_every_module_that_a_setting_of_the_tools_names_exists():
     )
     named += tool["hatch"]["build"]["targets"]["wheel"]["packages"]
     named += [name for override in tool["mypy"]["overrides"] for name in override["module"] if name.startswith("nanoinfer")]
-    places = [ROOT / name.replace(".", "/") for name in named]
+    places = [ROOT / name.removesuffix(".*").replace(".", "/") for name in named]
     assert [str(path) for path in places if not path.is_dir() and not path.with_suffix(".py").exists()] == []
     for pattern in tool["ruff"]["lint"]["per-file-ignores"]:
         before, among, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", pattern).groups(default="")

@@ -533,7 +533,7 @@ def test_a_prompt_that_is_preempted_before_its_end_has_all_its_logprobs_once(qwe
     llm.engine.step()
     young = llm.engine.add_request(random_prompt(38), asked(prompt_logprobs=-1, max_tokens=3))
     [seq], num_computed = young.sequences, 0
-    while not seq.num_preemptions:
+    while not young.metrics.num_preemptions:
         num_computed = seq.num_computed_tokens
         llm.engine.step()
         assert seq.num_output_tokens == 0  # it is preempted before its first token,

@@ -71,7 +71,7 @@ def test_a_restarted_engine_gives_the_bits_of_a_prefix_hit(load, settings):
     with load(**settings) as llm:
         again, num_again = answer(llm)
         assert answer(llm)[1] == 40
-        counts = llm.engine.block_manager.stored.store.counts
+        counts = llm.engine.block_manager.store.counts
     assert (num_cold, num_warm, num_again) == (0, 40, 40)
     assert again == warm
     assert counts["external_prefix_cache_hits"] == 40  # once: then they are in memory
@@ -264,7 +264,7 @@ def test_windows_and_states_give_the_bits_of_a_prefix_hit_after_a_restart(load, 
     with load(path, **settings) as llm:
         again, num_again = answer(llm)
         assert answer(llm)[1] == num_warm
-        counts = llm.engine.block_manager.stored.store.counts
+        counts = llm.engine.block_manager.store.counts
         tiny_models.assert_nothing_is_left(llm)
     assert (
         num_cold == 0 < num_warm == num_again >= counts["external_prefix_cache_hits"] > 0
@@ -282,4 +282,4 @@ def test_windows_and_states_that_were_evicted_are_found_again(load, family, memo
         for prompt in (PROMPT, OTHER, OTHER[::-1]):
             assert answer(llm, prompt)[1] == 0
         assert answer(llm) == expected
-        assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] > 0
+        assert llm.engine.block_manager.store.counts["external_prefix_cache_hits"] > 0

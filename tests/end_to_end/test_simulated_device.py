@@ -410,7 +410,7 @@ def run_prefix_files(path, folder):
         for has_files in (False, True):
             llm = LLM(path, device="sim", **options, **SETTINGS)
             assert tokens_of(llm) == expected_tokens(path)
-            assert bool(llm.engine.block_manager.stored.store.counts["prefix_cache_read_bytes"]) == has_files
+            assert bool(llm.engine.block_manager.store.counts["prefix_cache_read_bytes"]) == has_files
             llm.close()
 
 

@@ -20,6 +20,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.routes import RoutedSampler
 from nanoinfer.sampling.sampler import Sampler
 from tests.helpers import tiny_models
+from tests.helpers.growing import grow
 
 BLOCK_SIZE = 4
 
@@ -261,7 +262,7 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     engine.scheduler.waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
     engine.block_manager.fork(parent.sequences[0], seq)
     seq.num_computed_tokens = parent.sequences[0].num_computed_tokens
-    seq.token_ids.append(90)  # another token than its parent drew
+    grow(seq, 90)  # another token than its parent drew
     seq.status = parent.sequences[0].status
     engine.scheduler.running.append(seq)
     copies = []
@@ -368,7 +369,7 @@ def test_async_scheduling_launches_before_it_reads_except_where_a_token_is_wante
         request = engine.add_request([1, 2, 3], greedy(6, ignore_eos=True, **asked))
         engine.step()
         seq = request.sequences[0]
-        assert (seq.num_pending_tokens, seq.num_output_tokens) == ((1, 0) if is_ahead else (0, 1))
+        assert (seq.num_tokens - len(seq.token_ids), seq.num_output_tokens) == ((1, 0) if is_ahead else (0, 1))
         engine.step()
         assert (seq.num_computed_tokens, seq.num_output_tokens) == (4, 1 if is_ahead else 2)
         run(engine, [request])
@@ -396,6 +397,6 @@ def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(
     engine.executor.runner.forward = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    assert request.sequences[0].num_pending_tokens == 0
+    assert request.sequences[0].num_tokens == len(request.sequences[0].token_ids)
     engine.executor.runner.forward = forward
     assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

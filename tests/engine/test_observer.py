@@ -28,9 +28,9 @@ def test_an_engine_tells_its_observer_a_request_in_order():
     engine.step()
     engine.step()
     assert log == [
-        "request_added",
+        *("request_added", "scheduling_begun", "blocks_changed", "sequence_started"),
         *("blocks_changed", "step_scheduled", "step_launched", "step_collected", "token_appended", "step_ended", "flush"),
-        *("step_scheduled", "step_launched", "blocks_changed", "step_collected", "token_appended"),
+        *("scheduling_begun", "step_scheduled", "step_launched", "blocks_changed", "step_collected", "token_appended"),
         *(2 * ["blocks_changed", "sequence_finished"]), "request_finished", "step_ended", "flush",
     ]  # fmt: skip
 

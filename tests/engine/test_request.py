@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import RowReport, TokenLogprobs
 from nanoinfer.scheduling.sequence import Constraint, Sequence
 from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
+from tests.helpers.growing import grow
 
 PROMPT = [1, 2, 3]
 
@@ -24,7 +25,7 @@ def request(*, room=99, tokenizer=True, **params):
 
 def advance(request, seq, token_id, logprobs=None):
     """What the engine does with a sampled id."""
-    seq.token_ids.append(token_id)
+    grow(seq, token_id)
     return request.advance(seq, token_id, logprobs)
 
 
@@ -301,7 +302,7 @@ def test_the_text_of_a_piece_of_a_character_is_what_it_adds():
     others = [0x80, ord("x"), 0x80, 259, 261, 0xFF]
     one = Request([Sequence("r", PROMPT, SamplingParams(logprobs=1), 0, len(PROMPT) + len(FOX))], None, byte_tokenizer())
     for token_id, other in zip(FOX, others, strict=True):
-        advance(one, one.sequences[0], token_id, LogprobsReport(TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2])))
+        advance(one, one.sequences[0], token_id, RowReport(TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2])))
     texts = [[entry.decoded_token for entry in position.values()] for position in one.output.outputs[0].logprobs]
     assert texts == [["th", ""], ["", "x"], ["", ""], ["", "😀"], ["😀", "😬x"], ["the", ""]]
     assert "".join(text for text, _ in texts) == one.output.outputs[0].text == "th😀the"
@@ -371,7 +372,7 @@ def test_a_request_ended_before_its_first_token_has_an_empty_output():
 
 def test_the_output_tells_its_prompt_and_counts():
     one = request(room=1)
-    one.sequences[0].num_preemptions, one.sequences[0].num_cached_tokens = 2, 16
+    one.metrics.num_preemptions, one.metrics.num_cached_tokens = 2, 16
     advance(one, one.sequences[0], ord("a"))
     assert (one.output.request_id, one.output.prompt, one.output.prompt_token_ids) == ("r7", "a prompt", PROMPT)
     assert one.output.finished

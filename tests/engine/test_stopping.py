@@ -8,6 +8,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine.stopping import Answer, KeptStopStrings, Stop, StopStrings
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.detokenizer import NoText
+from tests.helpers.growing import grow
 
 EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 
@@ -32,7 +33,7 @@ EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
 )
 def test_eos_goes_before_stop_ids_and_both_before_the_length(newest, num_left, params, expected):
     seq = Sequence("r", [EOS, STOP_ID], SamplingParams(**params), 0, 4 + num_left, frozenset([EOS, EOS_TOO]))
-    seq.token_ids += [OTHER, newest]
+    grow(seq, OTHER, newest)
     assert Answer(seq, NoText()).check_id(newest, examine=True) == expected
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.local_executor import fill_in
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -20,8 +21,16 @@ def plan_of(*scheduled):
     return StepPlan(scheduled, rows=rows_of(scheduled))
 
 
-def build(*scheduled, previous=None):
-    return ForwardBatch.build(plan_of(*scheduled), 4, CPU, previous)
+def build(*scheduled):
+    return ForwardBatch.build(plan_of(*scheduled), 4, CPU)
+
+
+def ids_after(rows, token_ids, *scheduled):
+    """The ids of a step after a step with these rows, which has sampled these tokens."""
+    plan = plan_of(*scheduled)
+    input_ids = ForwardBatch.build(plan, 4, CPU).input_ids
+    fill_in(input_ids, plan, StepPlan((), rows=tuple((seq, 0) for seq in rows)), token_ids)
+    return input_ids.tolist()
 
 
 def example():
@@ -62,22 +71,19 @@ def test_a_chunk_in_the_middle_of_a_prompt_has_its_positions_and_no_row():
 
 def test_a_token_that_only_the_device_knows_is_taken_from_the_step_before():
     known, pending = sequence([5, 6], computed=1, table=[0]), sequence([1, 2, 3], computed=3, table=[1])
-    pending.num_pending_tokens = 1
-    previous = PreviousTokens(torch.tensor([40, 41, -1]), {pending: 1, known: 2})
-    batch = build(ScheduledSequence(known, 1), ScheduledSequence(pending, 1), previous=previous)
-    assert batch.input_ids.tolist() == [6, 41]
-    assert batch.positions.tolist() == [1, 3]
+    pending.num_tokens = 4
+    scheduled = ScheduledSequence(known, 1), ScheduledSequence(pending, 1)
+    assert ids_after([sequence([7]), pending, known], torch.tensor([40, 41, -1]), *scheduled) == [6, 41]
+    assert build(*scheduled).positions.tolist() == [1, 3]
 
 
 def test_a_step_of_the_rows_of_the_step_before_reads_its_tokens_in_the_order_of_the_rows():
     rows = [sequence([1, 2, 3], computed=3, table=[i]) for i in range(3)]
     for seq in rows:
-        seq.num_pending_tokens = 1
+        seq.num_tokens = 4
     token_ids = torch.tensor([40, -1, 42])
-    previous = PreviousTokens(token_ids, {seq: row for row, seq in enumerate(rows)})
     for used, expected in ((rows, [40, 0, 42]), (rows[::-1], [42, 0, 40]), (rows[:2], [40, 0])):
-        batch = build(*(ScheduledSequence(seq, 1) for seq in used), previous=previous)
-        assert batch.input_ids.tolist() == expected
+        assert ids_after(rows, token_ids, *(ScheduledSequence(seq, 1) for seq in used)) == expected
     assert token_ids.tolist() == [40, -1, 42]
 
 

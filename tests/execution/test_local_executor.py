@@ -13,7 +13,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -45,7 +45,7 @@ def sequence(computed=0, **params):
 
 
 def run(executor, *scheduled, **plan):
-    step = executor.launch(StepPlan(scheduled, rows_of(scheduled), prompt_rows_of(scheduled), **plan), None)
+    step = executor.launch(StepPlan(scheduled, rows_of(scheduled), **plan), None)
     return step, executor.collect(step)
 
 

@@ -215,7 +215,7 @@ def computed(checkpoints: Checkpoints, run: Run, questions: list[Question]) -> t
                 assert [[one.token_ids for one in several] for several in again] == [
                     [one.token_ids for one in several] for several in answers
                 ]  # a hit skips the first cuts of a prompt, which may change the last bits of scores
-                num_found = llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"]
+                num_found = llm.engine.block_manager.store.counts["external_prefix_cache_hits"]
     finally:
         if cache_folder is not None:
             shutil.rmtree(cache_folder)

@@ -46,7 +46,7 @@ class Memory:
     def _digests(self, item) -> list[int]:
         """The digest of the tokens up to each of those that the step computes: known ones, those in flight, and drafts."""
         seq, digest, digests = item.sequence, 0, []
-        in_flight = [token_at(seq.seed, len(seq.token_ids) + i) for i in range(seq.num_pending_tokens)]
+        in_flight = [token_at(seq.seed, len(seq.token_ids) + i) for i in range(seq.num_tokens - len(seq.token_ids))]
         first = mixed(*(seq.cache_salt or "").encode())
         for token_id in [first, *seq.token_ids, *in_flight, *item.draft_token_ids]:
             digest = mixed(digest, token_id)

@@ -18,16 +18,19 @@ from nanoinfer.build import ParameterFeatures, make_block_manager
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.observer import together
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.features.beam_search.search import BeamSearch
 from nanoinfer.features.drafts.config import SpeculativeConfig
 from nanoinfer.features.drafts.speculator import Speculator
-from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import RowReport, TokenLogprobs
+from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 from nanoinfer.features.tracing import TracingObserver
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.step_plan import prompt_rows_of
 from tests.golden.loads import EOS, VOCAB_SIZE, Load, make_load, mixed, token_at
 from tests.golden.memory import Memory
 from tests.helpers.fake_executor import FakeExecutor
@@ -194,12 +197,13 @@ class RecordingExecutor(FakeExecutor):
             windows=load.windows, num_state_slots=load.num_slots,
         )  # fmt: skip
         self.load, self.record = load, record
-        self.num_launches = 0
+        self.num_launches = self.num_steps = 0
         self.fails_at: dict[str, int] = {}  # request id -> Arrival.fails_at
 
     def launch(self, plan, previous):
         number, self.num_launches = self.num_launches, self.num_launches + 1
-        self.record.lines.append(text_of(plan, self.load))
+        self.record.lines.append(text_of(plan, self.load, self.num_steps))
+        self.num_steps += plan.sampler is None
         self.record.counts["steps"] += 1
         self.record.counts["drafts"] += sum(len(item.draft_token_ids) for item in plan.scheduled)
         self.record.counts["copies"] += len(plan.block_copies)
@@ -208,11 +212,11 @@ class RecordingExecutor(FakeExecutor):
             raise LaunchError
         if self.record.memory is not None:
             self.record.memory.compute(plan, tables_of, states_of)
-        return SimpleNamespace(plan=plan, must_sync=bool(plan.prompt_rows))
+        return SimpleNamespace(plan=plan, must_sync=bool(prompt_rows_of(plan.scheduled)))
 
     def collect(self, step):
         if step.plan.sampler is not None:
-            rows = [SequenceOutput(seq, reports=[LogprobsReport(likely_tokens(seq))]) for seq, _ in step.plan.rows]
+            rows = [SequenceOutput(seq, reports=[RowReport(likely_tokens(seq))]) for seq, _ in step.plan.rows]
             return StepOutput(rows)
         return super().collect(step)
 
@@ -243,9 +247,9 @@ def likely_tokens(seq) -> TokenLogprobs:
 # ---- text
 
 
-def text_of(plan, load: Load) -> str:
+def text_of(plan, load: Load, number: int) -> str:
     """Return a plan as a line: name, tokens from which on, tables, slots and drafts of each sequence, then rows and copies."""
-    parts = [f"step {plan.step}" if plan.step >= 0 else "beams"]
+    parts = [f"step {number}" if plan.sampler is None else "beams"]
     for item in plan.scheduled:
         seq = item.sequence
         tables = " ".join(str(table).replace(" ", "") for table in tables_of(seq))
@@ -256,7 +260,7 @@ def text_of(plan, load: Load) -> str:
         if item.draft_token_ids:
             parts.append(f"drafts {item.draft_token_ids}")
     rows = " ".join(f"{seq.sequence_id}@{index}" for seq, index in plan.rows)
-    read = " ".join(f"{row.sequence.sequence_id}@{row.start}:{row.stop}" for row in plan.prompt_rows)
+    read = " ".join(f"{row.sequence.sequence_id}@{row.start}:{row.stop}" for row in prompt_rows_of(plan.scheduled))
     copies = " ".join(f"{source}>{target}" for source, target in plan.block_copies)
     parts += [f"rows {rows}"] + [f"reads {read}"] * bool(read) + [f"copies {copies}"] * bool(copies)
     return " | ".join(parts)
@@ -320,7 +324,8 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         else None,
     )  # fmt: skip
     planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
-    executor, observer = RecordingExecutor(load, record), TracingObserver(events, load.block_size)
+    executor = RecordingExecutor(load, record)
+    observer = together(EngineMetrics(), TracingObserver(events, load.block_size))
     return LLMEngine(
         executor,
         config,

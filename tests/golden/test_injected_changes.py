@@ -30,8 +30,8 @@ INJECTED = {
         ("no block is kept free for forks", "self.num_reserved_blocks(seq) + len(seq.forks)", "self.num_reserved_blocks(seq)"),
         (
             "none starts beside others",
-            "if self.waiting and not selection.preempted and",
-            "if self.waiting and not selection.preempted and not selection.scheduled and",
+            "if self.waiting and not selection.preempted:",
+            "if self.waiting and not selection.preempted and not selection.scheduled:",
         ),
         (
             "decode steps take of the budget",
@@ -44,14 +44,18 @@ INJECTED = {
             "scheduled = [*single, *(item for item in selection.scheduled if item.num_new_tokens > 1)]",
             "scheduled = sorted(selection.scheduled, key=lambda item: (item.num_new_tokens > 1, -item.sequence.num_tokens))",
         ),
-        ("a failed step turns the order round", "for seq in reversed(self.running):", "for seq in self.running:"),
+        ("a failed step turns the order round", "for seq in self.running[::-1]:", "for seq in self.running[:]:"),
         (
             "a fork less starts",
             "num_startable = self.config.max_num_seqs - len(self.running)",
             "num_startable = max(self.config.max_num_seqs - len(self.running) - 1, 0)",
         ),
-        ("what starts in a step keeps nothing free", "num_reserved += self._num_kept_free(seq)", "pass"),
-        ("the youngest runs first", "for seq in list(self.running):", "for seq in self.running[::-1]:"),
+        ("what starts in a step keeps nothing free", "selection.num_kept_free += self._num_kept_free(seq)", "pass"),
+        (
+            "the youngest runs first",
+            "[seq for seq in self.running if seq.num_tokens <",
+            "[seq for seq in self.running[::-1] if seq.num_tokens <",
+        ),
     ],
     "scheduling/block_manager.py": [
         ("the newest block is evicted", "return next(iter(candidates))", "return next(reversed(candidates))"),
@@ -109,7 +113,7 @@ INJECTED = {
         ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
         (
             "a step reads more",
-            "self.num_tokens_read += self._index.block_size if missing else 0",
+            "self.num_tokens_read += self.block_size if missing else 0",
             "self.num_tokens_read += 1 if missing else 0",
         ),
     ],

@@ -8,6 +8,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing.machines import CHOICES, TOKENS, run
 from nanoinfer_lab.testing.rules import Memory, names
+from tests.helpers.growing import grow
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -53,11 +54,12 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(choice=CHOICES, token_id=TOKENS)
     def grow(self, choice: int, token_id: int) -> None:
         seq = self.chosen(choice)
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         if self.manager.can_allocate(seq, 1):
             self.compute(seq)
         else:
             seq.token_ids.pop()
+            seq.num_tokens -= 1
         self.check()
 
     @precondition(lambda self: bool(self.alive))

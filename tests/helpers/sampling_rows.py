@@ -11,6 +11,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import RoutedSampler
 from nanoinfer.sampling.sampler import STAGES, HeadRows, Sampler
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 
 INF, NAN = math.inf, math.nan
 PARAMS = {  # that put a row into each group of RowGroups
@@ -35,7 +36,7 @@ def the_same(hidden):
 
 def sequence(seed=0, prompt=(0,), output=(), **params):
     seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), seed, 9999)
-    seq.token_ids += output
+    grow(seq, *output)
     return seq
 
 

@@ -17,7 +17,7 @@ import torch
 ARITHMETIC = """
     attention.base attention.dense attention.kv_cache attention.reference attention.cpu attention.flash
     models.registry models.layers models.rope models.gpt2 models.qwen models.llama models.qwen_moe
-    loading.loader loading.weights fast.stored features.quantization.rounding
+    loading.loader loading.weights features.training.stored features.quantization.rounding
     execution.forward_batch execution.model_runner execution.local_executor execution.runtime
     sampling features.structured.grammar features.structured.json_schema
     features.tracing.stage_trace features.own_code features.distributed.split_sampling

@@ -334,7 +334,9 @@ class Graph:
             raise DeviceError(f"a graph has {len(self.launched)} launches, and its function more: {function} {place()}")
         captured = self.launched[self.num_compared]
         self.num_compared += 1
-        if (captured.function, captured.args, captured.kwargs) != (function, args, kwargs):
+        if tree_map(comparable, (captured.function, captured.args, captured.kwargs)) != tree_map(
+            comparable, (function, args, kwargs)
+        ):
             raise DeviceError(
                 f"a graph launches {captured.function} with {captured.args} {captured.kwargs}, and its function would now "
                 f"launch {function} with {args} {kwargs}: {place()}"
@@ -361,6 +363,11 @@ def pointer_or_number(value: Any) -> Any:
     if isinstance(value, SimulatedTensor):
         return Pointer.of(value)
     return value.item() if isinstance(value, Tensor) else value
+
+
+def comparable(value: Any) -> Any:
+    """NaN as a text, because it does not equal itself."""
+    return "NaN" if isinstance(value, float) and value != value else value
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[SimulatedTensor]:

@@ -18,8 +18,8 @@ from nanoinfer import LLM, SamplingParams, register_model
 from nanoinfer.cli.inspect import examine
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, InvalidValueError, OutOfMemoryError, UnsupportedError, WeightsError
-from nanoinfer.fast import stored
 from nanoinfer.fast.cpu.accelerate import compile_model
+from nanoinfer.features.training import stored
 from nanoinfer.load import load as load_config
 from nanoinfer.loading import devices, loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint

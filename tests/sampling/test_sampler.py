@@ -12,6 +12,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, philox, uniform
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 from tests.helpers.sampling_rows import sampling_by
 
 INF, NAN = math.inf, math.nan
@@ -20,7 +21,7 @@ EOS = 3
 
 def sequence(*, seed=0, num_prompt=1, num_output=0, **params):
     seq = Sequence("r", [0] * num_prompt, SamplingParams(seed=seed, **params), seed, 999, frozenset([EOS]))
-    seq.token_ids += [0] * num_output
+    grow(seq, *[0] * num_output)
     return seq
 
 

@@ -19,6 +19,7 @@ from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p, mask_min_tokens
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 
 INF = math.inf
 
@@ -36,7 +37,7 @@ def sequence(prompt, output=(), *, bad_words=(), eos=frozenset(), **params):
     params = SamplingParams(max_tokens=None, bad_words=bad_words, **params)
     constraints = tuple(word_constraints(params, None, 1000))
     seq = Sequence("r", list(prompt), params, 0, 999, eos, constraints=constraints)
-    seq.token_ids += output
+    grow(seq, *output)
     return seq
 
 

@@ -16,13 +16,15 @@ from nanoinfer.sampling.state import SamplingState, TokenCounts
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
+from tests.helpers.told import Told
 
 
 def sequence(prompt, output=(), **params):
     params = SamplingParams(max_tokens=None, **params)
     constraints = tuple(word_constraints(params, None, 9999))
     seq = Sequence("r", list(prompt), params, seed=0, max_num_tokens=9999, constraints=constraints)
-    seq.token_ids += output
+    grow(seq, *output)
     return seq
 
 
@@ -97,7 +99,7 @@ def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids
 def test_the_comparison_notices_a_state_that_misses_a_token():
     seq = sequence([1, 2, 1], frequency_penalty=1)
     state = SamplingState.of(seq)
-    seq.token_ids += [1, 3, 1]
+    grow(seq, 1, 3, 1)
     state._num_known += 1  # the injected fault: one token is skipped
     SamplingState.of(seq)
     assert known(state) != recount(seq)
@@ -116,7 +118,8 @@ def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
 
 def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
     """Blocks for one and a half sequences: the scheduler preempts the younger one, and recomputes it later."""
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4), BlockManager(7, 2))
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4)
+    scheduler = Scheduler(config, BlockManager(7, 2), Told())
     sequences = [sequence([i, 1, 2], frequency_penalty=1) for i in (3, 4)]
     for i, seq in enumerate(sequences):
         seq.request_id, seq.max_num_tokens = str(i), 10
@@ -132,7 +135,7 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
             if len(seq.token_ids) == 10:
                 scheduler.finish(seq)
                 num_left -= 1
-    assert sequences[1].num_preemptions > 0
+    assert sequences[1] in scheduler.observer.preempted
     assert sum(sequences[1].sampling_state.token_counts.output_counts) == 6  # the 7th was not read any more
 
 
@@ -148,7 +151,7 @@ def test_a_step_adds_each_new_token_once_however_long_the_history(length, monkey
     assert len(added) == length
     for num_new in (1, 1, 1, 5, 0):
         added.clear()
-        seq.token_ids += [3] * num_new
+        grow(seq, *[3] * num_new)
         SamplingBatch.build([seq], 2000, torch.device("cpu"))
         assert len(added) == num_new
 
@@ -158,7 +161,7 @@ def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
     seq = sequence([1, 2], frequency_penalty=1, no_repeat_ngram_size=1)
     batch = SamplingBatch.build([seq], 9999, torch.device("cpu"))
     for token_id in range(5000):
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         SamplingState.of(seq)
     assert batch.entries.token_counts.ids.tolist() == [1, 2]
     assert batch.entries.token_counts.values.tolist() == [0, 0]
@@ -183,7 +186,7 @@ def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
                 )
         assert torch.equal(one.entries.token_counts.values, other.entries.token_counts.values)
         for i, seq in enumerate(grown):
-            seq.token_ids.append((step * (i + 2)) % 7)
+            grow(seq, (step * (i + 2)) % 7)
     assert one.entries.repeated_ngrams is not None
 
 
@@ -194,7 +197,7 @@ def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
     last, device = None, torch.device("cpu")
     for rows in ([a, b], [a, b], [b, a], [b], [b, c], [b, c], [greedy], [greedy], [c]):
         for seq in rows:
-            seq.token_ids.append(3)
+            grow(seq, 3)
         last, before = SamplingBatch.build(rows, 10, device, last), last
         fresh = SamplingBatch.build(rows, 10, device)
         assert before is None or (last.columns is before.columns) == (last.params == before.params)
@@ -212,7 +215,7 @@ def test_the_uniform_numbers_that_were_computed_ahead_are_those_of_each_step_alo
     for step in range(40):
         used = rows[step // 12 % 2 :][:: -1 if step in (5, 6) else 1]
         for seq in used:
-            seq.token_ids.append(3)
+            grow(seq, 3)
         if step % 17 == 16:
             del rows[2].token_ids[-2:]
         last = SamplingBatch.build(used, 10, device, last)

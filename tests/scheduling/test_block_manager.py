@@ -4,6 +4,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.block_machine import BlockMachine, check_block_manager
+from tests.helpers.growing import grow
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -35,10 +36,10 @@ def test_a_block_is_taken_only_when_the_one_before_it_is_full():
     manager = BlockManager(num_blocks=4, block_size=2)
     seq = start(manager, sequence([5, 6, 7]))
     assert seq.block_table == [0, 1]
-    seq.token_ids.append(8)
+    grow(seq, 8)
     run(manager, seq)
     assert seq.block_table == [0, 1]  # the fourth token fits
-    seq.token_ids.append(9)
+    grow(seq, 9)
     run(manager, seq)
     assert seq.block_table == [0, 1, 2]
     manager.free(seq)
@@ -119,10 +120,10 @@ def test_a_fork_shares_everything_and_copies_the_block_it_writes_into():
     child.num_computed_tokens = 3
     assert child.block_table == [0, 1]
     assert manager.num_free_blocks == 2
-    child.token_ids.append(8)
+    grow(child, 8)
     assert run(manager, child) == [(1, 2)]
     assert child.block_table == [0, 2]
-    parent.token_ids.append(9)
+    grow(parent, 9)
     assert run(manager, parent) == []  # nobody shares it any more
     manager.free(parent)
     manager.free(child)
@@ -165,8 +166,8 @@ def test_random_sequences_keep_every_token_and_lose_no_block():
 def test_a_sequence_has_its_next_slot_if_allocating_would_change_nothing():
     manager = BlockManager(num_blocks=6, block_size=2)
     seq, prompt = start(manager, sequence([5, 6, 7])), start(manager, sequence([5, 5]))
-    seq.token_ids.append(8)
-    prompt.token_ids.append(1)
+    grow(seq, 8)
+    grow(prompt, 1)
     assert manager.next_slots([seq, prompt]) == [True, False]  # a block is full
     child = sequence([5, 6, 7, 8])
     child.num_computed_tokens = 3

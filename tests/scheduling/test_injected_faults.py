@@ -51,7 +51,7 @@ FAULTS = {
             "ref_counts[table[start // block_size]] >= 1",
         ),
         ("a full block has a slot", "start < len(table) * block_size and", "start <= len(table) * block_size and"),
-        ("two tokens are one", "seq.num_pending_tokens != start + 1", "seq.num_pending_tokens < start + 1"),
+        ("two tokens are one", "seq.num_tokens != start + 1", "seq.num_tokens < start + 1"),
         ("more blocks are taken than are free", "found.count(False) <= self.num_free_blocks", "True"),
     ],
     "scheduling/prefix_index.py": [
@@ -106,12 +106,16 @@ FAULTS = {
         ("a state is read from another group", "self.store.find((key, group))", "self.store.find((key, 0))"),
         ("what is hit is not held while others are read", "groups[group].pool.hold([block])", "pass"),
         ("what was read stays held", "groups[group].pool.drop([block])", "pass"),
-        ("what failed stays in the store", "self.stored.discard(key)", "pass"),
-        ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
+        ("what failed stays in the store", "self.store.discard((key, group))", "pass"),
+        (
+            "what is evicted is in no tier",
+            "_keep(self.store, self.index, self.index.keys[self.blocks.contents[evicted]])",
+            "pass",
+        ),
         (
             "a block is kept under another group",
-            "self.store.keep((key, number), group.ids[key])",
-            "self.store.keep((key, 1 - number), group.ids[key])",
+            "store.keep((key, number), group.ids[key])",
+            "store.keep((key, 1 - number), group.ids[key])",
         ),
     ],
 }

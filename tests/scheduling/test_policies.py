@@ -11,12 +11,13 @@ from nanoinfer.config import EngineConfig, SchedulerConfig, class_named
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
+from nanoinfer.scheduling.policies import DeadlineScheduler, PreemptingScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing import machines
 from tests.helpers.block_machine import check_block_manager
 from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.told import Told
 from tests.lab.testing.worlds import PreemptsAlways
 
 
@@ -61,7 +62,7 @@ class AtRandom(Scheduler):
         return self.random.choice(running)
 
 
-class PreemptivePriority(PriorityScheduler):
+class PreemptivePriority(PreemptingScheduler, PriorityScheduler):
     """A waiting sequence with a lower number takes the place of the running one with the highest."""
 
     def to_preempt(self, running, waiting):
@@ -69,7 +70,7 @@ class PreemptivePriority(PriorityScheduler):
         return worst if worst.priority > waiting[0].priority else None
 
 
-class ShortestRemainingFirst(Scheduler):
+class ShortestRemainingFirst(PreemptingScheduler):
     """SRPT: who has the fewest tokens left runs, also in the place of one that has more."""
 
     def remaining(self, seq):
@@ -83,7 +84,7 @@ class ShortestRemainingFirst(Scheduler):
         return longest if self.remaining(longest) > self.remaining(waiting[0]) else None
 
 
-class MultiLevelFeedback(Scheduler):
+class MultiLevelFeedback(PreemptingScheduler):
     """MLFQ: after 2, 4, 8 and more output tokens a sequence sinks to the next level. A higher level comes first."""
 
     def level(self, seq):
@@ -216,13 +217,13 @@ def test_a_priority_that_nobody_reads_is_refused_and_zero_is_not():
 
 def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():
     """5 blocks of 2 tokens: each has 2 after its prompt of 3. low takes the last one, and then high needs one, too."""
-    scheduler = PriorityScheduler(SchedulerConfig(), BlockManager(5, 2))
+    scheduler = PriorityScheduler(SchedulerConfig(), BlockManager(5, 2), Told())
     low, high = (
         Sequence(name, [first, first + 1, first + 2], SamplingParams(), seed=0, max_num_tokens=9, priority=priority)
         for name, first, priority in (("low", 0, 2), ("high", 10, 0))
     )
     plans = []
-    while not plans or not plans[-1].preempted:
+    while not scheduler.observer.preempted:
         if len(plans) < 2:
             scheduler.add((low, high)[len(plans)])  # low is the older one
         plans.append(scheduler.schedule())
@@ -239,7 +240,8 @@ def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_s
 def steps_of(scheduler_cls, *given, num_blocks=4, **config):
     """Who runs and who is preempted in each step, at most 60. given: (step of the arrival, prompt, output, priority)."""
     config = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "chunk_size": 4} | config
-    scheduler = scheduler_cls(SchedulerConfig(**config), BlockManager(num_blocks, 4, enable_prefix_caching=False))
+    manager = BlockManager(num_blocks, 4, enable_prefix_caching=False)
+    scheduler = scheduler_cls(SchedulerConfig(**config), manager, Told())
     steps = []
     for number in range(60):
         for name, (step, num_prompt, num_output, priority) in enumerate(given):
@@ -248,7 +250,9 @@ def steps_of(scheduler_cls, *given, num_blocks=4, **config):
                 seq = Sequence(str(name), [1] * num_prompt, SamplingParams(), 0, max_num_tokens=total, priority=priority)
                 scheduler.add(seq)
         plan = scheduler.schedule()
-        steps.append(([item.sequence.request_id for item in plan.scheduled], [seq.request_id for seq in plan.preempted]))
+        names = [seq.request_id for seq in scheduler.observer.preempted]
+        steps.append(([item.sequence.request_id for item in plan.scheduled], names))
+        scheduler.observer.preempted.clear()
         scheduler.commit(plan)
         for seq, _ in plan.rows:
             scheduler.append(seq, 7)
@@ -279,10 +283,8 @@ def test_nobody_is_preempted_for_a_sequence_that_lacks_room_even_then():
 
 def test_a_sequence_is_preempted_for_another_only_after_a_new_token_because_else_nobody_ends():
     class WithoutTheRule(PreemptsAlways):
-        def schedule(self):
-            for seq in self.running:
-                seq.num_tokens_at_start = 0
-            return super().schedule()
+        def may_be_preempted(self, seq):
+            return True
 
     given = [(0, 8, 4, 0), (0, 8, 4, 0)]  # prompts of two chunks, of which each step computes one
     assert steps_of(WithoutTheRule, *given, max_num_seqs=1)[1] == 2
@@ -349,6 +351,11 @@ def test_a_class_is_given_by_itself_or_by_its_name():
             "must be a subclass of BlockManager",
         ),
         ({"scheduler_cls": dict}, InvalidTypeError, "must be a subclass of Scheduler"),
+        (
+            {"scheduler_cls": type("Mine", (Scheduler,), {"to_preempt": lambda self, running, waiting: None})},
+            InvalidTypeError,
+            "must be a subclass of PreemptingScheduler .*policies.py.*, because it has to_preempt, got .*Mine",
+        ),
         ({"scheduler_cls": Scheduler, "scheduling_policy": "priority"}, InvalidValueError, "leave one out"),
         ({"scheduling_policy": "sjf"}, InvalidValueError, "must be 'fcfs', 'priority' or 'deadline', got 'sjf'"),
     ],

@@ -23,8 +23,8 @@ def enter(index, tokens, salt=None):
     return ids
 
 
-def blocks_of(prefix):
-    return [block for _, block in prefix]
+def found(index, tokens, salt=None):
+    return [index.ids[key] for key in index.chain(tokens, salt)]
 
 
 def test_a_key_is_the_digest_of_the_key_before_it_and_the_blocks_tokens():
@@ -47,11 +47,11 @@ def test_another_salt_or_first_token_changes_the_keys_of_all_blocks(change):
 def test_a_prompt_finds_the_blocks_of_its_beginning_and_its_last_token_is_computed():
     index = new_index()
     ids = enter(index, TOKENS)
-    assert blocks_of(index.match(TOKENS, None)) == ids
-    assert blocks_of(index.match(TOKENS[:6], None)) == ids[:2]  # the third block ends with the last token
-    assert blocks_of(index.match([*TOKENS[:4], 0, 0, 0], None)) == ids[:2]
-    assert len(index.match(TOKENS, "a")) == len(index.match([0, *TOKENS], None)) == 0
-    assert index.match(TOKENS[:3], None) == index.match(TOKENS, None)[:1]
+    assert found(index, TOKENS) == ids
+    assert found(index, TOKENS[:6]) == ids[:2]  # the third block ends with the last token
+    assert found(index, [*TOKENS[:4], 0, 0, 0]) == ids[:2]
+    assert found(index, TOKENS, "a") == found(index, [0, *TOKENS]) == []
+    assert found(index, TOKENS[:3]) == ids[:1]
 
 
 def test_the_first_id_with_a_content_stays_and_a_removed_one_is_empty():
@@ -59,7 +59,7 @@ def test_the_first_id_with_a_content_stays_and_a_removed_one_is_empty():
     [block] = enter(index, TOKENS[:2])
     [content_and_key] = index.further([], TOKENS[:2], 2, None)
     assert index.enter([content_and_key], [index.pool.take()]) == []
-    assert blocks_of(index.match(TOKENS[:3], None)) == [block]
+    assert found(index, TOKENS[:3]) == [block]
     index.pool.drop([block])
     index.remove(block)
     assert not index.keys

@@ -14,6 +14,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer_lab.testing.machines import check_random_loads
+from tests.helpers.told import Told
 
 
 def make(num_blocks=64, block_size=2, **config):
@@ -88,6 +89,7 @@ def test_a_step_is_larger_than_max_num_batched_tokens_as_the_page_for_users_of_v
 
 def test_when_blocks_run_out_the_youngest_waits_and_recomputes():
     scheduler = make(num_blocks=5, block_size=2)
+    scheduler.observer = Told()
     old, young = sequence("old", 3, 10), sequence("young", 3, 10, first=50)
     scheduler.add(old)
     scheduler.add(young)
@@ -95,11 +97,11 @@ def test_when_blocks_run_out_the_youngest_waits_and_recomputes():
     assert step(scheduler) == {"old": 1, "young": 1}
     assert step(scheduler) == {"old": 1}  # it took the fifth block for its fifth token
     assert young.status is SequenceStatus.WAITING
-    assert (young.num_preemptions, young.num_computed_tokens, young.block_table) == (1, 0, [])
+    assert (scheduler.observer.preempted, young.num_computed_tokens, young.block_table) == ([young], 0, [])
     while old.status is not SequenceStatus.FINISHED:
         assert "young" not in step(scheduler)
     assert step(scheduler)["young"] > 1  # its output is part of what it computes again
-    assert young.num_preemptions == 1
+    assert scheduler.observer.preempted == [young]
 
 
 def test_a_sequence_starts_only_if_a_block_is_left_for_every_running_one():

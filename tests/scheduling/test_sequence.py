@@ -5,6 +5,7 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.execution.executor import PromptReader
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 
 
 def sequence(prompt=(5, 6, 7), index=0, reader=None, **params):
@@ -15,7 +16,7 @@ def test_a_prompt_a_decode_step_and_a_recomputation_are_the_tokens_that_are_not_
     seq = sequence()
     assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (3, 3, 0)
     seq.num_computed_tokens = 3
-    seq.token_ids.append(8)
+    grow(seq, 8)
     assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (4, 1, 1)
     seq.num_computed_tokens = 0  # preempted
     assert (seq.num_new_tokens, seq.output_token_ids) == (4, [8])
@@ -23,14 +24,14 @@ def test_a_prompt_a_decode_step_and_a_recomputation_are_the_tokens_that_are_not_
 
 def test_a_token_that_only_the_device_knows_counts_as_a_token_and_not_as_output():
     seq = sequence()
-    seq.num_computed_tokens, seq.num_pending_tokens = 3, 1
+    seq.num_computed_tokens, seq.num_tokens = 3, 4
     assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (4, 1, 0)
 
 
 def test_its_tokens_are_not_the_prompts_list():
     prompt = [5, 6]
     seq = sequence(prompt)
-    seq.token_ids.append(7)
+    grow(seq, 7)
     assert seq.prompt_token_ids == prompt == [5, 6]
 
 
@@ -44,7 +45,7 @@ def test_the_first_answer_alone_needs_all_rows_of_its_prompt_and_once():
     seq = sequence(reader=PromptReader())
     assert seq.needs_all_rows
     assert not sequence(reader=PromptReader(), index=1).needs_all_rows
-    seq.token_ids.append(8)
+    grow(seq, 8)
     assert not seq.needs_all_rows  # it was preempted after its first token
 
 

@@ -37,9 +37,9 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one():
 
 
 def test_a_reader_of_an_answered_prompt_gets_the_row_before_each_of_its_tokens_and_other_readers_all_rows():
-    before = sequence(2)
+    before = ScheduledSequence(sequence(2, 1), 1, (7,))
     scored, read = sequence(5, reader=PromptReader()), sequence(5, reader=PromptReader(), is_answered=False)
-    scheduled = [ScheduledSequence(one, one.num_tokens) for one in (before, scored, read)]
+    scheduled = [before, *(ScheduledSequence(one, one.num_tokens) for one in (scored, read))]
     assert prompt_rows_of(scheduled) == (PromptRows(scored, 2, 6, 0), PromptRows(read, 7, 12, 0))
 
 

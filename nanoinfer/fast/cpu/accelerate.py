@@ -34,12 +34,12 @@ from nanoinfer.fast.cpu.threads import one_torch_thread
 from nanoinfer.fast.fuse import FusedLinear, fuse
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.sampling.kernels import use_exponentials
-from nanoinfer.fast.stored import StoredParameter
-from nanoinfer.fast.stored import load as load_stored
 from nanoinfer.fast.trace import Trace, copied, has_hooks, trace
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
 from nanoinfer.features.quantization.rounding import check_sizes, quantize_model
 from nanoinfer.features.training.loaded_weights import LoadedWeights
+from nanoinfer.features.training.stored import StoredParameter
+from nanoinfer.features.training.stored import load as load_stored
 from nanoinfer.loading.weights import progress_bar
 from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory

@@ -35,10 +35,10 @@ from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.fast.stored import Identity, StoredParameter, store
 from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.quantization.rounding import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.features.training.loaded_weights import LoadedWeights
+from nanoinfer.features.training.stored import Identity, StoredParameter, store
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
 from nanoinfer.loading.weights import fill, find_sources, progress_bar

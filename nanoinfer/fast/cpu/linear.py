@@ -21,7 +21,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.fast.stored import pieces_of
+from nanoinfer.features.training.stored import pieces_of
 from nanoinfer.models.layers import Hidden, Ids, Untraced
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.program import has_tiles
 from nanoinfer.fast.cpu.threads import one_torch_thread
-from nanoinfer.fast.stored import Identity, StoredParameter
 from nanoinfer.features.quantization.rounding import Moments
+from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def _made_from(version: str, more: bytes) -> str:
     package = here.parents[1]
     paths = [path for name in ("formats", "quantization") for path in (package / "features" / name).glob("*.py")]
     paths += [*(package / "loading").rglob("*.py"), package / "features" / "distributed" / "sharding.py"]
-    paths += [here.parent / "stored.py", *here.glob("*.py"), *here.glob("*.cpp"), *here.glob("*.h")]
+    paths += [package / "features" / "training" / "stored.py", *here.glob("*.py"), *here.glob("*.cpp"), *here.glob("*.h")]
     what = version, native.find_target(), has_tiles(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     return _digest(repr(what).encode(), more, *(path.read_bytes() for path in sorted(paths))).decode()
 

@@ -30,8 +30,8 @@ from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import LinearCall, PackedLinear, write_outputs
 from nanoinfer.fast.cpu.program import KernelCall, Program, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.fast.stored import StoredParameter
 from nanoinfer.features.quantization.rounding import Moments, QuantizedWeight, quantize, quantized, stored_integers
+from nanoinfer.features.training.stored import StoredParameter
 
 TILE = 32  # the number of outputs that quantized_linear.cpp computes together
 
@@ -58,11 +58,7 @@ class PackedQuantizedLinear(PackedLinear):
     """A linear layer in the layout of quantized_linear.cpp. The rows have the dtype of the plain weights."""
 
     def __init__(
-        self,
-        fused: FusedLinear,
-        bits: int,
-        kept: Sequence[UInt8[Tensor, " bytes"]] = (),
-        moments: Moments | None = None,
+        self, fused: FusedLinear, bits: int, kept: Sequence[UInt8[Tensor, " bytes"]] = (), moments: Moments | None = None
     ) -> None:
         self._bits, first = bits, fused.linears[0].weight  # all have the same inputs
         known = (moments or {}).get(first.source.name) if isinstance(first, StoredParameter) else None

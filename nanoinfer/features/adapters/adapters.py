@@ -3,9 +3,10 @@
 In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterMapping that
 the linear layers read. An adapter that does not fit is refused when a request names it, so that it cannot make a step fail.
 
-An adapter is kept in memory from the first request that names it. A step that uses it makes it active: it gets one of max_loras
-indices, by which the layers find it. The index is that of the least recently used adapter. The scheduler (scheduler.py) makes
-sure that no step uses more adapters than there are indices.
+An adapter is kept in memory from the first request that names it. Before the forward pass of a step, AdapterRunner makes the
+adapters of its rows active: each gets one of max_loras indices, that of the least recently used adapter. The layers read the
+index of each row (layers.py), and nothing else changes in the step. `limits` keeps the scheduler from planning more adapters
+than there are indices, and the digest in cache_salt separates their blocks.
 
 With several ranks, rank 0 alone reads files. A step that makes an adapter active sends it to the others, which use the same
 index. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.

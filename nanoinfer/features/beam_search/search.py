@@ -22,7 +22,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, ReportingSampler, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import ReportingSampler, RowReport, TokenLogprobs
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class BeamSearch:
             scheduled: list[ScheduledSequence] = []
             budget = self._engine.scheduler.config.max_num_batched_tokens
             for search in self._running:
-                num_new = self._engine.scheduler.next_chunk(search.beams[0])
+                num_new = self._engine.scheduler.next_chunk(search.beams[0], search.beams[0].num_computed_tokens)
                 if num_new > 1 and num_new > budget:
                     continue
                 budget -= num_new if num_new > 1 else 0
@@ -233,6 +233,7 @@ class _PromptSearch:
             child = self._beam(parent.prompt_token_ids, parent.max_num_tokens)
             engine.block_manager.fork(parent, child)
             child.token_ids = [*parent.token_ids, token_id]
+            child.num_tokens = len(child.token_ids)
             child.num_computed_tokens = parent.num_computed_tokens
             children.append(child)
         self.free(engine)
@@ -241,6 +242,6 @@ class _PromptSearch:
 
 def _logprobs_of(output: SequenceOutput) -> TokenLogprobs:
     [report] = output.reports
-    logprobs = report.logprobs if isinstance(report, LogprobsReport) else None
+    logprobs = report.logprobs if isinstance(report, RowReport) else None
     assert logprobs is not None, "the beam asks for them"
     return logprobs

@@ -35,13 +35,13 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedErro
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.fast.stored import pieces_of
 from nanoinfer.features.disk_cache.stored_blocks import Entry
 from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
 from nanoinfer.features.hybrid.cache import HybridCache, states_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.features.quantization.rounding import QuantizedLinear
 from nanoinfer.features.training.loaded_weights import Shards
+from nanoinfer.features.training.stored import pieces_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan

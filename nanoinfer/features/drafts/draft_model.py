@@ -49,6 +49,7 @@ class DrafterProposer(ABC):
                 output = sampled.get(draft.seq)
                 if output is not None:
                     draft.seq.token_ids += output.token_ids
+                    draft.seq.num_tokens += len(output.token_ids)
                     draft.token_ids += output.token_ids
                 # Without an output, some of its tokens are still to be computed, in later steps, so that a long prompt does
                 # not delay the other sequences.
@@ -103,7 +104,7 @@ class DraftModelProposer(DrafterProposer):
         draft_seq.num_computed_tokens = min(num_equal, len(seq.token_ids) - 1)  # the newest token is computed for its logits
         # This is the only place that frees blocks that windows have left: a rejected draft never goes back before these tokens.
         self.block_manager.cache_finished_blocks(draft_seq, draft_seq.num_computed_tokens)
-        draft_seq.token_ids = list(seq.token_ids)
+        draft_seq.token_ids, draft_seq.num_tokens = list(seq.token_ids), len(seq.token_ids)
         return draft_seq
 
     def _plan(self, drafts: list[Draft]) -> StepPlan | None:
@@ -138,7 +139,7 @@ class QuantizedProposer(DrafterProposer):
     def _draft_seq(self, seq: Sequence) -> Sequence:
         draft_seq = self._draft_seqs.get(seq) or self._new_draft_seq(seq)
         draft_seq.token_ids, draft_seq.extras = list(seq.token_ids), seq.extras
-        draft_seq.num_computed_tokens = seq.num_computed_tokens
+        draft_seq.num_tokens, draft_seq.num_computed_tokens = seq.num_tokens, seq.num_computed_tokens
         draft_seq.block_table = seq.block_table
         if NAME in seq.extras:
             writes, record = tables_of(seq).state_writes, replace(tables_of(seq), state_writes={})

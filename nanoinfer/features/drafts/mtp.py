@@ -184,8 +184,7 @@ class MTPProposer(DraftModelProposer):
     def _draft_seq(self, seq: Sequence) -> Sequence:
         if (draft_seq := self._draft_seqs.get(seq)) is None:
             draft_seq = self._new_draft_seq(seq)
-            draft_seq.num_pending_tokens = 1  # stands for the first token, which the draft sequence lacks
-        draft_seq.token_ids = seq.token_ids[1:]
+        draft_seq.token_ids, draft_seq.num_tokens = seq.token_ids[1:], len(seq.token_ids)
         draft_seq.num_computed_tokens = min(draft_seq.num_computed_tokens, max(len(draft_seq.token_ids) - 1, 0))
         return draft_seq
 

@@ -29,7 +29,7 @@ from nanoinfer.outputs import Counter, Metric, Vector
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
@@ -162,7 +162,7 @@ class Speculator(Planner):
         scheduled = [replace(item, draft_token_ids=tuple(drafts.get(item.sequence, ()))) for item in plan.scheduled]
         if not any(item.draft_token_ids for item in scheduled):
             return plan
-        return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
+        return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled))
 
     def step_collected(self, plan: StepPlan, output: StepOutput) -> None:
         """Update the estimates by the seconds that a step took, and the tokens that it gave each sequence."""

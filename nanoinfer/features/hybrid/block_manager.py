@@ -81,12 +81,18 @@ class HybridBlockManager(BlockManager):
 
     def tables(self, seq: Sequence) -> list[list[int]]:
         """Return the block tables of a sequence, in the order of the KV groups."""
+        if len(self.windows) == 1:
+            return [seq.block_table]
         further = tables_of(seq).block_tables
         while len(further) < len(self.windows) - 1:
             further.append([])
         return [seq.block_table, *further]
 
     # ---- queries
+
+    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:
+        """Return the longest prefix that all groups can serve. Its pairs have the blocks of the first group."""
+        return self.index.match(token_ids, cache_salt) if self.enable_prefix_caching else []
 
     def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
         if self.state_slots is not None and not self.state_slots.pool.num_free:
@@ -135,7 +141,10 @@ class HybridBlockManager(BlockManager):
         for table in tables:
             for index in range(seq.num_computed_tokens // self.block_size, len(table)):
                 if self.blocks.ref_counts[table[index]] > 1:
-                    copies.append(self._replace_shared(seq, table, index))
+                    shared, table[index] = table[index], self._take()
+                    self.blocks.drop([shared])
+                    copies.append((shared, table[index]))
+                    self.observer.block_copied(seq, shared, table[index])
         for group, table in enumerate(tables):
             num_before = len(table)
             while len(table) * self.block_size < end:
@@ -147,7 +156,15 @@ class HybridBlockManager(BlockManager):
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Add the blocks that the first num_tokens fill to the prefix cache, and free those that no later query reaches."""
+        num_cached = len(seq.prefix_keys)
         super().cache_finished_blocks(seq, num_tokens)
+        num_full, (_, *further) = len(seq.prefix_keys), self.tables(seq)
+        if further and num_full > num_cached:
+            end = num_full * self.block_size
+            full = [*self.index.further(seq.prefix_keys[:num_cached], seq.token_ids, end, seq.cache_salt)]
+            for group, table in enumerate(further, 1):
+                cached = self.index.enter(full, table[num_cached:num_full], group)
+                self.observer.blocks_changed("cached", seq, cached, group)
         if self._has_windows:
             self._release(seq, num_tokens)
         if self.state_slots is not None:
@@ -173,7 +190,8 @@ class HybridBlockManager(BlockManager):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert not child.block_table, "a fork starts with empty block tables"
-        child.block_table, *tables_of(child).block_tables = (list(table) for table in self.tables(parent))
+        for table, shared in zip(self.tables(child), self.tables(parent), strict=True):
+            table += shared
         child.prefix_keys, held = list(parent.prefix_keys), self._held(child)
         self.blocks.hold(held)
         self.observer.blocks_forked(parent, child, held)
@@ -191,12 +209,6 @@ class HybridBlockManager(BlockManager):
             self.state_slots.free(seq)
 
     # ---- inside
-
-    def _enter(self, seq: Sequence, full: list[tuple[bytes, bytes]], num_cached: int) -> list[int]:
-        cached, num_full = [], num_cached + len(full)
-        for group, table in enumerate(self.tables(seq)):
-            cached += self.index.enter(full, table[num_cached:num_full], group)
-        return cached
 
     def _blocks_of(self, prefix: Prefix) -> list[int]:
         """Return the blocks of a prefix, group by group."""

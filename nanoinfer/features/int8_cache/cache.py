@@ -21,11 +21,11 @@ class Int8Cache(KVCache):
 
     def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for pages, values in zip(self._by_slot(layer), finite_values(k, v), strict=True):
+        for pages, values in zip(self.by_slot(layer), finite_values(k, v), strict=True):
             pages[blocks, offsets] = quantized_heads(values)
 
     def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:
-        k, v = (numbers_of(pages[block_table].flatten(0, 1)[:seq_len]) for pages in self._by_slot(layer))
+        k, v = (numbers_of(pages[block_table].flatten(0, 1)[:seq_len]) for pages in self.by_slot(layer))
         return k, v
 
     def gather_blocks(self, layer: int, block_tables: Int[Tensor, "num_seqs blocks"]) -> tuple[Tensor, Tensor]:

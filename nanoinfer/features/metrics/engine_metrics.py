@@ -39,10 +39,10 @@ BOUNDS = {  # upper bounds of the histograms' buckets, in seconds or tokens, as 
 
 
 class EngineMetrics(Observer):
-    """The totals of an engine's requests, and how long they took."""
+    """The totals of an engine's requests, and how long they took. Writes what the scheduler does into their RequestMetrics."""
 
     def __init__(self) -> None:
-        self._running: set[Request] = set()
+        self._running: dict[str, Request] = {}  # by id
         self._finished: Totals[str] = Totals()  # what finished requests have added
         self._reasons: Totals[str] = Totals()  # why answers have ended
         self._histograms = {name: _Buckets(bounds) for name, bounds in BOUNDS.items()}
@@ -59,11 +59,19 @@ class EngineMetrics(Observer):
         self._last_times.update(dict.fromkeys(sequences, now))
 
     def request_added(self, request: Request) -> None:
-        self._running.add(request)
+        self._running[request.request_id] = request
+
+    def sequence_started(self, seq: Sequence, num_cached_tokens: int) -> None:
+        times = self._running[seq.request_id].metrics
+        if times.first_scheduled_time is None:
+            times.first_scheduled_time, times.num_cached_tokens = time.perf_counter(), num_cached_tokens
+
+    def sequence_preempted(self, seq: Sequence) -> None:
+        self._running[seq.request_id].metrics.num_preemptions += 1
 
     def request_finished(self, request: Request) -> None:
         """Count a request, unless it was never queued. Prompts that are only read count in the totals."""
-        self._running.discard(request)
+        self._running.pop(request.request_id, None)
         if request.sequences[0].status is not SequenceStatus.FINISHED:
             return
         self._finished.update(_totals_of(request))
@@ -93,7 +101,7 @@ class EngineMetrics(Observer):
     def metrics_read(self, engine: "LLMEngine", metrics: list[Metric]) -> None:
         """Add the current metrics."""
         totals, manager = self._finished.copy(), engine.block_manager
-        for request in self._running:
+        for request in self._running.values():
             totals.update(_totals_of(request))
         metrics += [
             Gauge("vllm:num_requests_running", len(engine.scheduler.running)),
@@ -105,6 +113,7 @@ class EngineMetrics(Observer):
                 for reason in get_args(FinishReason)
             ),
             *(buckets.histogram(f"vllm:{name}") for name, buckets in self._histograms.items()),
+            *(Counter(f"vllm:{name}", count) for name, count in manager.counts.items()),
         ]
 
 
@@ -137,6 +146,6 @@ def _totals_of(request: Request) -> dict[str, int]:
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
     num_queried = num_prompt if first.reader is None else 0  # a reader needs all rows of the prompt
-    num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
-    counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)
+    counted = request.metrics.num_cached_tokens, request.metrics.num_preemptions
+    counts = (num_prompt, request.num_output_tokens, num_queried, *counted)
     return dict(zip(_TOTALS, counts, strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.stored import StoredParameter, pieces_of
+from nanoinfer.features.training.stored import StoredParameter, pieces_of
 from nanoinfer.loading.devices import check_bytes
 
 logger = logging.getLogger(__name__)

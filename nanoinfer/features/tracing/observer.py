@@ -45,7 +45,7 @@ class TracingObserver(Observer):
         tokenizer: writes the texts in the events. None: the events have no texts.
         wants_stages: whether the tracer receives StageApplied and TokenDrawn.
         launched: the plan of the newest step.
-        stage_seconds: the seconds that describing a step's stages took, by the number of the step (stage_trace.py).
+        stage_seconds: the seconds that describing a step's stages took, by the id of its plan (stage_trace.py).
     """
 
     def __init__(self, tracer: events.Tracer, block_size: int, tokenizer: Tokenizer | None = None) -> None:
@@ -54,8 +54,12 @@ class TracingObserver(Observer):
         self.stage_seconds: dict[int, float] = {}
         self._tracer, self._block_size = tracer, block_size
         self._events: deque[events.Event] = deque()
+        self._preempted: list[Sequence] = []  # since scheduling has begun
         self._unreported: list[Sequence] = []  # preempted in a step that ran nothing. The next StepScheduled names them
-        self._start_of_advance = 0.0
+        self._num_steps = 0
+        self._planned: tuple[int, float] | None = None  # the number of the step to launch, and the seconds of scheduling it
+        self._launched: dict[int, tuple[int, float]] = {}  # the same of those in flight, by the id of the plan
+        self._start_of_schedule = self._start_of_advance = 0.0
 
     def emit(self, event: events.Event) -> None:
         self._events.append(event)
@@ -105,24 +109,35 @@ class TracingObserver(Observer):
 
     # ---- steps
 
+    def scheduling_begun(self) -> None:
+        self._start_of_schedule = time.perf_counter()
+        self._preempted.clear()  # what a failed step has requeued
+
+    def sequence_preempted(self, seq: Sequence) -> None:
+        self._preempted.append(seq)
+
     def step_scheduled(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        self._unreported += plan.preempted
+        self._unreported += self._preempted
         if plan.scheduled:
+            self._planned = self._num_steps, time.perf_counter() - self._start_of_schedule
+            self._num_steps += 1
             chosen = _names(item.sequence for item in plan.scheduled), tuple(item.num_new_tokens for item in plan.scheduled)
             num_waiting, num_free = len(scheduler.waiting), scheduler.block_manager.num_free_blocks
             running, preempted = _names(scheduler.running), _names(self._unreported)
             self._unreported.clear()
-            self.emit(events.StepScheduled(plan.step, *chosen, running, num_waiting, num_free, preempted))
+            self.emit(events.StepScheduled(self._planned[0], *chosen, running, num_waiting, num_free, preempted))
 
     def step_launched(self, plan: StepPlan, previous: InFlight | None) -> None:
         self.launched = plan
+        if self._planned is not None:  # else beam search has made the plan
+            self._launched[id(plan)], self._planned = self._planned, None
         if drafting := [item for item in plan.scheduled if item.draft_token_ids]:
             drafts = tuple(item.draft_token_ids for item in drafting)
-            self.emit(events.TokensDrafted(plan.step, _names(item.sequence for item in drafting), drafts))
-        on_device = None if previous is None else {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
-        packed = pack(plan, self._block_size, on_device)
-        for index in packed.placeholders:
-            packed.input_ids[index] = -1
+            self.emit(events.TokensDrafted(self._launched[id(plan)][0], _names(item.sequence for item in drafting), drafts))
+        packed = pack(plan, self._block_size)
+        for seq, index in plan.rows if previous is not None else ():
+            if seq.num_tokens > len(seq.token_ids):
+                packed.input_ids[index] = -1
         starts, rows = (0, *accumulate(packed.query_lens)), tuple(index for _, index in plan.rows)
         ids, positions, slots = tuple(packed.input_ids), tuple(packed.positions), tuple(packed.slots)
         self.emit(events.BatchBuilt(_names(packed.sequences), starts, tuple(packed.seq_lens), ids, positions, slots, rows))
@@ -131,9 +146,10 @@ class TracingObserver(Observer):
         self._start_of_advance = time.perf_counter()
 
     def step_ended(self, plan: StepPlan, output: StepOutput) -> None:
-        advance, trace = time.perf_counter() - self._start_of_advance, self.stage_seconds.pop(plan.step, 0.0)
+        advance, trace = time.perf_counter() - self._start_of_advance, self.stage_seconds.pop(id(plan), 0.0)
+        number, schedule = self._launched.pop(id(plan))
         seconds = output.seconds | {"sample": output.seconds["sample"] - trace}
-        self.emit(events.StepTimed(plan.step, schedule=plan.schedule_seconds, **seconds, advance=advance, trace=trace))
+        self.emit(events.StepTimed(number, schedule=schedule, **seconds, advance=advance, trace=trace))
 
     # ---- blocks
 

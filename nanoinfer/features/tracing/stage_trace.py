@@ -51,7 +51,7 @@ class TracingSampler(Sampler):
         sampled = super().sample_by_stages(logits, batch)
         greedy = set(batch.row_groups.greedy_rows)
         self.after_draw([None if row in greedy else u for row, u in enumerate(batch.u.tolist())], sampled.token_ids)
-        self._observer.stage_seconds[self._observer.launched.step] = self.seconds
+        self._observer.stage_seconds[id(self._observer.launched)] = self.seconds
         return sampled
 
     def apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:

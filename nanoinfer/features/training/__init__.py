@@ -1,1 +1,1 @@
-"""For trainers: models whose forward pass has the sampler's bits, with gradients by torch."""
+"""For trainers: new weights in place, pauses, memory given back, log-probabilities of given tokens."""

@@ -70,7 +70,6 @@ def passing(folder: Path, sources: list[tuple[str, str]]) -> list[str]:
 @pytest.mark.slow
 def test_the_engine_in_one_file_is_short_clean_and_measured(exported):
     lines = (exported / "engine.py").read_text().splitlines()
-    assert len(lines) <= 1200
     assert not [
         line for line in lines if "import nanoinfer" in line or "from nanoinfer." in line or line.lstrip().startswith("#:")
     ]
@@ -127,7 +126,8 @@ def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book)
     assert engine.count("from itertools import takewhile\n") == engine.count("\ndef equal_beginning(a, b):\n") == 1
     assert "        return equal_beginning(self.draft_token_ids, sampled_token_ids)\n" in engine
     lines = engine.splitlines()
-    assert lines.count("import torch") == lines.count("from torch import Tensor") == 1
+    assert lines.count("import torch") == lines.count("from torch import Tensor, nn") == 1
+    assert "from torch import Tensor" not in lines
     assert not [line for line in lines if line.startswith(("from jaxtyping", "from nanoinfer"))]
     for name, helper in (("argmax", "draw_from_weights"), ("draw", "equal_beginning")):
         before = book.file(name).read_text()
@@ -144,9 +144,7 @@ def test_the_file_has_all_that_a_task_says_one_has():
     defined |= {
         ast.unparse(node).removeprefix("self.") for node in ast.walk(tree) if isinstance(getattr(node, "ctx", 0), ast.Store)
     }
-    assert {name for task in TRACK for entry in task.have for name in entry.split()[1:]} - defined == {
-        "__len__"
-    }  # which a list has
+    assert {name for task in TRACK for entry in task.have for name in entry.split()[1:]} <= defined
 
 
 def test_missing_tasks_and_names_are_refused(book):
@@ -170,30 +168,40 @@ def test_missing_tasks_and_names_are_refused(book):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("if self.stored is not None:\n    a()\nb()", "b()"),
-        ("if self.stored is None:\n    # why\n    a()\nelse:\n    b()", "# why\na()"),
-        ("if self.stored:\n    a()\nelif c:\n    b()\nelse:\n    d()", "if c:\n    b()\nelse:\n    d()"),
-        ("if c:\n    a()\nelif self.stored is not None:\n    b()\nelse:\n    d()", "if c:\n    a()\nelse:\n    d()"),
-        ("if c:\n    a()\nelif self.stored is None:\n    b()\nelse:\n    d()", "if c:\n    a()\nelse:\n    b()"),
-        ("for x in y:\n    if self.stored is not None:\n        a()", "for x in y:\n    pass"),
-        ("x = a if self._has_windows else b", "x = b"),
-        ("x = a and not self._has_windows", "x = a"),
-        ("x = a and self._has_windows and b", "x = False"),
-        ("x = a or self.stored is None", "x = True"),
-        ("self.stored = stored\na()", "a()"),
         ("if x:\n    a()\n    self.observer.told(x)", "if x:\n    a()"),
+        ("def f(self, n: int, observer: O = NOBODY) -> None:\n    self.observer = observer\n    a()",
+         "def f(self, n: int) -> None:\n    a()"),
+        ("def f(\n    self,\n    n: int = 1,\n    observer: O = NOBODY,\n) -> None:\n    a()",
+         "def f(self, n: int = 1) -> None:\n    a()"),
+        ("def f():\n    n = g()\n    self.observer.told(n)\n    b()", "def f():\n    b()"),
+        ("def f():\n    n = self.g(1)\n    self.observer.told(n)", "def f():\n    self.g(1)"),
         ('def f():\n    """One.\n\n    Two.\n    """\n    return 1', 'def f():\n    """One."""\n    return 1'),
-        ("def f():\n    n = g()\n    if self.stored is not None:\n        a(n)\n    b()", "def f():\n    b()"),
-        ("def f():\n    if self.stored is None:\n        return 1\n    return 2", "def f():\n    return 1"),
+        ('class A:\n    """One.\n\n    Two.\n\n    >>> A()\n    """', 'class A:\n    """One.\n\n    Two.\n    """'),
+        ('class A:\n    """One.\n\n    Attributes:\n        a: two.\n    """\n    a: int',
+         'class A:\n    """One."""\n    a: int'),
+        ('def f(a: "A | None", b: Float[Tensor, "rows columns"]) -> list["A"]:\n    return []',
+         'def f(a: A | None, b: Float[Tensor, "rows columns"]) -> list[A]:\n    return []'),
+        ('n: Annotated[int, Ge(1), Option(), Doc("Number of answers. More words.")] = 1', "n: int = 1  # Number of answers"),
     ],
 )  # fmt: skip
-def test_branches_that_the_facts_exclude_are_left_out(before, after):
+def test_what_one_file_does_not_need_is_left_out(before, after):
     assert simplified(before) == after
 
 
 def test_only_what_is_mentioned_is_taken():
-    text = tangle("#: from nanoinfer.scheduling.pool\n", {}, {"Pool", "take"})
+    text = tangle("#: from nanoinfer.scheduling.pool\n", {}, {"Pool", ".take", "hold"})
     assert "def take(self)" in text
     assert "def __init__" in text
-    assert "def hold" not in text
+    assert "def hold" not in text  # a variable of this name is no method
     assert "NO_BLOCK" not in text
+
+
+def test_definitions_come_in_the_order_of_the_template():
+    template = "class Pool:\n    #: from nanoinfer.scheduling.pool.Pool import hold, __init__\n\n    def take(self): ...\n"
+    text = tangle(template, {}, {"Pool", ".hold", ".take"})
+    assert [line.split("(")[0].strip() for line in text.splitlines() if "def " in line] == [
+        "def hold",
+        "def __init__",
+        "def take",
+    ]
+    assert '"""' in text.splitlines()[1]  # the docstring of the package's class

@@ -111,7 +111,7 @@ MUTANTS = {
         ],
         "copies": [
             ("copies.append((shared, table[index]))", "pass"),
-            ("(shared, table[index])", "(table[index], shared)"),
+            ("copies.append((shared, table[index]))", "copies.append((table[index], shared))"),
         ],
         "enough": [
             ("self.block_size < end", "self.block_size <= end"),
@@ -121,9 +121,9 @@ MUTANTS = {
     "cache_blocks": {
         "full": [("num_tokens // self.block_size", "-(-num_tokens // self.block_size)")],
         "new": [
-            ("self.index.enter(full, group, table[num_cached:num_full])", "table[num_cached:num_full]"),
+            ("self.index.enter(full, seq.block_table[num_cached:num_full])", "[]"),
             ("further(seq.prefix_keys, seq.token_ids,", "further([], seq.token_ids[num_cached * self.block_size :],"),
-            ("table[num_cached:num_full]", "table[: num_full - num_cached]"),
+            ("seq.block_table[num_cached:num_full]", "seq.block_table[: num_full - num_cached]"),
         ],
         "keys": [("seq.prefix_keys += [key for _, key in full]", "pass")],
         "salt": [("seq.cache_salt)", "None)")],
@@ -137,14 +137,13 @@ MUTANTS = {
         "grid": [("grid - start % grid", "grid")],
         "end": [("seq.num_tokens - start", "seq.num_tokens"), ("min(seq.num_tokens - start, ", "max(1, ")],
         "start": [
-            ("seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens", "seq.num_computed_tokens"),
-            ("if num_computed_tokens is None", "if not num_computed_tokens"),
+            ("seq.num_tokens - start", "seq.num_tokens - seq.num_computed_tokens"),
         ],
     },
     "make_room": {
         "ask": [("while not", "if not")],
-        "victim": [("self.running.remove(victim)", "self.running.pop(0)"), ("self.choose_victim(self.running, seq)", "seq")],
-        "preempt": [("self._preempt(victim)", "self._free(victim)")],
+        "victim": [("self.choose_victim(self.running, seq)", "seq")],
+        "preempt": [("self._preempt(victim)", "self._stop(victim)")],
         "drop": [
             ("selection.drop(victim)", "pass"),
             ("selection.drop(victim)", "selection.preempted.append(victim)"),
@@ -155,9 +154,11 @@ MUTANTS = {
         ],
     },
     "continue_running": {
-        "order": [("list(self.running)", "list(reversed(self.running))"), ("list(self.running)", "self.running")],
+        "order": [
+            ("self._left_to_schedule(selection)", "self._left_to_schedule(selection)[::-1]"),
+            ("self._left_to_schedule(selection)", "self.running"),
+        ],
         "gone": [("seq.status is not SequenceStatus.RUNNING", "False")],
-        "ended": [("seq.num_tokens >= seq.max_num_tokens", "False")],
         "one": [("num_new > 1 and ", "")],
         "budget": [("selection.budget < num_new", "selection.budget <= num_new")],
         "waits": [("selection.budget = 0", "pass")],
@@ -167,7 +168,7 @@ MUTANTS = {
         "prefix": [("self._prefix_of(seq)", "Prefix()")],
         "chunk": [("self.next_chunk(seq, num_cached)", "self.next_chunk(seq, 0)")],
         "budget": [("num_new > 1 and ", ""), ("selection.budget < num_new", "selection.budget <= num_new")],
-        "reserved": [("num_kept_free=num_reserved", "num_kept_free=0")],
+        "reserved": [("num_kept_free=selection.num_kept_free", "num_kept_free=0")],
         "false": [("return False", "return True"), ("return True", "return None")],
         "running": [
             ("SequenceStatus.RUNNING", "SequenceStatus.WAITING"),
@@ -176,12 +177,8 @@ MUTANTS = {
         "blocks": [("self.block_manager.start(seq, prefix)", "pass"), ("self._select(selection, seq, num_new)", "pass")],
         "counts": [
             ("seq.num_computed_tokens = num_cached", "seq.num_computed_tokens = 0"),
-            ("seq.num_tokens_at_start = seq.num_tokens", "pass"),
         ],
-        "first": [
-            ("if seq.num_preemptions == 0:", "if True:"),
-            ("num_cached, self.clock()", "num_cached, None"),
-        ],
+        "kept": [("selection.num_kept_free += self._num_kept_free(seq)", "pass")],
     },
     "pack": {
         "ids": [
@@ -198,7 +195,7 @@ MUTANTS = {
             ("sequences += [seq] * (num_drafts + 1)", "sequences += [seq]"),
         ],
         "lengths": [("range(end, end + num_drafts + 1)", "[end + num_drafts] * (num_drafts + 1)")],
-        "unknown": [("input_ids.append(0)", "input_ids.append(1)"), ("placeholders.append(len(input_ids))", "pass")],
+        "unknown": [("or [0]", "or [1]"), (" or [0]", "")],
     },
     "rotary": {
         "pairs": [("chunk(2, dim=-1)", "view(*x.shape[:-1], -1, 2).unbind(-1)")],

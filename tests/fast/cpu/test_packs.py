@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import native, packs
-from nanoinfer.fast.stored import Identity, StoredParameter
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache

@@ -17,6 +17,7 @@ from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from tests.helpers import tiny_models, triton_interpreter  # noqa: F401
+from tests.helpers.growing import grow
 from tests.helpers.sampling_rows import batch_of, sampling_by, the_same
 
 # On a GPU, Triton's kernel does not read tensors of the CPU. end_to_end/test_gpu.py has draws there.
@@ -117,7 +118,7 @@ def test_the_columns_of_rows_that_go_on_are_copied_once(monkeypatch):
         assert num_disagreeing([(torch.randn(len(used), 50, generator=generator), last)], sampler) == 0
         copied.append(graphs._columns["temperature"]._version)
         for seq in used:
-            seq.token_ids.append(1)
+            grow(seq, 1)
     assert [after > before for before, after in pairwise(copied)] == [False, False, False, True, True]
 
 

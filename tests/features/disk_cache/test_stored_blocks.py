@@ -19,6 +19,7 @@ from nanoinfer_lab.testing import machines
 from nanoinfer_lab.testing.rules import Memory
 from tests.features.hybrid.test_state_slots import States
 from tests.helpers.block_machine import CHOICES, BlockMachine
+from tests.helpers.told import Told
 
 
 class DictStore:
@@ -101,14 +102,14 @@ def test_another_manager_finds_what_the_first_one_had_in_memory():
     assert num_found == 0
     first.free(seq)
     first.close()
-    second = manager_with(first.stored.store.contents)
+    second = manager_with(first.store.contents)
     seq, num_found = run(second, [5, 6, 7, 8, 1])
-    assert (num_found, second.stored.store.filled) == (4, seq.block_table[:2])
-    assert second.stored.store.touched == [
+    assert (num_found, second.store.filled) == (4, seq.block_table[:2])
+    assert second.store.touched == [
         (key, 0) for key in seq.prefix_keys[::-1]
     ]  # the first block of a prompt is the last that the store may lose
     assert run(second, [5, 6, 7, 8, 1])[1] == 4
-    assert len(second.stored.store.filled) == 2  # now they are in memory
+    assert len(second.store.filled) == 2  # now they are in memory
     assert run(second, [5, 7, 7, 8, 1])[1] == 0
 
 
@@ -133,16 +134,16 @@ def test_requests_with_another_salt_find_nothing_in_the_store():
     first = manager_with()
     first.free(run(first, [5, 6, 7], "a")[0])
     first.close()
-    found = {salt: run(manager_with(dict(first.stored.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
+    found = {salt: run(manager_with(dict(first.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
     assert found == {None: 0, "a": 2, "b": 0}
 
 
 def test_what_is_evicted_is_kept_and_found_again():
     manager = manager_with(num_blocks=3)
     manager.free(run(manager, [5, 6, 7, 8, 9])[0])
-    assert manager.stored.store.contents == {}
+    assert manager.store.contents == {}
     manager.free(run(manager, [1, 2, 3, 4, 5])[0])
-    assert len(manager.stored.store.contents) == 2
+    assert len(manager.store.contents) == 2
     assert run(manager, [5, 6, 7, 8, 9])[1] == 4
 
 
@@ -154,10 +155,10 @@ def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
     manager = manager_with(num_blocks=4, base=FirstFirst)
     manager.free(run(manager, [5, 6, 7, 8])[0])
     manager.free(run(manager, [1, 1, 1, 1, 1])[0])  # two empty blocks, and the one of 5 and 6
-    [kept] = manager.stored.store.contents.values()
+    [kept] = manager.store.contents.values()
     assert kept == "block 0"
     seq, num_found = run(manager, [5, 6, 7, 8, 9])
-    assert (num_found, len(manager.stored.store.filled)) == (4, 1)
+    assert (num_found, len(manager.store.filled)) == (4, 1)
     assert seq.block_table[1] == 1
 
 
@@ -165,10 +166,10 @@ def test_nothing_is_read_for_a_sequence_that_has_no_room():
     first = manager_with()
     first.free(run(first, [5, 6, 7, 8, 9])[0])
     first.close()
-    second = manager_with(first.stored.store.contents, num_blocks=3)
+    second = manager_with(first.store.contents, num_blocks=3)
     other, _ = run(second, [1, 2, 3])
     assert len(second.match_prefix([5, 6, 7, 8, 9])) == 0
-    assert second.stored.store.filled == []
+    assert second.store.filled == []
     second.free(other)
     assert len(second.match_prefix([5, 6, 7, 8, 9])) == 2
 
@@ -178,27 +179,27 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
     first = manager_with(num_blocks=12)
     first.free(run(first, prompt)[0])
     first.close()
-    manager = manager_with(first.stored.store.contents, num_blocks=12, max_tokens_per_step=4)
-    scheduler = Scheduler(SchedulerConfig(), manager)
+    manager = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    scheduler = Scheduler(SchedulerConfig(), manager, Told())
 
     def step(*new):
         for request_id, token_ids in new:
             scheduler.add(Sequence(request_id, token_ids, SamplingParams(), seed=0, max_num_tokens=20))
-        num_before, plan = len(manager.stored.store.filled), scheduler.schedule()
+        num_before, plan = len(manager.store.filled), scheduler.schedule()
         scheduler.commit(plan)
         for item in plan.scheduled:
             scheduler.append(item.sequence, 7)
-        started = {item.sequence.request_id: item.sequence.num_cached_tokens for item in plan.scheduled}
-        return started, len(manager.stored.store.filled) - num_before
+        started = {item.sequence.request_id: scheduler.observer.num_cached[item.sequence] for item in plan.scheduled}
+        return started, len(manager.store.filled) - num_before
 
     assert step(("running", [1, 2])) == ({"running": 0}, 0)
     assert step(("long", prompt), ("later", [3, 4])) == ({"running": 0}, 2)
     assert step() == ({"running": 0}, 2)
-    assert manager.stored.store.touched == []
+    assert manager.store.touched == []
     assert step() == ({"running": 0, "long": 10, "later": 0}, 1)
     long = next(item for item in scheduler.running if item.request_id == "long")
-    assert manager.stored.store.touched == [(key, 0) for key in keys_of(long)[4::-1]]  # each block once, and the first one last
-    alone = manager_with(first.stored.store.contents, num_blocks=12, max_tokens_per_step=4)
+    assert manager.store.touched == [(key, 0) for key in keys_of(long)[4::-1]]  # each block once, and the first one last
+    alone = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
     assert run(alone, prompt)[1] == 10  # nobody waits for it
 
 
@@ -207,7 +208,7 @@ def test_only_the_most_recently_used_blocks_are_kept_at_the_end_if_there_is_no_r
     for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5]):
         manager.free(run(manager, token_ids)[0])
     manager.close()
-    contents = manager.stored.store.contents
+    contents = manager.store.contents
     assert [run(manager_with(dict(contents)), token_ids)[1] for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])] == [2, 4]
 
 
@@ -226,12 +227,12 @@ def test_a_reset_leaves_the_store():
     manager = manager_with(num_blocks=3)
     manager.free(run(manager, [5, 6, 7])[0])
     manager.free(run(manager, [1, 2, 3, 4, 5])[0])
-    assert len(manager.stored.store.contents) == 1
+    assert len(manager.store.contents) == 1
     manager.reset_prefix_cache()
     manager.free(run(manager, [5, 6, 7])[0])
     assert run(manager, [1, 2, 3, 4, 5])[1] == 0
     manager.close()
-    assert len(manager.stored.store.contents) == 1
+    assert len(manager.store.contents) == 1
 
 
 class StoredMemory(Memory):
@@ -239,7 +240,7 @@ class StoredMemory(Memory):
 
     def __init__(self, manager):
         super().__init__(manager)
-        manager.stored.store.memory = self
+        manager.store.memory = self
 
 
 def new_manager(*sizes):
@@ -250,11 +251,11 @@ class StoredBlocks(BlockMachine):
     block_manager_cls = staticmethod(new_manager)
     memory_cls = StoredMemory
 
-    @precondition(lambda self: self.manager.stored.store.contents)
+    @precondition(lambda self: self.manager.store.contents)
     @rule(choice=CHOICES)
     def lose(self, choice):
-        keys = sorted(self.manager.stored.store.contents)
-        self.manager.stored.store.discard(keys[choice % len(keys)])
+        keys = sorted(self.manager.store.contents)
+        self.manager.store.discard(keys[choice % len(keys)])
 
     @rule()
     def restart(self):
@@ -262,10 +263,10 @@ class StoredBlocks(BlockMachine):
             self.manager.free(seq)
         self.alive = []
         self.manager.close()
-        contents = self.manager.stored.store.contents
+        contents = self.manager.store.contents
         self.manager = self.block_manager_cls(self.NUM_BLOCKS, self.BLOCK_SIZE)
         self.memory = self.memory_cls(self.manager)
-        self.manager.stored.store.contents = contents
+        self.manager.store.contents = contents
         self.check()
 
 

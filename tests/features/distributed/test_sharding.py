@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
@@ -17,6 +16,7 @@ from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.distributed import sharding
 from nanoinfer.features.distributed.communicator import Communicator
 from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
+from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -68,7 +68,7 @@ def on_ranks(size, function):
 
 def logits_of(model):
     with torch.inference_mode():
-        return model.compute_logits(model(IDS, torch.arange(len(IDS)), DenseAttention()))
+        return model.compute_logits(model(IDS, torch.arange(len(IDS)), HybridDenseAttention()))
 
 
 def shard_of(checkpoint, communicator, dtype="float32", *, optimized=False):

@@ -432,7 +432,7 @@ def test_an_llm_that_has_lost_a_rank_is_closed_and_its_store_is_whole(qwen3_path
     for num_found in (0, 32 + 16):
         with forked.ranks(), LLM(qwen3_path, **settings) as llm:
             assert answers(llm, PROMPTS, asked()) == expected
-            assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] == num_found
+            assert llm.engine.block_manager.store.counts["external_prefix_cache_hits"] == num_found
 
 
 @pytest.mark.long

@@ -123,7 +123,6 @@ def test_a_prompt_in_the_same_step_keeps_its_rows():
     plan = engine.executor.launched[-1]
     assert [item.num_packed_tokens for item in plan.scheduled] == [4, 3]
     assert [index for _, index in plan.rows] == [0, 1, 2, 3, 6]
-    assert [(part.start, part.stop) for part in plan.prompt_rows] == [(4, 6)]
     assert (plan.num_decode_tokens, plan.num_prefill_tokens) == (4, 3)
     engine.abort(second.request_id)
     finish(engine, first)

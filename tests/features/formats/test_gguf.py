@@ -16,7 +16,6 @@ from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, Unsupport
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.fast.stored import StoredParameter
 from nanoinfer.features.chat.template import apply_chat_template
 from nanoinfer.features.formats.gguf import read_gguf
 from nanoinfer.features.formats.gguf_families import to_config, to_generation_config
@@ -24,6 +23,7 @@ from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.features.quantization.rounding import quantized
+from nanoinfer.features.training.stored import StoredParameter
 from nanoinfer.load import load
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint

@@ -20,6 +20,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing import machines
 from nanoinfer_lab.testing.rules import Memory
 from tests.helpers.block_machine import BlockMachine
+from tests.helpers.growing import grow
 
 
 class GroupedMemory(Memory):
@@ -179,7 +180,7 @@ def test_a_sequence_with_windows_has_no_next_slot_that_is_known():
     seq = Sequence("r", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=9)
     manager.allocate(seq, 3)
     seq.num_computed_tokens = 3
-    seq.token_ids.append(8)
+    grow(seq, 8)
     assert manager.next_slots([seq]) is None
 
 

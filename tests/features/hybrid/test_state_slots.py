@@ -17,6 +17,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer_lab.testing import machines
 from nanoinfer_lab.testing.rules import Memory
 from tests.helpers.block_machine import CHOICES, BlockMachine, check_block_manager
+from tests.helpers.growing import grow
 
 
 def make(num_state_slots, num_blocks=8, **more):
@@ -65,7 +66,7 @@ def test_a_growing_text_can_be_continued_after_each_whole_block():
     seq = sequence([5])
     start(manager, seq)
     for token_id in (6, 7, 8, 9):
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         run(manager, seq)
     assert start(manager, sequence([5, 6, 1])) == 2
     assert start(manager, sequence([5, 6, 7, 8, 1])) == 4
@@ -76,12 +77,12 @@ def test_a_state_that_is_kept_is_not_written_again():
     seq = sequence([5, 6])
     start(manager, seq)
     kept = tables_of(seq).state_writes[2]
-    seq.token_ids.append(7)
+    grow(seq, 7)
     run(manager, seq)
     assert tables_of(seq).state_slot == kept
     own = tables_of(seq).state_writes[3]
     assert own != kept
-    seq.token_ids.append(8)
+    grow(seq, 8)
     run(manager, seq)
     assert (tables_of(seq).state_slot, tables_of(seq).state_writes) == (own, {4: own})  # its own slot is written in place
 
@@ -91,7 +92,7 @@ def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
     seq = sequence([5, 6])
     start(manager, seq)
     for token_id in (7, 8, 9):
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         assert manager.can_allocate(seq, 1)
         run(manager, seq)
     assert start_would_reuse(manager, [5, 6, 7, 8, 1]) == 0
@@ -140,7 +141,7 @@ def test_forks_read_the_same_state_and_each_writes_its_own():
     child.num_computed_tokens = 3
     shared = tables_of(parent).state_slot
     for seq in (parent, child):
-        seq.token_ids.append(8)
+        grow(seq, 8)
         run(manager, seq)
     assert tables_of(parent).state_slot == tables_of(child).state_slot == shared
     assert len({shared, tables_of(parent).state_writes[4], tables_of(child).state_writes[4]}) == 3
@@ -150,13 +151,13 @@ def test_the_state_after_the_last_accepted_draft_stays():
     manager = make(8, enable_prefix_caching=False)
     seq = sequence([5, 6, 7])
     start(manager, seq)
-    seq.token_ids.append(8)
+    grow(seq, 8)
     manager.allocate(seq, 1)
     manager.allocate(seq, 1 + 3)  # with three drafts
     assert [*tables_of(seq).state_writes] == [4, 5, 6, 7]
     after_one = tables_of(seq).state_writes[5]
     seq.num_computed_tokens += 2  # one was right
-    seq.token_ids += [9, 1]
+    grow(seq, 9, 1)
     manager.allocate(seq, 1)
     assert tables_of(seq).state_slot == after_one
     assert manager.state_slots.pool.num_free == 7
@@ -167,7 +168,7 @@ def test_drafts_take_free_slots_only():
     seq, other = sequence([5]), sequence([6])
     start(manager, seq)
     start(manager, other)
-    seq.token_ids.append(7)
+    grow(seq, 7)
     assert manager.can_allocate(seq, 1 + 1)
     assert not manager.can_allocate(seq, 1 + 2)
 
@@ -205,9 +206,10 @@ class BlocksAndStates(BlockMachine):
     @rule(choice=CHOICES, token_id=BITS, drafts=st.lists(BITS, max_size=3), accepted=st.integers(0, 3))
     def speculate(self, choice, token_id, drafts, accepted):
         seq = self.chosen(choice)
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         if not self.manager.can_allocate(seq, 1):
             seq.token_ids.pop()
+            seq.num_tokens -= 1
             return
         copies = self.manager.allocate(seq, 1)
         while drafts and not self.manager.can_allocate(seq, 1 + len(drafts)):
@@ -221,7 +223,7 @@ class BlocksAndStates(BlockMachine):
         seq.num_computed_tokens += 1
         self.manager.cache_finished_blocks(seq, seq.num_computed_tokens)
         for draft in drafts[:accepted]:
-            seq.token_ids.append(draft)
+            grow(seq, draft)
             seq.num_computed_tokens += 1
         self.check()
 

@@ -15,7 +15,7 @@ from nanoinfer.features.logprobs.token_logprobs import TokenLogprobs
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.scheduling.step_plan import PromptRows, ScheduledSequence, StepPlan, rows_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -39,7 +39,7 @@ def test_they_are_the_models_however_many_rows_are_computed_at_a_time_and_each_i
     seq.block_table = [2, 0, 1]
     for num_computed, num_tokens, num_read in ((0, 4, 4), (0, 4, 4), (4, 2, 5)):  # it is preempted after its first chunk
         seq.num_computed_tokens, scheduled = num_computed, (ScheduledSequence(seq, num_tokens),)
-        step = executor.launch(StepPlan(scheduled, rows_of(scheduled), prompt_rows_of(scheduled)), None)
+        step = executor.launch(StepPlan(scheduled, rows_of(scheduled)), None)
         assert step.must_sync
         assert len(reader.positions) == 1 + num_read
     assert reader.positions[0] is None

@@ -14,6 +14,7 @@ from nanoinfer.features.logprobs.token_logprobs import token_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 from tests.helpers.sampling_rows import sampling_by
 
 INF = math.inf
@@ -25,7 +26,7 @@ def entry_of(logits, token_id, num_top):
 
 def sequence(seed=0, prompt=(0,), output=(), **params):
     seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), seed, 999)
-    seq.token_ids += output
+    grow(seq, *output)
     return seq
 
 

@@ -10,6 +10,7 @@ from nanoinfer.features.reasoning.thinking import ReasoningState
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.stages import end_thinking
 from nanoinfer.scheduling.sequence import Sequence
+from tests.helpers.growing import grow
 
 END = 3
 
@@ -64,7 +65,7 @@ def test_the_stage_leaves_the_end_alone_unless_it_is_forbidden():
     def sequence(budget, output=(b"a",), **params):
         reasoning = reasoning_of(*output, budget=budget, begin=0)
         seq = Sequence("r", [0], SamplingParams(**params), 0, 99, constraints=(reasoning,))
-        seq.token_ids += [5] * len(output)
+        grow(seq, *[5] * len(output))
         return seq
 
     sequences = [sequence(1), sequence(2), sequence(1, allowed_token_ids=[2])]

@@ -15,6 +15,7 @@ from nanoinfer.features.structured.words import NGrams, spellings_of, word_const
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from tests.helpers.growing import grow
 
 EOS, STOP_ID, OTHER = 2, 7, 5
 TWICE = {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}
@@ -59,7 +60,7 @@ def test_a_pattern_in_a_row_ends_the_answer_last_of_all(output, params, expected
     seq = Sequence("r", [OTHER, STOP_ID], SamplingParams(**params), 0, 9, frozenset([EOS]), constraints=constraints)
     request = Request([seq], None, None)
     for token_id in output:
-        seq.token_ids.append(token_id)
+        grow(seq, token_id)
         stop = request.advance(seq, token_id)
     assert stop == expected
 

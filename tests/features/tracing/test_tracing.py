@@ -127,7 +127,7 @@ def test_every_kind_of_event_is_emitted_and_becomes_a_line_of_json(recorded, tmp
 def test_the_block_events_replayed_are_the_engines_block_tables_after_every_step(async_scheduling):
     replay = Replay()
     llm = llm_with(replay, async_scheduling=async_scheduling)
-    engine, num_steps, num_preempted = llm.engine, 0, 0
+    engine, num_steps = llm.engine, 0
     requests = []
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         requests.append(engine.add_request(engine.tokenizer.encode(prompt), params))
@@ -137,7 +137,7 @@ def test_the_block_events_replayed_are_the_engines_block_tables_after_every_step
         assert replay.tables == {seq.sequence_id: seq.block_table for seq in sequences if seq.block_table}
         assert replay.cached == set(engine.block_manager.index.ids.values())
         num_steps += 1
-        num_preempted += sum(seq.num_preemptions for seq in sequences)
+    num_preempted = sum(request.metrics.num_preemptions for request in requests)
     assert num_steps > 20
     assert num_preempted > 0
     assert replay.tables == {}

@@ -71,9 +71,12 @@ class RunsNobody(Changed):
         return replace(plan, scheduled=()) if len(plan.scheduled) > 2 else plan
 
 
-class ComputesWhatItPreempts(Changed):
-    def changed(self, plan):
-        return replace(plan, preempted=(*plan.preempted, plan.scheduled[0].sequence)) if len(plan.scheduled) > 1 else plan
+class TellsOfTooMany(Scheduler):
+    def schedule(self):
+        plan = super().schedule()
+        for item in plan.scheduled[1:]:
+            self.observer.sequence_preempted(item.sequence)
+        return plan
 
 
 class ExceedsTheBudget(Scheduler):
@@ -93,8 +96,8 @@ class ExceedsThePlaces(Scheduler):
 
 
 class ChunksAnywhere(Scheduler):
-    def next_chunk(self, seq, num_computed_tokens=None):
-        return min(super().next_chunk(seq, num_computed_tokens), 3)
+    def next_chunk(self, seq, start):
+        return min(super().next_chunk(seq, start), 3)
 
 
 class NeverStarts(Scheduler):
@@ -107,7 +110,7 @@ class NeverStarts(Scheduler):
     [
         (LeavesOut, AssertionError, r"rules 2 and 3: a step must compute 1 of \d.*, got "),
         (RunsNobody, AssertionError, r"a step must compute or preempt a sequence of \d"),
-        (ComputesWhatItPreempts, AssertionError, r"plan.preempted must be .*, got .*\d"),
+        (TellsOfTooMany, AssertionError, r"the preempted sequences for the observer must be .*, got .*\d"),
         (ExceedsTheBudget, AssertionError, r"rules 2 and 3: a step must compute|rule 6: sequence \d+ must wait"),
         (ExceedsThePlaces, AssertionError, r"rule 6: (sequence \d+ must wait|order_waiting must not be called)"),
         (ChunksAnywhere, AssertionError, r"rules 2 and 3: a step must compute"),

@@ -7,6 +7,7 @@ import pytest
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.features.drafts.ngram import NGramProposer
 from nanoinfer_lab.testing import check_proposer
+from tests.helpers.growing import grow
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ class ForgetsOnce(NGramProposer):
 
 class ChangesSequences(NGramProposer):
     def propose(self, sequences, limits):
-        sequences[0].token_ids.append(1)
+        grow(sequences[0], 1)
         return super().propose(sequences, limits)
 
 

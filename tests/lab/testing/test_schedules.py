@@ -108,7 +108,7 @@ class ComputesAgain(Scheduler):
     """Drops what was sampled, and computes the token before once more."""
 
     def append(self, seq, token_id):
-        seq.num_pending_tokens -= 1
+        seq.num_tokens -= 1
         seq.num_computed_tokens -= 1
 
 
@@ -118,7 +118,7 @@ class NeverStartsTheSecond(Scheduler):
 
 
 class CutsAnywhere(Scheduler):
-    def next_chunk(self, seq, num_computed_tokens=None):
+    def next_chunk(self, seq, start):
         return 1
 
 

@@ -1,11 +1,11 @@
 """The small worlds that the tests explore, and in which the explorer finds a changed scheduler (mutants.py). Without torch."""
 
-from nanoinfer.scheduling.policies import PriorityScheduler
+from nanoinfer.scheduling.policies import PreemptingScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer_lab.testing.schedules import InvariantError, World, check_scheduler
 
 
-class PreemptsAlways(Scheduler):
+class PreemptsAlways(PreemptingScheduler):
     """The oldest that may be preempted makes room for anybody."""
 
     def to_preempt(self, running, waiting):

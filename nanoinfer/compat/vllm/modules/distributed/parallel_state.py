@@ -1,1 +1,1 @@
-from nanoinfer.features.distributed import cleanup_dist_env_and_memory
+from . import cleanup_dist_env_and_memory

@@ -28,7 +28,7 @@ from nanoinfer.fast.trace import trace
 from nanoinfer.features.batch_invariant.single_queries import single_queries
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.logprobs.token_logprobs import log_softmax
-from nanoinfer.features.training.functions import (
+from nanoinfer.features.policy.functions import (
     KernelFunction,
     TrainedAttention,
     TrainedLinear,

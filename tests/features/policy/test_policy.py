@@ -11,7 +11,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation
-from nanoinfer.features.training.functions import (
+from nanoinfer.features.policy.functions import (
     KernelFunction,
     TrainedAttention,
     TrainedLinear,
@@ -19,7 +19,7 @@ from nanoinfer.features.training.functions import (
     normalize,
     rotate,
 )
-from nanoinfer.features.training.policy import Policy
+from nanoinfer.features.policy.policy import Policy
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm

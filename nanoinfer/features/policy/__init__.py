@@ -1,0 +1,1 @@
+"""A model for trainers, whose forward pass has the sampler's bits, with gradients by torch."""
