@@ -22,7 +22,7 @@ from types import FunctionType
 from nanoinfer.attention.cache_sizes import DEFAULT_CPU_MEMORY
 from nanoinfer.config import BITS, DTYPES, EngineArgs, EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
+from nanoinfer.features.hybrid.block_manager import with_groups
 from nanoinfer.features.hybrid.sizes import num_states_in
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
@@ -229,8 +229,8 @@ class Simulation(SchedulingObserver):
         if windows == (None,) and not num_state_slots:
             self.block_manager = block_manager_cls(*manager_args)
         else:  # build.py, which makes the same choice, imports the engine, and pages of the site have no tokenizers
-            layout = CacheLayout(windows, config.scheduler.chunk_grid, num_state_slots)
-            self.block_manager = with_groups(block_manager_cls)(*manager_args, layout=layout)
+            layout = {"windows": windows, "chunk_size": config.scheduler.chunk_grid, "num_state_slots": num_state_slots}
+            self.block_manager = with_groups(block_manager_cls)(*manager_args, **layout)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, self)
         self.scheduler.clock = lambda: self.now
         self.result.num_blocks = num_blocks
