@@ -33,7 +33,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.features.adapters.adapters import adapter_of, remove_adapter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.embedding.pooling import Pooler
-from nanoinfer.features.training import rollouts
+from nanoinfer.features.training.methods import refuse_requests
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -254,7 +254,7 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "wait") -> None:
         """See LLM.pause. Running requests continue to stream. To resume: `await between_steps(async_llm.llm.resume)`."""
-        await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
+        await self.between_steps(lambda: refuse_requests(self.engine, mode))
         while self.engine.num_unfinished and self._thread.is_alive():
             await asyncio.sleep(POLL_SECONDS)
 
