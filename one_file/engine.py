@@ -50,10 +50,11 @@ Bool = Float = Int = Annotated  # Float[Tensor, "batch vocab"] is a Tensor with 
 Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
+Heads = Float[Tensor, "num_tokens heads head_dim"]
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # also the shape of values
 Logits = Float[Tensor, "batch vocab"]
-ConfigJson, shown, CheckpointError = dict[str, Any], repr, ValueError
+ConfigJson, shown, CheckpointError, Embedding = dict[str, Any], repr, ValueError, nn.Embedding
 Attend = Callable[[int, Queries, Keys, Keys], Queries]  # (layer, q, k, v) -> the weighted values
 MODEL = Path(__file__).parents[1] / "nanoinfer/loading/bundled/tiny-qwen3"
 
@@ -717,13 +718,11 @@ class AttentionMetadata:
 
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
-
-    All layers share the metadata. A block that no query of the step reads may be -1.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
     seq_lens: Int[Tensor, " num_seqs"]
-    block_tables: Int[Tensor, "num_seqs max_blocks"]
+    block_tables: Int[Tensor, "num_seqs max_blocks"]  # a block that no query of the step reads may be -1
     slot_mapping: Int[Tensor, " num_tokens"]
     max_query_len: int
     max_seq_len: int
@@ -1143,10 +1142,6 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class Embedding(nn.Embedding):
-    """A table with a row of weights per id."""
-
-
 class RotaryEmbedding(nn.Module):
     """Rotates each pair (x_i, x_{i + head_dim/2}) of q and k by position * inv_freq_i, so that q . k depends on distance."""
 
@@ -1162,11 +1157,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rotary(
-    x: Float[Tensor, "num_tokens heads head_dim"],
-    cos: Float[Tensor, "num_tokens 1 head_dim"],
-    sin: Float[Tensor, "num_tokens 1 head_dim"],
-) -> Float[Tensor, "num_tokens heads head_dim"]:
+def apply_rotary(x: Heads, cos: Angles, sin: Angles) -> Heads:
     """Rotate every head of every token by its position's angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

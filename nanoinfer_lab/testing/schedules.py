@@ -373,7 +373,7 @@ class State:
             failed = self.memory.full_blocks(seq)[: len(seq.prefix_keys)] if event.has_failed else []
             kept = self.memory.cached().keys() - failed
             if event.has_failed:
-                self.manager.forget_cached(seq)
+                self.scheduler.block_manager.forget_cached(seq)
             self._finish(seq)
             found = self.memory.cached().keys()
             assert found == kept, "blocks of a failed request leave the prefix cache, and no others"
