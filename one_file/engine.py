@@ -53,6 +53,8 @@ Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # also the shape of values
+Prefix = list[tuple[bytes, int]]  # the keys of the blocks that hold the beginning of a prompt, each with its block
+FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 Logits = Float[Tensor, "batch vocab"]
 ConfigJson, shown, CheckpointError, Embedding = dict[str, Any], repr, ValueError, nn.Embedding
 Attend = Callable[[int, Queries, Keys, Keys], Queries]  # (layer, q, k, v) -> the weighted values
@@ -160,11 +162,10 @@ class LLM:
 
     def abort(self, request: Request) -> None:
         """End what still runs of a request."""
-        for answer in request.answers:
-            if not answer.stop:
-                answer.finish(Stop("abort"))
-                del self.answers[answer.seq]
-                self.scheduler.finish(answer.seq)
+        for answer in [each for each in request.answers if not each.stop]:
+            answer.finish(Stop("abort"))
+            del self.answers[answer.seq]
+            self.scheduler.finish(answer.seq)
 
 
 # ---- 2. Sequences, and the plan of a step
@@ -670,9 +671,6 @@ class PrefixIndex:
         self.pool.forget(block)
 
 
-Prefix = list[tuple[bytes, int]]  # the keys of the blocks that hold the beginning of a prompt, each with its block
-
-
 # ---- 5. The new tokens of a step, packed
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -1000,9 +998,6 @@ class StopStrings:
             if rest[0] in self._firsts and any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
                 return len(rest)
         return 0
-
-
-FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 
 
 class Detokenizer:
