@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import RowReport, TokenLogprobs
 from nanoinfer.scheduling.sequence import Constraint, Sequence
 from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
 from tests.helpers.growing import grow
@@ -302,7 +302,7 @@ def test_the_text_of_a_piece_of_a_character_is_what_it_adds():
     others = [0x80, ord("x"), 0x80, 259, 261, 0xFF]
     one = Request([Sequence("r", PROMPT, SamplingParams(logprobs=1), 0, len(PROMPT) + len(FOX))], None, byte_tokenizer())
     for token_id, other in zip(FOX, others, strict=True):
-        advance(one, one.sequences[0], token_id, LogprobsReport(TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2])))
+        advance(one, one.sequences[0], token_id, RowReport(TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2])))
     texts = [[entry.decoded_token for entry in position.values()] for position in one.output.outputs[0].logprobs]
     assert texts == [["th", ""], ["", "x"], ["", ""], ["", "😀"], ["😀", "😬x"], ["the", ""]]
     assert "".join(text for text, _ in texts) == one.output.outputs[0].text == "th😀the"

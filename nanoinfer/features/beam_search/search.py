@@ -22,7 +22,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from nanoinfer.features.logprobs.token_logprobs import LogprobsReport, ReportingSampler, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import ReportingSampler, RowReport, TokenLogprobs
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
@@ -242,6 +242,6 @@ class _PromptSearch:
 
 def _logprobs_of(output: SequenceOutput) -> TokenLogprobs:
     [report] = output.reports
-    logprobs = report.logprobs if isinstance(report, LogprobsReport) else None
+    logprobs = report.logprobs if isinstance(report, RowReport) else None
     assert logprobs is not None, "the beam asks for them"
     return logprobs

@@ -46,7 +46,7 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
-class LogprobsReport(TokenReport):
+class RowReport(TokenReport):
     """What a request has asked for about one token. mask: the ids that could be drawn. None: not asked for."""
 
     logprobs: TokenLogprobs | None = None
@@ -96,7 +96,7 @@ class ReportingSampler(Sampler):
             found = token_logprobs(logits, drawn, nums, given, as_logits=self._as_logits) if drawn else []
             entries = dict(zip(with_logprobs, found, strict=True))
             masks = {row: processed[row].isfinite().nonzero().squeeze(-1).tolist() for row in with_masks}
-            return {row: LogprobsReport(entries.get(row), masks.get(row)) for row in entries | masks if token_ids[row] >= 0}
+            return {row: RowReport(entries.get(row), masks.get(row)) for row in entries | masks if token_ids[row] >= 0}
 
         tokens.must_sync, tokens.report = True, report
         return tokens
