@@ -146,9 +146,9 @@ class LLM:
         sampling = SamplingBatch.build([seq for seq, _ in plan.rows], logits.shape[-1], logits.device)
         token_ids = sample(logits, sampling).tolist()  # the one time that the host waits for the device
         self.scheduler.commit(plan)  # count the plan's tokens as cached
-        for seq, sampled in accepted(plan, token_ids).items():
-            for token_id in sampled:
-                answer = self.answers[seq]
+        for seq, rows in plan.accepted_rows(token_ids):
+            answer = self.answers[seq]
+            for token_id in token_ids[rows.start : rows.stop]:
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
                     answer.finish(Stop("error"))
                     self.scheduler.block_manager.forget_cached(seq)
@@ -244,6 +244,15 @@ class StepPlan:
     scheduled: tuple[ScheduledSequence, ...]
     rows: tuple[tuple[Sequence, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
+
+    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
+        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
+        for first, (seq, _) in enumerate(self.rows):
+            if first >= end:  # else the row belongs to a draft of the sequence before
+                item = items.get(seq, ScheduledSequence(seq, 1))
+                end = first + 1 + len(item.draft_token_ids)
+                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
 
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
@@ -1801,17 +1810,6 @@ def _even(total: int, rank: int, size: int) -> slice:
 
 
 # ---- 17. Drafts
-def accepted(plan: StepPlan, token_ids: list[int]) -> dict[Sequence, list[int]]:
-    """Return the tokens of each sequence: those that confirm drafts, and the one after them."""
-    sampled: dict[Sequence, list[int]] = {}
-    for (seq, _), token_id in zip(plan.rows, token_ids, strict=True):
-        sampled.setdefault(seq, []).append(token_id)
-    for item in plan.scheduled:
-        if item.draft_token_ids:  # what was sampled after a wrong draft does not count
-            del sampled[item.sequence][1 + item.num_accepted(sampled[item.sequence]) :]
-    return sampled
-
-
 class Drafts:
     """Adds guesses after the newest token of each decoding sequence, as far as blocks are free."""
 
