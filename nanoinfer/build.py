@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
-    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
+    from nanoinfer.features.disk_cache.block_files import BlockFiles
     from nanoinfer.features.distributed.sharding import Shards
     from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.features.training.loaded_weights import LoadedWeights
@@ -193,7 +193,7 @@ def make_executor(
 
 
 def make_block_manager(
-    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockStore | None" = None
+    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockFiles | None" = None
 ) -> BlockManager:
     """Make the manager of the cache's blocks: config's class or BlockManager, unless layers keep less or there is a store."""
     cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching

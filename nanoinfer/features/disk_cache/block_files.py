@@ -57,7 +57,14 @@ WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written
 
 
 class BlockFiles:
-    """A BlockStore whose blocks are files in a folder."""
+    """The store of a StoredBlockManager, whose blocks and states are files in a folder.
+
+    Attributes:
+        fingerprint: 32 bytes, which differ if the same tokens would have other keys and values.
+        max_tokens_per_step: the number of tokens after which a step stops reading, while sequences run.
+        is_open: whether the store may be used: until close(), and not in a forked process.
+        counts: counters for the metrics. external_prefix_cache_hits is in tokens.
+    """
 
     def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
         """max_bytes: the most bytes of all files in the folder. Raises: InvalidValueError if the folder cannot be used."""
@@ -88,13 +95,13 @@ class BlockFiles:
 
     # ---- called by the engine
 
-    def max_entries(self, group: int) -> int:
+    def max_entries(self, group: int) -> int:  # the most entries of a cache group that fit
         return self._max_bytes // self._num_bytes[group]
 
     def has(self, entry: Entry) -> bool:
         return entry in self._copies or self._has(entry)
 
-    def find(self, entry: Entry) -> Tensor | None:
+    def find(self, entry: Entry) -> Tensor | None:  # the content as it was kept
         path, num_bytes = self._path(entry), self._num_bytes[entry[1]]
         if (copy := self._copies.get(entry)) is not None:
             return copy()
@@ -115,15 +122,15 @@ class BlockFiles:
         self.counts["prefix_cache_read_bytes"] += num_bytes
         return content
 
-    def fill(self, group: int, block: int, content: Tensor) -> None:
+    def fill(self, group: int, block: int, content: Tensor) -> None:  # writes it into a block, or into a state slot
         self._runner.on_all_ranks(write_block, group, block, content)
 
-    def touch(self, entries: Iterable[Entry]) -> None:
+    def touch(self, entries: Iterable[Entry]) -> None:  # marks them as used, the last entry most recently
         for entry in entries:
             with suppress(OSError):
                 stamp(self._path(entry))
 
-    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None:
+    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None:  # unless `wait`, only if few blocks wait
         if self._has(entry):
             self.touch((entry,))
         elif (wait or not self._waiting.full()) and entry not in self._copies:

@@ -23,7 +23,7 @@ from tests.helpers.told import Told
 
 
 class DictStore:
-    """A BlockStore in a dict of entries, with the contents of a machine's memory, or with block ids where there is none."""
+    """A store in a dict of entries, with the contents of a machine's memory, or with block ids where there is none."""
 
     def __init__(self, memory=None, contents=None, max_blocks=100, fingerprint=bytes(32), max_tokens_per_step=100):
         self.contents = {} if contents is None else contents
