@@ -93,7 +93,7 @@ def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list
     for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
-        for item in items if states_of(cache) is not None else ():
+        for item in items if states_of(cache) else ():
             seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
             record.state_slot = state_slot if seq.num_computed_tokens else -1
             record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}

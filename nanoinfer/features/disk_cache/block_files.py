@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class BlockFiles:
         self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in by_group]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
-            what = "a block" if states_of(runner.cache) is None else "a block or a state"
+            what = "a block or a state" if states_of(runner.cache) else "a block"
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
@@ -218,9 +219,8 @@ def header(entry: Entry, content: Tensor) -> bytes:
 
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
     """Return, for each cache group, the tensors whose first axis counts its blocks, or its state slots."""
-    states = states_of(cache)
-    num_groups = cache.num_groups if isinstance(cache, HybridCache) else 1
-    return [cache.pages] * num_groups + ([] if states is None else [states.tensors])
+    num_groups, states = cache.num_groups if isinstance(cache, HybridCache) else 1, [*chain(*states_of(cache))]
+    return [cache.pages] * num_groups + ([states] if states else [])
 
 
 def read_block(runner: ModelRunner, group: int, block: int) -> Tensor:
@@ -281,7 +281,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
-    places += [] if states_of(runner.cache) is None else [tables_of(seq).state_writes[num]]
+    places += [tables_of(seq).state_writes[num]] if states_of(runner.cache) else []
     probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
