@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -32,8 +32,10 @@ from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, sh
 from nanoinfer.features.adapters.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.quantization.rounding import QuantizedLinear
-from nanoinfer.features.training.loaded_weights import Shards
 from nanoinfer.system.process import available_cpu_memory
+
+if TYPE_CHECKING:
+    from nanoinfer.features.distributed.sharding import Shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class Adapters(RequestFeature):
         InvalidValueError: max_loras active adapters take more memory than is free.
     """
 
-    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
+    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: "Shards | None" = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
         self._mapping = AdapterMapping(max_loras, max_rank)
         self.limits = {"adapter": max_loras}

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,13 +41,15 @@ from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockMana
 from nanoinfer.features.hybrid.cache import HybridCache, states_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.features.quantization.rounding import QuantizedLinear
-from nanoinfer.features.training.loaded_weights import Shards
 from nanoinfer.features.training.stored import pieces_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 from nanoinfer.system.worker_threads import ThreadPool
+
+if TYPE_CHECKING:
+    from nanoinfer.features.distributed.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +244,7 @@ def write_block(runner: ModelRunner, group: int, block: int, content: Tensor) ->
 # ---- the fingerprint: all that decides the bits of a block
 
 
-def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> Callable[[LocalExecutor], BlockFiles]:
+def store_of(model: Any, config: EngineConfig, shards: "Shards | None" = None) -> Callable[[LocalExecutor], BlockFiles]:
     """Return a function that makes a store, given the engine's executor. All ranks call it, and rank 0 has the store.
 
     Call it before the model's modules are replaced, because it reads their weights.
