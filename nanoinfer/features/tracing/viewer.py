@@ -1,9 +1,8 @@
 """Make an HTML page of events that replays a generation, or two side by side. It needs no network and no other file.
 
 In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: page/replay.html with its style sheet, its script and
-the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a
-frame. page/comparison.html has two of these pages in frames, in which the tokens that differ are marked. Sequences of the two
-runs belong together if they are the same answer to the same prompt, in the order in which the requests were added.
+the events inserted, or page/comparison.html, which has two of these pages in frames. Sequences of the two runs belong together
+if they are the same answer to the same prompt, in the order in which the requests were added.
 """
 
 import json

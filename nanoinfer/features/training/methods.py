@@ -97,7 +97,7 @@ class WeightMethods:
         """Whether sleep() has freed memory that wake_up() has not taken back."""
         from nanoinfer.features.training import rollouts
 
-        return rollouts.is_sleeping(self.engine)
+        return any(isinstance(refusal, rollouts.EngineAsleepError) for refusal in self.engine.refusals.values())
 
     @check_argument_names("compute_logprobs()")
     def compute_logprobs(

@@ -1,7 +1,6 @@
 """What the methods of LLM do for those who train with it: new weights in place, pauses, memory given back, log-probabilities.
 
-In: an LLM's engine. Out: the same engine with other weights, or less memory. LLM has the arguments, and says what they mean.
-Nothing here is imported by an LLM that only generates.
+LLM's methods (methods.py) say what the arguments mean. An LLM that only generates does not import this file.
 
 An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
 which holds results of the old weights, is reset.
@@ -154,11 +153,6 @@ def wake_up(engine: LLMEngine, tags: Sequence[Tag] | None) -> None:
             engine.refusals[tag] = WeightsMissingError(no_weights)
         else:
             engine.refusals.pop(tag, None)
-
-
-def is_sleeping(engine: LLMEngine) -> bool:
-    """Whether sleep() has freed memory that wake_up() has not taken back."""
-    return any(isinstance(refusal, EngineAsleepError) for refusal in engine.refusals.values())
 
 
 # ---- log-probabilities of given tokens
