@@ -204,9 +204,9 @@ def make_block_manager(
     layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
     if store is None:
         return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, layout)
-    from nanoinfer.features.disk_cache.stored_blocks import with_store
+    from nanoinfer.features.disk_cache.stored_blocks import StoredBlockManager
 
-    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
+    return with_groups(cls, StoredBlockManager)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
 
 
 def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:

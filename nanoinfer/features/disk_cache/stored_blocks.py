@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.prefix_index import IN_STORE, HybridIndex, HybridPrefix, tables_in
 from nanoinfer.features.hybrid.tables import NO_BLOCK
-from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -127,13 +126,6 @@ class StoredBlockManager(HybridBlockManager):
             self.store.counts["external_prefix_cache_hits"] += self.block_size if missing else 0
         for _, group, block in sorted(held, reverse=True):  # as in free(), the start of a prompt stays cached longest
             groups[group].pool.drop([block])
-
-
-def with_store(own: type[BlockManager]) -> type[StoredBlockManager]:
-    """Return a class that does with a store what a user's class overrides of BlockManager."""
-    bases: list[type] = [StoredBlockManager, *([] if own is BlockManager else [own]), HybridBlockManager]
-    made: type[StoredBlockManager] = type(own.__name__, tuple(bases), {})
-    return made
 
 
 def _keep(store: "BlockFiles", index: HybridIndex, key: bytes) -> None:

@@ -15,6 +15,7 @@ What a sequence has in addition to Sequence.block_table is in Sequence.extras["h
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import Any
 
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
 from nanoinfer.features.hybrid.sizes import most_blocks
@@ -231,9 +232,6 @@ class HybridBlockManager(BlockManager):
             self.observer.blocks_changed("released", seq, released)
 
 
-def with_groups(own: type[BlockManager]) -> type[HybridBlockManager]:
-    """Return a class that does for several groups what a user's class overrides of BlockManager."""
-    if own is BlockManager:
-        return HybridBlockManager
-    made: type[HybridBlockManager] = type(own.__name__, (own, HybridBlockManager), {})
-    return made
+def with_groups(own: type[BlockManager], *stores: type[HybridBlockManager]) -> type[Any]:
+    """Return a class that does for several groups, and with a store, what a user's class overrides of BlockManager."""
+    return type(own.__name__, (*stores, *([] if own is BlockManager else [own]), HybridBlockManager), {})

@@ -8,8 +8,8 @@ import pytest
 from hypothesis.stateful import precondition, rule
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.features.disk_cache.stored_blocks import with_store
-from nanoinfer.features.hybrid.block_manager import CacheLayout
+from nanoinfer.features.disk_cache.stored_blocks import StoredBlockManager
+from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY
@@ -77,7 +77,9 @@ class DictStore:
 
 
 def manager_with(contents=None, num_blocks=8, base=BlockManager, layout=None, **store):
-    return with_store(base)(num_blocks, 2, True, NOBODY, layout or CacheLayout(), store=DictStore(contents=contents, **store))
+    return with_groups(base, StoredBlockManager)(
+        num_blocks, 2, True, NOBODY, layout or CacheLayout(), store=DictStore(contents=contents, **store)
+    )
 
 
 def keys_of(seq):
@@ -244,7 +246,7 @@ class StoredMemory(Memory):
 
 
 def new_manager(*sizes):
-    return with_store(BlockManager)(*sizes, store=DictStore(max_tokens_per_step=3))
+    return with_groups(BlockManager, StoredBlockManager)(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
 class StoredBlocks(BlockMachine):
@@ -289,7 +291,7 @@ class StoredStates(StoredMemory, States):
 def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
     def with_states(*sizes):
         layout, store = CacheLayout(num_state_slots=4), DictStore(max_tokens_per_step=3)
-        return with_store(BlockManager)(*sizes, True, NOBODY, layout, store=store)
+        return with_groups(BlockManager, StoredBlockManager)(*sizes, True, NOBODY, layout, store=store)
 
     classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
     machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)
