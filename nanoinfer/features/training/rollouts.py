@@ -1,6 +1,4 @@
-"""What the methods of LLM do for those who train with it: new weights in place, pauses, memory given back, log-probabilities.
-
-LLM's methods (methods.py) say what the arguments mean. An LLM that only generates does not import this file.
+"""For those who train with an LLM: new weights in place, pauses, memory given back, log-probabilities of given tokens.
 
 An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
 which holds results of the old weights, is reset.
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.arguments import check_argument_names
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     EnginePausedError,
@@ -25,16 +23,13 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
-from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.features import LoadedLLM
-from nanoinfer.features.logprobs import reading
-from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
-from nanoinfer.features.training import update
-from nanoinfer.features.training.loaded_weights import Origin
 from nanoinfer.loading.weights import Weights, divided
 
 if TYPE_CHECKING:
+    from nanoinfer.engine.llm_engine import LLMEngine
     from nanoinfer.execution.model_runner import ModelRunner
+    from nanoinfer.features.training.loaded_weights import Origin
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -50,29 +45,159 @@ class WeightsMissingError(EnginePausedError):
     """The engine has no weights, or a mix of two versions, until an update with all of them."""
 
 
-# ---- weights
+class WeightMethods:
+    """The part of LLM that trainers use: new weights in place, pauses, memory given back, log-probabilities of given tokens."""
+
+    def update_weights(self: LoadedLLM, pairs: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace weights in place, all or some of them, and forget the cached prefixes.
+
+        Everything is checked before anything changes, so a refused call leaves the LLM as it was. If reading or copying a
+        tensor fails after that, requests are refused until all weights are given.
+
+        Args:
+            pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
+                float dtype and on any device. Names and shapes must be those that LLM() loads.
+
+        Returns:
+            The new weights_version.
+
+        Raises:
+            WeightsError: An unknown name, a wrong shape, a dtype that is not a float, or a tied head without its embedding.
+            NanoinferError: Requests run. pause() ends them.
+            UnsupportedError: The weights are rounded, or have adapters merged into them.
+        """
+        from nanoinfer.features.training import update
+
+        runner = _runner_of(self.engine)
+        weights = divided(update.GivenWeights(pairs), origin_of(self.engine).rules)
+        _begin_update(self.engine, weights)
+        for name in weights:
+            runner.on_all_ranks(update.fill, name, weights.read(name))
+        return _finish_update(self.engine)
+
+    def update_weights_from_path(self: LoadedLLM, path: str) -> int:
+        """Replace weights in place by those in files, of which each rank reads its part.
+
+        Args:
+            path: The folder, on this machine, of a checkpoint of the same model with the files that LLM(model) reads, or a
+                .safetensors file with all or some of the tensors.
+
+        Returns, Raises: As update_weights, and as LLM() does for missing and corrupted files.
+        """
+        from nanoinfer.features.training import update
+
+        weights = update.open_path(origin_of(self.engine), path)
+        _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
+        _runner_of(self.engine).on_all_ranks(update.fill_from, path)
+        return _finish_update(self.engine)
+
+    def pause(self: LoadedLLM, mode: Literal["wait", "abort"] = "wait") -> None:
+        """Accept no further requests until resume(), and end those that run.
+
+        Args:
+            mode: What happens to running requests. "wait" completes their answers, which open streams then yield. "abort" ends
+                them with finish_reason "abort".
+        """
+        refuse_requests(self.engine, mode)
+        while self.engine.num_unfinished:
+            self.engine.step()
+
+    def resume(self: LoadedLLM) -> None:
+        """Accept requests again after pause()."""
+        self.engine.refusals.pop("pause", None)
+
+    def sleep(self: LoadedLLM, level: int = 1) -> None:
+        """Give memory back to the system until wake_up(). It requires Linux, a model on a CPU, and that no request runs.
+
+        Args:
+            level: What is freed. 1: the KV cache with the cached prefixes. 2: the weights as well, all of which must then come
+                from update_weights or update_weights_from_path after wake_up().
+
+        Raises:
+            NanoinferError: Requests run. pause() ends them.
+            UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
+        """
+        from nanoinfer.execution.local_executor import LocalExecutor
+        from nanoinfer.features.training import update
+
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
+        engine, runner = self.engine, _runner_of(self.engine)
+        if engine.num_unfinished:
+            raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
+        if not update.can_release or engine.executor.info.device != "cpu":
+            raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
+        if level == 2:
+            origin_of(engine)
+        engine.reset_prefix_cache()
+        for tag in TAGS[2 - level :]:
+            without = "weights" if tag == "weights" else "KV cache"
+            engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
+            runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
+            executor = engine.executor
+            for owner in executor.graph_owners if tag == "kv_cache" and isinstance(executor, LocalExecutor) else ():
+                if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
+                    update.release(owner.runner, weights=False)
+
+    def wake_up(self: LoadedLLM, tags: Sequence[Tag] | None = None) -> None:
+        """End sleep(). Linux provides the memory when it is first written.
+
+        Args:
+            tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
+        """
+        wanted = TAGS if tags is None else tags
+        if not all(is_one_of(tag, TAGS) for tag in wanted):
+            raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
+        for tag in wanted:
+            if tag == "weights" and tag in self.engine.refusals:
+                no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
+                self.engine.refusals[tag] = WeightsMissingError(no_weights)
+            else:
+                self.engine.refusals.pop(tag, None)
+
+    def is_sleeping(self: LoadedLLM) -> bool:
+        """Whether sleep() has freed memory that wake_up() has not taken back."""
+        return any(isinstance(refusal, EngineAsleepError) for refusal in self.engine.refusals.values())
+
+    @check_argument_names("compute_logprobs()")
+    def compute_logprobs(
+        self: LoadedLLM, prompts: PromptType | Sequence[PromptType], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Compute the log-probability of every token after the first, as the sampler would have reported it.
+
+        If batch_independent holds and the LLM was made with batch_invariant=True, the results are the very log-probabilities
+        that SamplingParams(logprobs=0) returned when the same tokens were sampled. With another temperature, compare with a
+        request to LLM(logprobs_mode="processed") that sets nothing but this temperature. Without both, a prefill rounds
+        differently than a decode: results differ by some 1e-6 in float32, and by up to 0.1 in bfloat16.
+
+        Args:
+            prompts: Prompts with their answers, in the forms of generate(), of at most max_model_len tokens each.
+            temperature: The divisor of the logits, > 0.
+
+        Returns:
+            For each prompt, the natural logarithm of the probability of every token but the first, given the tokens before that
+            token.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for a prompt with too many tokens.
+            NanoinferError: The model's numbers are not finite.
+        """
+        from nanoinfer.features.logprobs import reading
+        from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
+
+        check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
+        inputs, max_model_len = self.engine.inputs, self.engine.max_model_len
+        prepared = reading.prepare_all(
+            prompts, lambda prompt: reading.prepare(inputs, prompt, PromptLogprobsReader(0, float(temperature)), max_model_len)
+        )
+        reading.check(request.output for request in self._complete(prepared, use_tqdm=False))
+        return [[next(iter(position.values())).logprob for position in item.reader.positions[1:]] for item in prepared]
 
 
-def update_weights(engine: LLMEngine, pairs: Iterable[tuple[str, Tensor]]) -> int:
-    """Replace weights by given tensors. Returns the new weights_version."""
-    runner = _runner_of(engine)
-    weights = divided(update.GivenWeights(pairs), origin_of(engine).rules)
-    _begin_update(engine, weights)
-    for name in weights:
-        runner.on_all_ranks(update.fill, name, weights.read(name))
-    return _finish_update(engine)
-
-
-def update_weights_from_path(engine: LLMEngine, path: str) -> int:
-    """Replace weights by those in files. Returns the new weights_version."""
-    weights = update.open_path(origin_of(engine), path)
-    _begin_update(engine, weights, must_be_whole=not update.is_file(path))
-    _runner_of(engine).on_all_ranks(update.fill_from, path)
-    return _finish_update(engine)
-
-
-def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
+def _begin_update(engine: "LLMEngine", weights: Weights, *, must_be_whole: bool = False) -> None:
     """Check everything, then refuse requests until _finish_update is called."""
+    from nanoinfer.features.training import update
+
     origin = origin_of(engine)
     if engine.num_unfinished:
         raise NanoinferError(
@@ -91,79 +216,31 @@ def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = 
     engine.refusals["weights"] = WeightsMissingError(half_updated)
 
 
-def _finish_update(engine: LLMEngine) -> int:
+def _finish_update(engine: "LLMEngine") -> int:
+    from nanoinfer.features.training import update
+
     _runner_of(engine).on_all_ranks(update.finish)
     engine.refusals.pop("weights", None)
     engine.weights_version += 1
     return engine.weights_version
 
 
-def _runner_of(engine: LLMEngine) -> "ModelRunner":
+def _runner_of(engine: "LLMEngine") -> "ModelRunner":
     runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # a LocalExecutor has it
     return runner
 
 
-def origin_of(engine: LLMEngine) -> Origin:
+def origin_of(engine: "LLMEngine") -> "Origin":
     """Return how the engine's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
+    from nanoinfer.features.training import update
+
     return update.origin_of(update.weights_of(_runner_of(engine)))
 
 
-# ---- pauses, and memory
-
-
-def refuse_requests(engine: LLMEngine, mode: str) -> None:
+def refuse_requests(engine: "LLMEngine", mode: str) -> None:
     """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
     if not is_one_of(mode, ("wait", "abort")):
         raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
     engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
     if mode == "abort":
         engine.abort(*engine.unfinished_request_ids)
-
-
-def sleep(engine: LLMEngine, level: int) -> None:
-    """Free the KV cache, and with level 2 the weights."""
-    if type(level) is not int or level not in (1, 2):
-        raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
-    runner = _runner_of(engine)
-    if engine.num_unfinished:
-        raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
-    if not update.can_release or engine.executor.info.device != "cpu":
-        raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
-    if level == 2:
-        origin_of(engine)
-    engine.reset_prefix_cache()
-    for tag in TAGS[2 - level :]:
-        without = "weights" if tag == "weights" else "KV cache"
-        engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
-        runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
-        executor = engine.executor
-        for owner in executor.graph_owners if tag == "kv_cache" and isinstance(executor, LocalExecutor) else ():
-            if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
-                update.release(owner.runner, weights=False)
-
-
-def wake_up(engine: LLMEngine, tags: Sequence[Tag] | None) -> None:
-    """Accept requests again, if all that was freed is back. The memory is taken when it is written."""
-    wanted = TAGS if tags is None else tags
-    if not all(is_one_of(tag, TAGS) for tag in wanted):
-        raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
-    for tag in wanted:
-        if tag == "weights" and tag in engine.refusals:
-            no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
-            engine.refusals[tag] = WeightsMissingError(no_weights)
-        else:
-            engine.refusals.pop(tag, None)
-
-
-# ---- log-probabilities of given tokens
-
-
-def compute_logprobs(llm: LoadedLLM, prompts: PromptType | Sequence[PromptType], temperature: float) -> list[list[float]]:
-    """Read the log-probability of every token after the first."""
-    check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
-    inputs, max_model_len = llm.engine.inputs, llm.engine.max_model_len
-    prepared = reading.prepare_all(
-        prompts, lambda prompt: reading.prepare(inputs, prompt, PromptLogprobsReader(0, float(temperature)), max_model_len)
-    )
-    reading.check(request.output for request in llm._complete(prepared, use_tqdm=False))
-    return [[next(iter(position.values())).logprob for position in item.reader.positions[1:]] for item in prepared]
