@@ -8,9 +8,7 @@
       no window   |    7    |    2    |    9    |    4    |     it reaches every token
       window 6    |   -1    |   -1    |    8    |    5    |     it reaches tokens 9 to 14
 
-- States have state slots (state_slots.py).
-
-What a sequence has in addition to Sequence.block_table is in Sequence.extras["hybrid"] (tables.py).
+- States have state slots (state_slots.py). tables.py has what a sequence gets in addition to Sequence.block_table.
 """
 
 from collections.abc import Sequence as ListLike

@@ -1,7 +1,7 @@
 """The prefix cache of a model with several cache groups: KV groups, whose windows differ, and states.
 
 A key stands for the same tokens in every group (scheduling/prefix_index.py), and each group has its own id for it: a block of
-the common pool, or a state slot. A prefix hit needs the ids of each group that the first query after it reaches.
+the common pool, or a state slot.
 """
 
 from collections.abc import Callable, Sequence
