@@ -1,8 +1,4 @@
-"""Describe tools to the chat template, and write the grammar of required or strict calls.
-
-In: tools as functions or in OpenAI's format, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. Calls have
-the format of parsing.py.
-"""
+"""Describe tools to the chat template, and write the Lark grammar of required or strict calls, in the format of parsing.py."""
 
 import json
 import re

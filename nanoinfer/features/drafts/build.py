@@ -1,7 +1,4 @@
-"""Load what drafts, and make the planner of an engine with speculative_config, for load.py and build.py.
-
-In: an EngineConfig, the loaded model, its runtime, and its executor. Out: a Speculator, which plans the engine's steps.
-"""
+"""Load what drafts, and make the planner of an engine with speculative_config, for load.py and build.py."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Drafts of a user's own proposer, whose form is checked. Which tokens it guesses is its own affair: a wrong guess costs time.
-
-In: sequences. Out: draft token ids that the model can compute, or an error that says what is wrong with them.
-"""
+"""Drafts of a user's own proposer, whose form is checked. Which tokens it guesses is its own affair."""
 
 import logging
 

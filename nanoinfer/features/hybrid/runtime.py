@@ -1,7 +1,4 @@
-"""The runtime of a model whose layers differ in what they keep: keys and values of all tokens, of a window, or a state.
-
-In: a model. Out: a Runtime with the attention, the steps and the cache of such layers.
-"""
+"""The runtime of a model whose layers differ in what they keep: keys and values of all tokens, of a window, or a state."""
 
 from dataclasses import fields
 

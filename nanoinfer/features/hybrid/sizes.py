@@ -1,7 +1,4 @@
-"""What the layers of a model keep if they differ: which layers share blocks, how many bytes for each token and each sequence.
-
-In: a model's config. Out: HybridSizes. Like cache_sizes.py it imports no torch.
-"""
+"""What the layers of a model keep if they differ: which share blocks, and how many bytes. It imports no torch."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Linear layers whose weights are kept in 8 or 4 bits: how weights are rounded, and the plain version of such a layer.
 
-In: nn.Linear layers. Out: QuantizedWeights, or a model with QuantizedLinear layers.
-
 Each group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero).
 Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et al. 2022, https://arxiv.org/abs/2206.01861 (a
 scale per group).

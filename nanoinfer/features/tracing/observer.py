@@ -1,7 +1,4 @@
-"""Make events of what an engine tells its observer, and keep them until the user's tracer may raise without harm.
-
-In: sequences, plans, blocks, requests. Out: the events of events.py.
-"""
+"""Make events of what an engine tells its observer, and keep them until the user's tracer may raise without harm."""
 
 import os
 import reprlib
