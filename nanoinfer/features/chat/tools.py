@@ -125,12 +125,8 @@ def tool_call_grammar(
     a tool with strict=true, each call must satisfy a schema. A think block may precede them, unless the prompt has closed it.
     Arguments that a schema does not name are left out, unless it has additionalProperties.
 
-    Args:
-        tools: the tools in OpenAI's format.
-        prompt: the rendered conversation.
-        thinks: whether the answer may have a think block.
-        parallel_tool_calls: whether further calls may follow a required call.
-        harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a single call. None: Qwen3's format.
+    thinks: whether the answer may have a think block. harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a
+    single call. None: Qwen3's format.
     """
     name = check_tool_choice(tool_choice, tools)
     functions = {index: tool["function"] for index, tool in enumerate(tools) if name in (None, tool["function"]["name"])}

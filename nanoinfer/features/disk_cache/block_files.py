@@ -247,10 +247,8 @@ def write_block(runner: ModelRunner, group: int, block: int, content: Tensor) ->
 def store_of(model: Any, config: EngineConfig, shards: "Shards | None" = None) -> Callable[[LocalExecutor], BlockFiles]:
     """Return a function that makes a store, given the engine's executor. All ranks call it, and rank 0 has the store.
 
-    Call it before the model's modules are replaced, because it reads their weights.
-
-    Raises:
-        InvalidValueError, UnsupportedError: for what the files do not support, now or when the function is called.
+    Call it before the model's modules are replaced, because it reads their weights. It and the function raise InvalidValueError
+    or UnsupportedError for what the files do not support.
     """
     if sys.platform == "win32":
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")

@@ -78,12 +78,7 @@ class QwenNextDrafter(nn.Module):
 
 
 def load_module(target: Loaded) -> Model:
-    """Load the module of a checkpoint. It will share the model's embedding and head.
-
-    Raises:
-        UnsupportedError: a family without such a module, or a checkpoint without its weights.
-        WeightsError: weights that do not fit.
-    """
+    """Load the module of a checkpoint, which shares the model's embedding and head. Raises: UnsupportedError, WeightsError."""
     model, hint = target.model, "use method 'ngram', or 'draft_model' with a smaller model"
     if not isinstance(model, Qwen3_5ForCausalLM):
         raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {hint}")

@@ -254,12 +254,7 @@ class Pooler:
     def prepare_pair(
         self, query: str, document: str, instruction: str, params: PoolingParams, **options: Any
     ) -> PreparedRequest:
-        """Prepare a pair for a reranker.
-
-        Raises:
-            UnsupportedError: The model lacks the answers' tokens.
-            InvalidValueError: dimensions were given, or truncate_prompt_tokens exceed the model's length.
-        """
+        """Prepare a pair for a reranker. Raises: UnsupportedError if the model lacks the answers' tokens, InvalidValueError."""
         answer_ids: Any = None
         if self._tokenizer is not None:
             answer_ids = tuple(self._tokenizer.backend.token_to_id(answer) for answer in ("no", "yes"))

@@ -64,10 +64,8 @@ class HybridIndex(PrefixIndex):
     def match(self, token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None = None) -> HybridPrefix:
         """Return the longest prefix that all cache groups can serve.
 
-        In a group with a window, only the blocks that the first query after the prefix reaches are needed.
-
-        Args:
-            is_stored: whether an entry is in the store, whose blocks then count as well. None: only memory counts.
+        In a group with a window, only the blocks that the first query after the prefix reaches are needed. is_stored: whether
+        an entry is in the store, whose blocks then count as well. None: only memory counts.
         """
         keys, (complete, number) = self.chain(token_ids, cache_salt), self._complete
         if is_stored is not None or complete is None:  # the prefix may continue after a block that is not in memory

@@ -189,8 +189,6 @@ def quantize(
     """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
 
     Args:
-        weight: the matrix, of any float dtype.
-        bits: 8 or 4.
         group_size: the number of inputs that share a scale. None: the largest of GROUP_SIZES that divides the number of inputs.
         in_four_bits: rounds to 4 bits in another way, such as by moments. None: as above.
     """
