@@ -61,14 +61,8 @@ class Adapters(RequestFeature):
 
     An LM head and the experts of a mixture cannot be adapted.
 
-    Args:
-        shards: the ranks that share the model. None: this process has the whole model.
-
-    Attributes:
-        layers: path of a linear layer -> its AdaptedLinear, for the layers that can be adapted.
-
-    Raises:
-        InvalidValueError: max_loras active adapters take more memory than is free.
+    shards: the ranks that share the model. None: this process has the whole model.
+    Raises: InvalidValueError if max_loras active adapters take more memory than is free.
     """
 
     def __init__(self, model: Any, max_loras: int, max_rank: int, shards: "Shards | None" = None) -> None:
@@ -77,7 +71,7 @@ class Adapters(RequestFeature):
         self.limits = {"adapter": max_loras}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self.layers: dict[str, AdaptedLinear] = {}
+        self.layers: dict[str, AdaptedLinear] = {}  # by the path of a linear layer that can be adapted
         self._shapes = {  # the shapes of whole layers, also with several ranks
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()

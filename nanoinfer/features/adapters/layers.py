@@ -48,14 +48,11 @@ class AdapterMapping:
 
 
 class AdaptedLinear(HookInKernels):
-    """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
-
-    Attributes:
-        kernels: the tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
-    """
+    """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer."""
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, mapping: AdapterMapping) -> None:
         self.mapping = mapping
+        # The tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
         self.kernels: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._updates: dict[int, LowRankUpdate | None] = {}  # adapter index -> update
         linear.register_forward_hook(self)

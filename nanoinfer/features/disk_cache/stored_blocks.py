@@ -32,17 +32,13 @@ Entry = tuple[bytes, int]  # a key, and the number of a cache group
 
 
 class StoredBlockManager(HybridBlockManager):
-    """A block manager with a store. Its methods extend those of the class that follows it, which may be a user's.
-
-    Attributes:
-        num_tokens_read: the number of tokens that were read in the current step.
-    """
+    """A block manager with a store. Its methods extend those of the class that follows it, which may be a user's."""
 
     def __init__(self, *args: Any, store: "BlockFiles") -> None:
         """args: the arguments of HybridBlockManager."""
         super().__init__(*args)
         self.store, self.counts, self.index.fingerprint = store, store.counts, store.fingerprint
-        self.num_tokens_read = 0
+        self.num_tokens_read = 0  # in the current step
         self._untouched: set[tuple[int, int]] = set()  # (group, id) pairs read for a sequence that has not started
         if self.state_slots is not None:
             self.state_slots.before_drop = partial(_keep, store, self.index)

@@ -28,15 +28,11 @@ class CacheGroup:
 
 
 class HybridPrefix(Prefix):
-    """The keys of a prefix, each with its block in the first KV group.
-
-    Attributes:
-        tables: for each cache group, the id of each key, or NO_BLOCK if the group does not need the block.
-    """
+    """The keys of a prefix, each with its block in the first KV group."""
 
     def __init__(self, keys: Sequence[bytes] = (), tables: Sequence[list[int]] = ()) -> None:
         super().__init__(zip(keys, tables[0] if keys else (), strict=True))
-        self.tables = tables
+        self.tables = tables  # for each cache group, the id of each key, or NO_BLOCK if the group does not need the block
 
 
 def tables_in(prefix: Prefix) -> Sequence[list[int]]:

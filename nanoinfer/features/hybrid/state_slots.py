@@ -30,16 +30,12 @@ WINDOW = 2  # the window of the states' group: a query reaches only the token be
 
 
 class StateSlots:
-    """Owns the last cache group of a prefix index, and the state slots in the HybridTables of each sequence.
-
-    Attributes:
-        before_drop: called with the key of a checkpoint before the checkpoint leaves the memory.
-    """
+    """Owns the last cache group of a prefix index, and the state slots in the HybridTables of each sequence."""
 
     def __init__(self, index: HybridIndex) -> None:
         self._index, self._number = index, len(index.groups) - 1
         self.pool, self._ids = index.groups[-1].pool, index.groups[-1].ids
-        self.before_drop: Callable[[bytes], object] = lambda key: None
+        self.before_drop: Callable[[bytes], object] = lambda key: None  # called before a checkpoint leaves the memory
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_missing, record = len(_unknown(seq, num_new_tokens)), tables_of(seq)
