@@ -20,7 +20,6 @@ from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
 from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.features.hybrid.cache import states_of
-from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -34,7 +33,7 @@ NUM_DECODES = 2
 @torch.inference_mode()
 def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
     """Whether rows are independent of batch and threads, and with has_single_queries (batch_invariant) also of the chunk."""
-    config, num_groups = runtime.model.config, num_groups_of(runtime.sizes)
+    config, num_groups = runtime.model.config, len(runtime.sizes.windows)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check

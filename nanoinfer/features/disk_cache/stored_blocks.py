@@ -108,8 +108,8 @@ class StoredBlockManager(HybridBlockManager):
             missing = [group for group, table in enumerate(prefix.tables) if table[i] == IN_STORE]
             if missing and others_run and self.num_tokens_read >= self.store.max_tokens_per_step:
                 break
-            found = [self.store.find((key, group)) for group in missing]
-            if any(kept is None for kept in found):
+            found = [kept for group in missing if (kept := self.store.find((key, group))) is not None]
+            if len(found) < len(missing):
                 break
             for group, kept in zip(missing, found, strict=True):
                 in_slot = self.state_slots if group == len(self.windows) else None

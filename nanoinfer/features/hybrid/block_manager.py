@@ -11,9 +11,9 @@
 - States have state slots (state_slots.py). tables.py has what a sequence gets in addition to Sequence.block_table.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Any
 
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
 from nanoinfer.features.hybrid.sizes import most_blocks
@@ -230,6 +230,6 @@ class HybridBlockManager(BlockManager):
             self.observer.blocks_changed("released", seq, released)
 
 
-def with_groups(own: type[BlockManager], *stores: type[HybridBlockManager]) -> type[Any]:
+def with_groups(own: type[BlockManager], *stores: type[HybridBlockManager]) -> Callable[..., HybridBlockManager]:
     """Return a class that does for several groups, and with a store, what a user's class overrides of BlockManager."""
     return type(own.__name__, (*stores, *([] if own is BlockManager else [own]), HybridBlockManager), {})

@@ -120,8 +120,3 @@ def num_states_in(memory: int, state_bytes: int, max_num_seqs: int) -> int:
 def largest_of(groups: Sequence[KVGroup]) -> int:
     """Return the number of layers of the largest group."""
     return max(len(group.layers) for group in groups)
-
-
-def num_groups_of(sizes: CacheSizes) -> int:
-    """Return the number of KV groups, which is 1 unless layers differ."""
-    return len(sizes.groups) if isinstance(sizes, HybridSizes) else 1
