@@ -28,26 +28,15 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What the layers of a model keep.
+    """What the layers of a model keep."""
 
-    Attributes:
-        windows: the window of each KV group, in tokens. None: every token is kept.
-        chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
-        num_state_slots: the number of slots for states. 0: no layer keeps a state.
-    """
-
-    windows: tuple[int | None, ...] = (None,)
-    chunk_size: int = 1
-    num_state_slots: int = 0
+    windows: tuple[int | None, ...] = (None,)  # of each KV group, in tokens. None: every token is kept
+    chunk_size: int = 1  # the most tokens of a sequence in a step, for which a window's blocks must have room as well
+    num_state_slots: int = 0  # 0: no layer keeps a state
 
 
 class HybridBlockManager(BlockManager):
-    """Owns the tables of all KV groups and the state slots of each sequence.
-
-    Attributes:
-        windows: the window of each KV group.
-        state_slots: assigns the state slots. None: the model keeps no states.
-    """
+    """Owns the tables of all KV groups and the state slots of each sequence."""
 
     acts_each_step = True
     index: HybridIndex

@@ -26,19 +26,13 @@ def make_states(
 
 
 class HybridCache(KVCache):
-    """A KVCache with the states of the layers that keep one.
-
-    Attributes:
-        num_groups: the number of KV groups, which share the blocks.
-        states: the state slots. Empty: no layer keeps a state.
-        attached: a drafter's tensors for the same tokens.
-    """
+    """A KVCache with the states of the layers that keep one. Its KV groups share the blocks."""
 
     def __init__(self, *, num_groups: int, states: States, **options: Any) -> None:
-        """options: the arguments of KVCache."""
+        """states: empty if no layer keeps a state. options: the arguments of KVCache."""
         super().__init__(**options)
         self.num_groups, self.states = num_groups, states
-        self.attached: list[Tensor] = []
+        self.attached: list[Tensor] = []  # a drafter's, for the same tokens
 
     def tensors(self) -> list[Tensor]:
         return [*self.pages, *chain(*self.states), *self.attached]

@@ -39,19 +39,12 @@ def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HybridSizes(CacheSizes):
-    """CacheSizes whose num_layers is the number of layers of the largest group, each of which has a place in a block.
+    """CacheSizes whose num_layers is the number of layers of the largest group, each of which has a place in a block."""
 
-    Attributes:
-        groups: the layers that have keys and values.
-        has_sinks: whether some layers have attention sinks, which a backend must support.
-        num_state_layers: the number of layers that keep a state instead (Recur in states.py).
-        state_shapes: the shapes of a state's tensors in one layer. (): no layer keeps a state.
-    """
-
-    groups: tuple[KVGroup, ...]
-    has_sinks: bool = False
-    num_state_layers: int = 0
-    state_shapes: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[KVGroup, ...]  # the layers that have keys and values
+    has_sinks: bool = False  # whether some layers have attention sinks, which a backend must support
+    num_state_layers: int = 0  # the number of layers that keep a state instead (Recur in states.py)
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # of a state's tensors in one layer. (): no layer keeps a state
 
     @classmethod
     def of(cls, config: LayerSizes) -> "HybridSizes":

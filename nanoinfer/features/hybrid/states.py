@@ -85,18 +85,12 @@ class Piece(NamedTuple):
 
 
 class AttendWithStates:
-    """One step's attention and recurrence (Recur).
-
-    Attributes:
-        attend: the Attend of the layers with attention.
-        states: the state slots that the pieces read and write.
-        pieces: the pieces of each sequence, in order.
-    """
+    """One step's attention and recurrence (Recur). attend: the Attend of the layers with attention."""
 
     def __init__(self, attend: Attend, states: States, updates: Sequence[StateUpdate], *, is_single: bool) -> None:
         """is_single: whether the states advance by one token at a time, as where the attention has one query at a time."""
         self.attend, self.states = attend, states
-        self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]
+        self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]  # of each sequence, in order
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
