@@ -40,15 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter that fits the model.
-
-    updates: path of a linear layer -> its update, in the model's dtype. On rank 0 the updates are on the CPU.
-    digest: the digest of everything in the adapter that changes an answer.
-    """
+    """An adapter that fits the model."""
 
     request: LoRARequest
-    updates: dict[str, LowRankUpdate]
-    digest: str
+    updates: dict[str, LowRankUpdate]  # by the path of a linear layer, in the model's dtype. On rank 0 they are on the CPU
+    digest: str  # of everything in the adapter that changes an answer
 
     def added_to(self, prepared: PreparedRequest) -> PreparedRequest:
         """Return the request with this adapter, whose digest separates its cached prefixes from others."""

@@ -20,20 +20,16 @@ from nanoinfer.system.transfer import integers_on_device
 
 
 class AdapterMapping:
-    """The index of the adapter that each row of the step uses. All layers of a model share an AdapterMapping.
-
-    Attributes:
-        num_rows: the number of the step's rows, without padding.
-        rows: adapter index -> the numbers of the rows that use it.
-        max_loras, max_rank: the most adapters that may be active, and the highest rank of an adapter.
-        kernels: a CPUMapping (fast/cpu/lora.py), which gets each step's indices. None: no kernel computes such a layer.
-    """
+    """The index of the adapter that each row of the step uses. All layers of a model share an AdapterMapping."""
 
     def __init__(self, max_loras: int, max_rank: int) -> None:
+        """max_loras: the most adapters that may be active. max_rank: the highest rank of an adapter."""
         self.max_loras, self.max_rank = max_loras, max_rank
-        self.num_rows = 0
-        self.rows: dict[int, Tensor] = {}
-        self.kernels: Any = None
+        self.num_rows = 0  # of the step, without padding
+        self.rows: dict[int, Tensor] = {}  # adapter index -> the numbers of the rows that use it
+        self.kernels: Any = (
+            None  # a CPUMapping (fast/cpu/lora.py) gets each step's indices. None: no kernel computes such layers
+        )
 
     def set(self, indices: list[int], device: torch.device) -> None:
         """Note the step's rows. indices: the adapter index of each row. -1: the row has no adapter."""

@@ -60,18 +60,13 @@ WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written
 
 
 class BlockFiles:
-    """The store of a StoredBlockManager, whose blocks and states are files in a folder.
-
-    Attributes:
-        fingerprint: 32 bytes, which differ if the same tokens would have other keys and values.
-        max_tokens_per_step: the number of tokens after which a step stops reading, while sequences run.
-        is_open: whether the store may be used: until close(), and not in a forked process.
-        counts: counters for the metrics. external_prefix_cache_hits is in tokens.
-    """
+    """The store of a StoredBlockManager, whose blocks and states are files in a folder."""
 
     def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
         """max_bytes: the most bytes of all files in the folder. Raises: InvalidValueError if the folder cannot be used."""
-        self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
+        self.fingerprint = fingerprint  # 32 bytes, which differ if the same tokens would have other keys and values
+        self.max_tokens_per_step = max_tokens_per_step  # after so many tokens a step stops reading, while sequences run
+        # external_prefix_cache_hits is in tokens.
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner
         num_ranks = 1 if (shards := runner.weights.shards) is None else shards.size

@@ -127,20 +127,15 @@ class ScoringRequestOutput(PoolingRequestOutput):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How hidden rows become a vector, and which ids are the answers of a reranker.
+    """How hidden rows become a vector, and which ids are the answers of a reranker."""
 
-    mode: "lasttoken" or "mean". is_embedding: whether it is an embedding model, not a reranker. answer_ids: the ids of "no"
-    and "yes". max_tokens: the length at which texts are cut. None: the checkpoint has no limit. prompt: precedes each text.
-    lower: whether capital letters are lowered.
-    """
-
-    mode: str = "lasttoken"
+    mode: str = "lasttoken"  # or "mean"
     normalize: bool = True
-    is_embedding: bool = False
-    answer_ids: tuple[object, object] | None = None
-    max_tokens: int | None = None
-    prompt: str = ""
-    lower: bool = False
+    is_embedding: bool = False  # whether it is an embedding model, not a reranker
+    answer_ids: tuple[object, object] | None = None  # the ids of "no" and "yes"
+    max_tokens: int | None = None  # the length at which texts are cut. None: the checkpoint has no limit
+    prompt: str = ""  # precedes each text
+    lower: bool = False  # whether capital letters are lowered
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Pooling":

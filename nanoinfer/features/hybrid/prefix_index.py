@@ -40,16 +40,13 @@ def tables_in(prefix: Prefix) -> Sequence[list[int]]:
 
 
 class HybridIndex(PrefixIndex):
-    """The index of all contents in memory.
-
-    Attributes:
-        groups: the KV groups in their order, then the states if the model keeps any.
-        fingerprint: bytes on which all keys depend. b"": keys depend on salts and tokens alone.
-    """
+    """The index of all contents in memory."""
 
     def __init__(self, groups: list[CacheGroup], block_size: int) -> None:
+        """groups: the KV groups in their order, then the states if the model keeps any."""
         super().__init__(groups[0].pool, block_size)
-        self.groups, self.ids, self.fingerprint = groups, groups[0].ids, b""
+        self.groups, self.ids = groups, groups[0].ids
+        self.fingerprint = b""  # bytes on which all keys depend. b"": keys depend on salts and tokens alone
         self._complete = next(((group, number) for number, group in enumerate(groups) if group.window is None), (None, -1))
 
     # ---- queries

@@ -11,12 +11,9 @@ from nanoinfer.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that keep the keys and values of the same tokens, so that they share a block table of each sequence.
+    """Layers that keep the keys and values of the same tokens, so that they share a block table of each sequence."""
 
-    window: the number of tokens that a query attends to, itself included. None: all tokens, so that every block is kept.
-    """
-
-    window: int | None
+    window: int | None  # the number of tokens that a query attends to, itself included. None: all, so every block is kept
     layers: tuple[int, ...]
 
 

@@ -51,15 +51,12 @@ class Recur(Attend, Protocol):
 
 
 class StateUpdate(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
-
-    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
-    """
+    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes."""
 
     start: int
     stop: int
     read: int
-    writes: dict[int, int]
+    writes: dict[int, int]  # number of these tokens -> the slot for the state after them, in rising order, up to all
 
 
 def updates_of(batch: ForwardBatch) -> list[StateUpdate]:

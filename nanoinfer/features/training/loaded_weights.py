@@ -47,23 +47,22 @@ class Origin:
 
 
 class LoadedWeights(ModelWeights):
-    """The weights of one model.
-
-    Attributes:
-        places: the modules of each parameter, and its name there. Rounded weights have none, because they cannot be replaced.
-        origin: how the model was loaded. None: not from a checkpoint.
-        num_parameters: the number of the checkpoint's parameters, even if the model is only a rank's part.
-        calibration_ids: the tokens of the user's text by which weights are rounded. Empty: there is none.
-    """
+    """The weights of one model."""
 
     shards: "Shards | None"
-    calibration_ids: Sequence[int] = ()
+    calibration_ids: Sequence[int] = ()  # the tokens of the user's text by which weights are rounded. Empty: there is none
 
     def __init__(self, model: nn.Module | None = None, origin: Origin | None = None, num_parameters: int = 0) -> None:
-        """model: the model, before modules are replaced."""
+        """
+        Args:
+            model: the model, before modules are replaced.
+            origin: how the model was loaded. None: not from a checkpoint.
+            num_parameters: the number of the checkpoint's parameters, even if the model is only a rank's part.
+        """
         self.origin, self.num_parameters = origin, num_parameters
         self.shards = None if origin is None else origin.shards
         owners = {} if model is None else places_of(model)
+        # The modules of each parameter, and its name there. Rounded weights have none, because they cannot be replaced.
         self.places = {} if model is None else {name: owners[parameter] for name, parameter in model.named_parameters()}
         self._kernel_weights: dict[nn.Module, list[tuple[KernelWeight, int]]] = {}
         self._renewals: list[Callable[[], object]] = []
