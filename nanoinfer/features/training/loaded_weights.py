@@ -53,12 +53,7 @@ class LoadedWeights(ModelWeights):
     calibration_ids: Sequence[int] = ()  # the tokens of the user's text by which weights are rounded. Empty: there is none
 
     def __init__(self, model: nn.Module | None = None, origin: Origin | None = None, num_parameters: int = 0) -> None:
-        """
-        Args:
-            model: the model, before modules are replaced.
-            origin: how the model was loaded. None: not from a checkpoint.
-            num_parameters: the number of the checkpoint's parameters, even if the model is only a rank's part.
-        """
+        """model: before modules are replaced. origin: None if not from a checkpoint. num_parameters: the checkpoint's."""
         self.origin, self.num_parameters = origin, num_parameters
         self.shards = None if origin is None else origin.shards
         owners = {} if model is None else places_of(model)
