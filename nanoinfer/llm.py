@@ -24,7 +24,7 @@ from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
 from nanoinfer.features.chat.methods import ChatMethods
 from nanoinfer.features.embedding.methods import EmbeddingMethods
-from nanoinfer.features.training.rollouts import WeightMethods
+from nanoinfer.features.training.methods import WeightMethods
 from nanoinfer.load import load_engine
 from nanoinfer.outputs import Delta, Metric, RequestOutput
 from nanoinfer.sampling_params import SamplingParams

@@ -161,13 +161,8 @@ class Scheduler:
             seq.num_tokens += 1
             seq.num_computed_tokens += 1  # the token before was an accepted draft, which the step has computed
 
-    def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
-
-        has_failed: if True, the blocks also leave the prefix cache, because their keys and values may not be finite.
-        """
-        if has_failed:
-            self.block_manager.forget_cached(seq)
+    def finish(self, seq: Sequence) -> None:
+        """Remove a sequence, whatever its status, and free its blocks. A second call does nothing."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:
@@ -232,14 +227,14 @@ class Scheduler:
                 if not self._has_place():
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
-                if (self.limits and self._exceeds_limit(seq, in_use)) or not self.may_start(seq):
+                values = {name: of_running | {seq.extras.get(name)} for name, of_running in in_use.items()}
+                if any(len(values[name] - {None}) > most for name, most in self.limits.items()) or not self.may_start(seq):
                     continue
                 started.append(seq)
                 if not self._start(selection, seq):
                     started.pop()
                     break
-                for name, values in in_use.items():
-                    values.add(seq.extras.get(name))
+                in_use = values
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
@@ -251,9 +246,6 @@ class Scheduler:
 
     def _has_place(self) -> bool:
         return len(self.running) < self.config.max_num_seqs
-
-    def _exceeds_limit(self, seq: Sequence, in_use: dict[str, set[object]]) -> bool:
-        return any(len((in_use[name] | {seq.extras.get(name)}) - {None}) > most for name, most in self.limits.items())
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""

@@ -29,6 +29,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
+from nanoinfer.features.training.methods import refuse_requests
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -259,9 +260,7 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "wait") -> None:
         """See LLM.pause. Running requests continue to stream. To resume: `await between_steps(async_llm.llm.resume)`."""
-        from nanoinfer.features.training import rollouts
-
-        await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
+        await self.between_steps(lambda: refuse_requests(self.engine, mode))
         while self.engine.num_unfinished and self._thread.is_alive():
             await asyncio.sleep(POLL_SECONDS)
 

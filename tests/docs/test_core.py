@@ -28,10 +28,9 @@ OPTIONAL = """
     models/gpt2.py models/llama.py models/qwen_moe.py models/gemma3.py models/gpt_oss.py
 """.split()
 # Of these, what every run imports: methods of LLM, an engine's counts, the sampler's reports, and where its weights are held.
-OF_LLM = [f"features/{one}/{file}" for one in ("chat", "embedding") for file in ("__init__.py", "methods.py")]
+OF_LLM = [f"features/{one}/{file}" for one in ("chat", "embedding", "training") for file in ("__init__.py", "methods.py")]
 ALWAYS = ("features/__init__.py", *OF_LLM, "features/metrics/", "features/logprobs/__init__.py")
-ALWAYS += ("features/logprobs/token_logprobs.py", "features/training/loaded_weights.py", "features/training/rollouts.py")
-ALWAYS += ("features/training/__init__.py",)
+ALWAYS += ("features/logprobs/token_logprobs.py", "features/training/loaded_weights.py")
 
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
@@ -40,6 +39,7 @@ TESTED_IN = {
     "features/metrics/engine_metrics.py": "features/metrics/test_metrics.py",
     "features/chat/methods.py": "end_to_end/test_llm.py",
     "features/embedding/methods.py": "features/embedding/test_pooling.py",
+    "features/training/methods.py": "features/training/test_rollouts.py",
     "loading/config_json.py": "models/test_config_json.py",
     "loading/devices.py": "loading/test_loader.py",
     "models/windows.py": "features/hybrid/test_attention.py",

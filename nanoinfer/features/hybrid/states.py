@@ -56,7 +56,7 @@ class StateUpdate(NamedTuple):
     start: int
     stop: int
     read: int
-    writes: dict[int, int]  # number of tokens -> the slot for the state after them, in rising order, up to all of them
+    writes: dict[int, int]  # number of tokens -> the slot for the state after them, in rising order, up to all
 
 
 def updates_of(batch: ForwardBatch) -> list[StateUpdate]:

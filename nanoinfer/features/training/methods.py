@@ -1,18 +1,18 @@
-"""For those who train with an LLM: new weights in place, pauses, memory given back, log-probabilities of given tokens.
+"""The methods of LLM for training: new weights in place, pauses, memory given back, log-probabilities of given tokens.
 
 An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
-which holds results of the old weights, is reset.
+which holds results of the old weights, is reset. What they need besides the engine is imported when they are called.
 """
 
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from nanoinfer.arguments import check_argument_names
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     EnginePausedError,
@@ -25,12 +25,9 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.features import LoadedLLM
-from nanoinfer.loading.weights import Weights, divided
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.llm_engine import LLMEngine
-    from nanoinfer.execution.model_runner import ModelRunner
-    from nanoinfer.features.training.loaded_weights import Origin
+    from nanoinfer.loading.weights import Weights
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -47,7 +44,7 @@ class WeightsMissingError(EnginePausedError):
 
 
 class WeightMethods:
-    """The part of LLM that trainers use: new weights in place, pauses, memory given back, log-probabilities of given tokens."""
+    """The part of LLM that trainers use."""
 
     def update_weights(self: LoadedLLM, pairs: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights in place, all or some of them, and forget the cached prefixes.
@@ -68,9 +65,10 @@ class WeightMethods:
             UnsupportedError: The weights are rounded, or have adapters merged into them.
         """
         from nanoinfer.features.training import update
+        from nanoinfer.loading.weights import divided
 
-        runner = _runner_of(self.engine)
-        weights = divided(update.GivenWeights(pairs), origin_of(self.engine).rules)
+        runner = update.runner_of(self.engine)
+        weights = divided(update.GivenWeights(pairs), update.origin_of(runner).rules)
         _begin_update(self.engine, weights)
         for name in weights:
             runner.on_all_ranks(update.fill, name, weights.read(name))
@@ -87,9 +85,10 @@ class WeightMethods:
         """
         from nanoinfer.features.training import update
 
-        weights = update.open_path(origin_of(self.engine), path)
+        runner = update.runner_of(self.engine)
+        weights = update.open_path(update.origin_of(runner), path)
         _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
-        _runner_of(self.engine).on_all_ranks(update.fill_from, path)
+        runner.on_all_ranks(update.fill_from, path)
         return _finish_update(self.engine)
 
     def pause(self: LoadedLLM, mode: Literal["wait", "abort"] = "wait") -> None:
@@ -118,27 +117,22 @@ class WeightMethods:
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
         """
-        from nanoinfer.execution.local_executor import LocalExecutor
         from nanoinfer.features.training import update
 
         if type(level) is not int or level not in (1, 2):
             raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
-        engine, runner = self.engine, _runner_of(self.engine)
+        engine = self.engine
         if engine.num_unfinished:
             raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
         if sys.platform != "linux" or engine.executor.info.device != "cpu":
             raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
         if level == 2:
-            origin_of(engine)
+            update.origin_of(update.runner_of(engine))  # raises if the weights cannot be replaced
         engine.reset_prefix_cache()
         for tag in TAGS[2 - level :]:
             without = "weights" if tag == "weights" else "KV cache"
             engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
-            runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
-            executor = engine.executor
-            for owner in executor.graph_owners if tag == "kv_cache" and isinstance(executor, LocalExecutor) else ():
-                if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
-                    update.release(owner.runner, weights=False)
+            update.release_all(engine, weights=tag == "weights")
 
     def wake_up(self: LoadedLLM, tags: Sequence[Tag] | None = None) -> None:
         """End sleep(). Linux provides the memory when it is first written.
@@ -146,15 +140,14 @@ class WeightMethods:
         Args:
             tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
         """
-        wanted = TAGS if tags is None else tags
+        refusals, wanted = self.engine.refusals, TAGS if tags is None else tags
         if not all(is_one_of(tag, TAGS) for tag in wanted):
             raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
         for tag in wanted:
-            if tag == "weights" and tag in self.engine.refusals:
-                no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
-                self.engine.refusals[tag] = WeightsMissingError(no_weights)
+            if tag == "weights" and tag in refusals:
+                refusals[tag] = WeightsMissingError(f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}")
             else:
-                self.engine.refusals.pop(tag, None)
+                refusals.pop(tag, None)
 
     def is_sleeping(self: LoadedLLM) -> bool:
         """Whether sleep() has freed memory that wake_up() has not taken back."""
@@ -195,11 +188,20 @@ class WeightMethods:
         return [[next(iter(position.values())).logprob for position in item.reader.positions[1:]] for item in prepared]
 
 
-def _begin_update(engine: "LLMEngine", weights: Weights, *, must_be_whole: bool = False) -> None:
+def refuse_requests(engine: LLMEngine, mode: str) -> None:
+    """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
+    if not is_one_of(mode, ("wait", "abort")):
+        raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
+    engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
+    if mode == "abort":
+        engine.abort(*engine.unfinished_request_ids)
+
+
+def _begin_update(engine: LLMEngine, weights: "Weights", *, must_be_whole: bool = False) -> None:
     """Check everything, then refuse requests until _finish_update is called."""
     from nanoinfer.features.training import update
 
-    origin = origin_of(engine)
+    origin = update.origin_of(update.runner_of(engine))
     if engine.num_unfinished:
         raise NanoinferError(
             f"the weights cannot be replaced while {engine.num_unfinished} requests run; wait for their end, or call "
@@ -217,31 +219,11 @@ def _begin_update(engine: "LLMEngine", weights: Weights, *, must_be_whole: bool 
     engine.refusals["weights"] = WeightsMissingError(half_updated)
 
 
-def _finish_update(engine: "LLMEngine") -> int:
+def _finish_update(engine: LLMEngine) -> int:
+    """Accept requests again. Returns the new weights_version."""
     from nanoinfer.features.training import update
 
-    _runner_of(engine).on_all_ranks(update.finish)
+    update.runner_of(engine).on_all_ranks(update.finish)
     engine.refusals.pop("weights", None)
     engine.weights_version += 1
     return engine.weights_version
-
-
-def _runner_of(engine: "LLMEngine") -> "ModelRunner":
-    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # a LocalExecutor has it
-    return runner
-
-
-def origin_of(engine: "LLMEngine") -> "Origin":
-    """Return how the engine's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
-    from nanoinfer.features.training import update
-
-    return update.origin_of(update.weights_of(_runner_of(engine)))
-
-
-def refuse_requests(engine: "LLMEngine", mode: str) -> None:
-    """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
-    if not is_one_of(mode, ("wait", "abort")):
-        raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
-    engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
-    if mode == "abort":
-        engine.abort(*engine.unfinished_request_ids)
