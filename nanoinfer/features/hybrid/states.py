@@ -51,7 +51,7 @@ class Recur(Attend, Protocol):
 
 
 class StateUpdate(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes."""
+    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the slots that the step writes."""
 
     start: int
     stop: int
