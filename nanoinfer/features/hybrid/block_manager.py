@@ -37,16 +37,10 @@ class HybridBlockManager(BlockManager):
         block_size: int,
         enable_prefix_caching: bool = True,
         observer: SchedulingObserver = NOBODY,
-        windows: ListLike[int | None] = (None,),
-        chunk_size: int = 1,
-        num_state_slots: int = 0,
+        windows: ListLike[int | None] = (None,),  # of each KV group, in tokens. None: every token is kept
+        chunk_size: int = 1,  # the most tokens of a sequence in a step, for which a window's blocks must have room as well
+        num_state_slots: int = 0,  # 0: no layer keeps a state
     ) -> None:
-        """
-        Args:
-            windows: the window of each KV group, in tokens. None: every token is kept.
-            chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
-            num_state_slots: the number of slots for states. 0: no layer keeps a state.
-        """
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
         self.windows, self._chunk_size, self._has_windows = windows, chunk_size, any(windows)
         groups = [CacheGroup(window, self.blocks) for window in windows]
