@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.runtime import Runtime
     from nanoinfer.features.adapters.adapters import Adapters
-    from nanoinfer.features.disk_cache.stored_blocks import BlockStore
+    from nanoinfer.features.disk_cache.block_files import BlockFiles
     from nanoinfer.features.distributed.sharding import Shards
     from nanoinfer.features.structured.grammar import GrammarCompiler
     from nanoinfer.features.training.loaded_weights import LoadedWeights
@@ -197,7 +197,7 @@ def make_executor(
 
 
 def make_block_manager(
-    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockStore | None" = None
+    info: "ExecutorInfo", config: EngineConfig, observer: SchedulingObserver = NOBODY, store: "BlockFiles | None" = None
 ) -> BlockManager:
     """Make the manager of the cache's blocks: config's class or BlockManager, unless layers keep less or there is a store."""
     cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching
@@ -208,9 +208,9 @@ def make_block_manager(
     layout = info.windows, config.scheduler.chunk_grid, info.num_state_slots
     if store is None:
         return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, *layout)
-    from nanoinfer.features.disk_cache.stored_blocks import with_store
+    from nanoinfer.features.disk_cache.stored_blocks import StoredBlockManager
 
-    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, *layout, store=store)
+    return with_groups(cls, StoredBlockManager)(info.num_blocks, info.block_size, caching, observer, *layout, store=store)
 
 
 def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:

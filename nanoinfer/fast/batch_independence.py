@@ -20,7 +20,6 @@ from nanoinfer.fast.cpu.threads import num_threads, one_torch_thread
 from nanoinfer.fast.trace import copied
 from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.features.hybrid.cache import states_of
-from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -34,7 +33,7 @@ NUM_DECODES = 2
 @torch.inference_mode()
 def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) -> bool:
     """Whether rows are independent of batch and threads, and with has_single_queries (batch_invariant) also of the chunk."""
-    config, num_groups = runtime.model.config, num_groups_of(runtime.sizes)
+    config, num_groups = runtime.model.config, len(runtime.sizes.windows)
     longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
@@ -93,7 +92,7 @@ def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list
     for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
-        for item in items if states_of(cache) is not None else ():
+        for item in items if states_of(cache) else ():
             seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
             record.state_slot = state_slot if seq.num_computed_tokens else -1
             record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}

@@ -5,7 +5,7 @@ preempted, kept in the store and read from it, and how every request ended. The 
 fake_executor.py.
 
 The records must outlive a rewrite of scheduling/. So they observe only what is public and stays: the plan that an executor
-receives, the tables of a Sequence, the events of a tracer, a BlockStore, and the methods that a user may override. The
+receives, the tables of a Sequence, the events of a tracer, a store of blocks, and the methods that a user may override. The
 functions in the part "interfaces" are the only ones that a rewrite may have to change.
 """
 
@@ -86,7 +86,7 @@ class Adapters(RequestFeature):
 
 
 class Store:
-    """A BlockStore in memory that loses the block that was used longest ago.
+    """A store of blocks in memory that loses the block that was used longest ago.
 
     Its blocks have numbers, in the order in which they are kept. A record has these, and no keys, whose scheme may change.
     """

@@ -35,7 +35,6 @@ from nanoinfer.fast.cpu.linear import PackedLinear
 from nanoinfer.fast.cpu.packs import KeptArrays, Packs
 from nanoinfer.fast.cpu.program import KernelCall, fields
 from nanoinfer.fast.fuse import FusedLinear
-from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.features.quantization.rounding import WITHOUT_CALIBRATION, Moments, stored_integers
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.features.training.stored import Identity, StoredParameter, store
@@ -145,7 +144,7 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
             setattr(owner, name, _Calls(module, partial(measure_head, module)))
         elif isinstance(owner, nn.ModuleList) and owner in model.children():
             setattr(owner, name, _Calls(module, partial(compute, module)))
-    config, groups = model.config, num_groups_of(runtime.sizes)
+    config, groups = model.config, len(runtime.sizes.windows)
     random = philox((np.arange(NUM_TOKENS, dtype=np.uint64), 0, 0, 0), (0, 0))[0] * config.vocab_size >> 32
     text = [*(ids or random.tolist())][: config.max_position_embeddings]
     sequences = scratch_sequences([text], runtime.block_size, groups)

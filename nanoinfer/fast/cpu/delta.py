@@ -5,6 +5,7 @@ It computes tokens one after the other, also those of prompts, so a token's bits
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def arguments_of(attend: Attend) -> DeltaArguments | None:
     if not isinstance(attend, AttendWithStates):
         return None
     first_pieces, pieces = attend.piece_tensors
-    tensors = attend.states.tensors
+    tensors = [*chain(*attend.states)]
     addresses = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     arguments = DeltaArguments(first_pieces.data_ptr(), pieces.data_ptr(), len(first_pieces) - 1, ctypes.addressof(addresses))
     arguments.kept = first_pieces, pieces, addresses

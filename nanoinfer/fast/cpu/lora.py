@@ -53,7 +53,6 @@ class CPUAdapters:
         """layers: the adapters of each fused layer. None: the layer has no adapters."""
         mapping = next(layer.mapping for layer in layers if layer is not None)
         kernel_mapping = mapping.kernels = mapping.kernels or CPUMapping()
-        assert isinstance(kernel_mapping, CPUMapping)
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
         max_rank = -(-mapping.max_rank // RANKS) * RANKS
         kernel_mapping.width = max(kernel_mapping.width, len(layers) * max_rank)

@@ -20,7 +20,6 @@ from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
-from nanoinfer.features.hybrid.sizes import num_groups_of
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 
@@ -57,6 +56,6 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=num_groups_of(runtime.sizes),
+        num_groups=len(runtime.sizes.windows),
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -32,21 +32,19 @@ from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping, sh
 from nanoinfer.features.adapters.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.quantization.rounding import QuantizedLinear
-from nanoinfer.features.training.loaded_weights import Shards
 from nanoinfer.system.process import available_cpu_memory
+
+if TYPE_CHECKING:
+    from nanoinfer.features.distributed.sharding import Shards
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter that fits the model.
-
-    updates: path of a linear layer -> its update, in the model's dtype. On rank 0 the updates are on the CPU.
-    digest: the digest of everything in the adapter that changes an answer.
-    """
+    """An adapter that fits the model."""
 
     request: LoRARequest
-    updates: dict[str, LowRankUpdate]
-    digest: str
+    updates: dict[str, LowRankUpdate]  # by the path of a linear layer, in the model's dtype. On rank 0 they are on the CPU
+    digest: str  # of everything in the adapter that changes an answer
 
     def added_to(self, prepared: PreparedRequest) -> PreparedRequest:
         """Return the request with this adapter, whose digest separates its cached prefixes from others."""
@@ -59,23 +57,17 @@ class Adapters(RequestFeature):
 
     An LM head and the experts of a mixture cannot be adapted.
 
-    Args:
-        shards: the ranks that share the model. None: this process has the whole model.
-
-    Attributes:
-        layers: path of a linear layer -> its AdaptedLinear, for the layers that can be adapted.
-
-    Raises:
-        InvalidValueError: max_loras active adapters take more memory than is free.
+    shards: the ranks that share the model. None: this process has the whole model.
+    Raises: InvalidValueError if max_loras active adapters take more memory than is free.
     """
 
-    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
+    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: "Shards | None" = None) -> None:
         self._rules, self._shards = model.weight_rules, shards
         self._mapping = AdapterMapping(max_loras, max_rank)
         self.limits = {"adapter": max_loras}
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self.layers: dict[str, AdaptedLinear] = {}
+        self.layers: dict[str, AdaptedLinear] = {}  # by the path of a linear layer that can be adapted
         self._shapes = {  # the shapes of whole layers, also with several ranks
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()

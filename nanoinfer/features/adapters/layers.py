@@ -6,7 +6,7 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. This file does not know requests or files.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,20 +20,16 @@ from nanoinfer.system.transfer import integers_on_device
 
 
 class AdapterMapping:
-    """The index of the adapter that each row of the step uses. All layers of a model share an AdapterMapping.
-
-    Attributes:
-        num_rows: the number of the step's rows, without padding.
-        rows: adapter index -> the numbers of the rows that use it.
-        max_loras, max_rank: the most adapters that may be active, and the highest rank of an adapter.
-        kernels: receives each step's adapter indices. None: no kernel computes a layer with adapters.
-    """
+    """The index of the adapter that each row of the step uses. All layers of a model share an AdapterMapping."""
 
     def __init__(self, max_loras: int, max_rank: int) -> None:
+        """max_loras: the most adapters that may be active. max_rank: the highest rank of an adapter."""
         self.max_loras, self.max_rank = max_loras, max_rank
-        self.num_rows = 0
-        self.rows: dict[int, Tensor] = {}
-        self.kernels: KernelMapping | None = None
+        self.num_rows = 0  # of the step, without padding
+        self.rows: dict[int, Tensor] = {}  # adapter index -> the numbers of the rows that use it
+        self.kernels: Any = (
+            None  # a CPUMapping (fast/cpu/lora.py) gets each step's indices. None: no kernel computes such layers
+        )
 
     def set(self, indices: list[int], device: torch.device) -> None:
         """Note the step's rows. indices: the adapter index of each row. -1: the row has no adapter."""
@@ -47,38 +43,19 @@ class AdapterMapping:
             self.kernels.set(indices if rows else [])
 
 
-@runtime_checkable
-class KernelMapping(Protocol):
-    """The adapter indices of a step's rows, as kernels read them (fast/cpu/lora.py)."""
-
-    def set(self, indices: list[int]) -> None: ...
-
-
-@runtime_checkable
-class KernelAdapters(Protocol):
-    """The adapters of layers that a single kernel computes (fast/cpu/lora.py)."""
-
-    def put(self, adapter_index: int, layer_index: int, update: LowRankUpdate | None) -> None: ...
-
-
 class AdaptedLinear(HookInKernels):
-    """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
-
-    Attributes:
-        kernels: the tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
-    """
+    """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer."""
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, mapping: AdapterMapping) -> None:
         self.mapping = mapping
-        self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
-        self._updates: dict[int, LowRankUpdate] = {}  # adapter index -> update
+        # The tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
+        self.kernels: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._updates: dict[int, LowRankUpdate | None] = {}  # adapter index -> update
         linear.register_forward_hook(self)
 
     def put(self, adapter_index: int, update: LowRankUpdate | None) -> None:
         """Give an adapter index this update, replacing the previous one. None: the adapter does not change this layer."""
-        self._updates.pop(adapter_index, None)
-        if update is not None:
-            self._updates[adapter_index] = update
+        self._updates[adapter_index] = update
         for kernel, layer_index in self.kernels.items():
             kernel.put(adapter_index, layer_index, update)
 

@@ -1,7 +1,4 @@
-"""Attend with one query at a time, in a prompt as in decoding, so that a token's bits do not depend on its chunk.
-
-In: the batches of a runner. Out: the same batches, in which every token is a sequence of its own for the attention.
-"""
+"""Attend with one query at a time, in a prompt as in decoding, so that a token's bits do not depend on its chunk."""
 
 from dataclasses import replace
 

@@ -22,7 +22,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, NanoinferError, UnsupportedError, shown
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.features.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from nanoinfer.features.logprobs.token_logprobs import ReportingSampler, RowReport, TokenLogprobs
+from nanoinfer.features.logprobs.token_logprobs import ReportingSampler, RowReport
 from nanoinfer.outputs import FinishReason
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
@@ -175,7 +175,8 @@ class _PromptSearch:
             self.is_done, self.finished = True, []
             return
         num_generated = self.beams[0].num_output_tokens + 1
-        top = [_logprobs_of(output) for output in outputs]  # for each beam, at least the best num_candidates
+        reports = [report for output in outputs for report in output.reports if isinstance(report, RowReport)]
+        top = [report.logprobs for report in reports if report.logprobs]  # for each beam, at least the best num_candidates
         token_ids = np.concatenate([logprobs.ids for logprobs in top])
         origins = np.repeat(np.arange(len(top)), [len(logprobs.ids) for logprobs in top])
         totals = np.concatenate([np.array(logprobs.values, np.float32) for logprobs in top]) + self.scores[origins]
@@ -238,10 +239,3 @@ class _PromptSearch:
             children.append(child)
         self.free(engine)
         self.beams = children
-
-
-def _logprobs_of(output: SequenceOutput) -> TokenLogprobs:
-    [report] = output.reports
-    logprobs = report.logprobs if isinstance(report, RowReport) else None
-    assert logprobs is not None, "the beam asks for them"
-    return logprobs

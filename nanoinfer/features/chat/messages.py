@@ -1,8 +1,4 @@
-"""Turn chat messages into a prompt, and required tool calls into a grammar.
-
-In: dicts whose content may be a string, a list of text parts or None, tools, SamplingParams. Out: a prompt as text and token
-ids, and new SamplingParams.
-"""
+"""Turn chat messages into a prompt as text and token ids, and required tool calls into a grammar in SamplingParams."""
 
 import re
 from collections.abc import Mapping, Sequence

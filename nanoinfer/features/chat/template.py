@@ -1,7 +1,5 @@
 """Render chat messages as text by a Jinja template, in a separate process that is stopped at a limit.
 
-In: a template, messages, the template's variables. Out: the text, or an InvalidPromptError.
-
 A chat template is a program that comes with a checkpoint. jinja2's sandbox limits what it reaches, not what it costs: a single
 operation ("a" * 10**10) may take any time and memory, and Python cannot interrupt it. A process can be stopped. The
 renderer is started at the first chat (0.7 s, most of it transformers' import) and kept: a later chat waits some 0.3 ms for it.

@@ -1,8 +1,4 @@
-"""Describe tools to the chat template, and write the grammar of required or strict calls.
-
-In: tools as functions or in OpenAI's format, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. Calls have
-the format of parsing.py.
-"""
+"""Describe tools to the chat template, and write the Lark grammar of required or strict calls, in the format of parsing.py."""
 
 import json
 import re
@@ -129,12 +125,8 @@ def tool_call_grammar(
     a tool with strict=true, each call must satisfy a schema. A think block may precede them, unless the prompt has closed it.
     Arguments that a schema does not name are left out, unless it has additionalProperties.
 
-    Args:
-        tools: the tools in OpenAI's format.
-        prompt: the rendered conversation.
-        thinks: whether the answer may have a think block.
-        parallel_tool_calls: whether further calls may follow a required call.
-        harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a single call. None: Qwen3's format.
+    thinks: whether the answer may have a think block. harmony_ids: the ids of gpt-oss's marks (harmony.py), for a grammar of a
+    single call. None: Qwen3's format.
     """
     name = check_tool_choice(tool_choice, tools)
     functions = {index: tool["function"] for index, tool in enumerate(tools) if name in (None, tool["function"]["name"])}

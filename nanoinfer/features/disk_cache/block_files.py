@@ -22,8 +22,9 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,13 +41,15 @@ from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.cache import HybridCache, states_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.features.quantization.rounding import QuantizedLinear
-from nanoinfer.features.training.loaded_weights import Shards
 from nanoinfer.features.training.stored import pieces_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.disk_cache import DiskCache, opened, private_folder, stamp
 from nanoinfer.system.worker_threads import ThreadPool
+
+if TYPE_CHECKING:
+    from nanoinfer.features.distributed.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +60,13 @@ WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written
 
 
 class BlockFiles:
-    """A BlockStore whose blocks are files in a folder."""
+    """The store of a StoredBlockManager, whose blocks and states are files in a folder."""
 
     def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
         """max_bytes: the most bytes of all files in the folder. Raises: InvalidValueError if the folder cannot be used."""
-        self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
+        self.fingerprint = fingerprint  # 32 bytes, which differ if the same tokens would have other keys and values
+        self.max_tokens_per_step = max_tokens_per_step  # after so many tokens a step stops reading, while sequences run
+        # external_prefix_cache_hits is in tokens.
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner
         num_ranks = 1 if (shards := runner.weights.shards) is None else shards.size
@@ -69,7 +74,7 @@ class BlockFiles:
         self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in by_group]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
-            what = "a block" if states_of(runner.cache) is None else "a block or a state"
+            what = "a block or a state" if states_of(runner.cache) else "a block"
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
@@ -88,13 +93,13 @@ class BlockFiles:
 
     # ---- called by the engine
 
-    def max_entries(self, group: int) -> int:
+    def max_entries(self, group: int) -> int:  # the most entries of a cache group that fit
         return self._max_bytes // self._num_bytes[group]
 
     def has(self, entry: Entry) -> bool:
         return entry in self._copies or self._has(entry)
 
-    def find(self, entry: Entry) -> Tensor | None:
+    def find(self, entry: Entry) -> Tensor | None:  # the content as it was kept
         path, num_bytes = self._path(entry), self._num_bytes[entry[1]]
         if (copy := self._copies.get(entry)) is not None:
             return copy()
@@ -115,15 +120,15 @@ class BlockFiles:
         self.counts["prefix_cache_read_bytes"] += num_bytes
         return content
 
-    def fill(self, group: int, block: int, content: Tensor) -> None:
+    def fill(self, group: int, block: int, content: Tensor) -> None:  # writes it into a block, or into a state slot
         self._runner.on_all_ranks(write_block, group, block, content)
 
-    def touch(self, entries: Iterable[Entry]) -> None:
+    def touch(self, entries: Iterable[Entry]) -> None:  # marks them as used, the last entry most recently
         for entry in entries:
             with suppress(OSError):
                 stamp(self._path(entry))
 
-    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None:
+    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None:  # unless `wait`, only if few blocks wait
         if self._has(entry):
             self.touch((entry,))
         elif (wait or not self._waiting.full()) and entry not in self._copies:
@@ -211,9 +216,8 @@ def header(entry: Entry, content: Tensor) -> bytes:
 
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
     """Return, for each cache group, the tensors whose first axis counts its blocks, or its state slots."""
-    states = states_of(cache)
-    num_groups = cache.num_groups if isinstance(cache, HybridCache) else 1
-    return [cache.pages] * num_groups + ([] if states is None else [states.tensors])
+    num_groups, states = cache.num_groups if isinstance(cache, HybridCache) else 1, [*chain(*states_of(cache))]
+    return [cache.pages] * num_groups + ([states] if states else [])
 
 
 def read_block(runner: ModelRunner, group: int, block: int) -> Tensor:
@@ -235,13 +239,11 @@ def write_block(runner: ModelRunner, group: int, block: int, content: Tensor) ->
 # ---- the fingerprint: all that decides the bits of a block
 
 
-def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> Callable[[LocalExecutor], BlockFiles]:
+def store_of(model: Any, config: EngineConfig, shards: "Shards | None" = None) -> Callable[[LocalExecutor], BlockFiles]:
     """Return a function that makes a store, given the engine's executor. All ranks call it, and rank 0 has the store.
 
-    Call it before the model's modules are replaced, because it reads their weights.
-
-    Raises:
-        InvalidValueError, UnsupportedError: for what the files do not support, now or when the function is called.
+    Call it before the model's modules are replaced, because it reads their weights. It and the function raise InvalidValueError
+    or UnsupportedError for what the files do not support.
     """
     if sys.platform == "win32":
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
@@ -273,7 +275,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device))
     pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
-    places += [] if states_of(runner.cache) is None else [tables_of(seq).state_writes[num]]
+    places += [tables_of(seq).state_writes[num]] if states_of(runner.cache) else []
     probed = [runner.on_all_ranks(read_block, group, place) for group, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)

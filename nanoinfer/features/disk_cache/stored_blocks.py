@@ -15,58 +15,30 @@ The sequence whose blocks were read starts in a later step, and finds them in me
 """
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.prefix_index import IN_STORE, HybridIndex, HybridPrefix, tables_in
 from nanoinfer.features.hybrid.tables import NO_BLOCK
-from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoinfer.features.disk_cache.block_files import BlockFiles
 
 Entry = tuple[bytes, int]  # a key, and the number of a cache group
 
 
-class BlockStore(Protocol):
-    """Keeps the contents of blocks and states.
-
-    Attributes:
-        fingerprint: 32 bytes, which differ if the same tokens would have other keys and values.
-        max_tokens_per_step: the number of tokens after which a step stops reading, while sequences run.
-        is_open: whether the store may be used: until close(), and not in a forked process.
-        counts: counters for the metrics. external_prefix_cache_hits is in tokens.
-    """
-
-    fingerprint: bytes
-    max_tokens_per_step: int
-    counts: dict[str, int]
-
-    @property
-    def is_open(self) -> bool: ...
-    def max_entries(self, group: int) -> int: ...  # the most entries of a cache group that fit
-    def has(self, entry: Entry) -> bool: ...
-    def find(self, entry: Entry) -> Any | None: ...  # the content as it was kept, or None
-    def fill(self, group: int, block: int, content: Any) -> None: ...  # writes the content into a block, or into a state slot
-    def touch(self, entries: Iterable[Entry]) -> None: ...  # marks the entries as used, the last entry most recently
-    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # unless `wait`, only if the store is idle
-    def discard(self, entry: Entry) -> None: ...
-    def close(self) -> None: ...  # writes what is still to be written
-
-
 class StoredBlockManager(HybridBlockManager):
-    """A block manager with a store. Its methods extend those of the class that follows it, which may be a user's.
+    """A block manager with a store. Its methods extend those of the class that follows it, which may be a user's."""
 
-    Attributes:
-        num_tokens_read: the number of tokens that were read in the current step.
-    """
-
-    def __init__(self, *args: Any, store: BlockStore) -> None:
+    def __init__(self, *args: Any, store: "BlockFiles") -> None:
         """args: the arguments of HybridBlockManager."""
         super().__init__(*args)
         self.store, self.counts, self.index.fingerprint = store, store.counts, store.fingerprint
-        self.num_tokens_read = 0
+        self.num_tokens_read = 0  # in the current step
         self._untouched: set[tuple[int, int]] = set()  # (group, id) pairs read for a sequence that has not started
         if self.state_slots is not None:
             self.state_slots.before_drop = partial(_keep, store, self.index)
@@ -136,8 +108,8 @@ class StoredBlockManager(HybridBlockManager):
             missing = [group for group, table in enumerate(prefix.tables) if table[i] == IN_STORE]
             if missing and others_run and self.num_tokens_read >= self.store.max_tokens_per_step:
                 break
-            found = [self.store.find((key, group)) for group in missing]
-            if any(kept is None for kept in found):
+            found = [kept for group in missing if (kept := self.store.find((key, group))) is not None]
+            if len(found) < len(missing):
                 break
             for group, kept in zip(missing, found, strict=True):
                 in_slot = self.state_slots if group == len(self.windows) else None
@@ -152,21 +124,14 @@ class StoredBlockManager(HybridBlockManager):
             groups[group].pool.drop([block])
 
 
-def with_store(own: type[BlockManager]) -> type[StoredBlockManager]:
-    """Return a class that does with a store what a user's class overrides of BlockManager."""
-    bases: list[type] = [StoredBlockManager, *([] if own is BlockManager else [own]), HybridBlockManager]
-    made: type[StoredBlockManager] = type(own.__name__, tuple(bases), {})
-    return made
-
-
-def _keep(store: BlockStore, index: HybridIndex, key: bytes) -> None:
+def _keep(store: "BlockFiles", index: HybridIndex, key: bytes) -> None:
     """Keep the blocks and the state with this key, before a block or the state leaves the memory."""
     for number, group in enumerate(index.groups if store.is_open else ()):
         if key in group.ids:
             store.keep((key, number), group.ids[key])
 
 
-def _keep_all(store: BlockStore, index: HybridIndex) -> None:
+def _keep_all(store: "BlockFiles", index: HybridIndex) -> None:
     """Keep the free cached blocks, or as many of the most recently used as fit, and close the store."""
     if store.is_open:
         pools = {group.pool: number for number, group in enumerate(index.groups)}

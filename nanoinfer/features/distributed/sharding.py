@@ -126,9 +126,8 @@ class Shards:
             return update
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
         slices = slices_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
-        part = torch.cat(
-            [whole[:, kept] if axis else whole[kept] for kept in slices], dim=axis
-        )  # a copy, so that the whole tensor can be freed
+        # A copy, so that the whole tensor can be freed.
+        part = torch.cat([whole[:, kept] if axis else whole[kept] for kept in slices], dim=axis)
         return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:

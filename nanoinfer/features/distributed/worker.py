@@ -39,13 +39,7 @@ def run(
     is_one_machine: bool,
     shared_memory: int | None = None,
 ) -> None:
-    """Work until rank 0 closes the connection.
-
-    Args:
-        open_store: Opens the store by which the ranks find each other. Its failure is reported to rank 0, too.
-        is_one_machine: Whether all ranks are on this machine.
-        shared_memory: An inherited file descriptor. None: the ranks share no memory.
-    """
+    """Work until rank 0 closes the connection. shared_memory: an inherited file descriptor. None: the ranks share no memory."""
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
             of_rank_0, num_threads, matmul_precision = unpack(connection.recv_bytes(), torch.device(device))
@@ -53,7 +47,7 @@ def run(
             torch.set_float32_matmul_precision(matmul_precision)
             logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
             config: EngineConfig = replace(of_rank_0, device=device)
-            store = open_store()
+            store = open_store()  # by which the ranks find each other. A failure is reported to rank 0, too
             connection.send((READY, ""))
             size = config.tensor_parallel_size
             communicator = Communicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)

@@ -1,7 +1,4 @@
-"""Load what drafts, and make the planner of an engine with speculative_config, for load.py and build.py.
-
-In: an EngineConfig, the loaded model, its runtime, and its executor. Out: a Speculator, which plans the engine's steps.
-"""
+"""Load what drafts, and make the planner of an engine with speculative_config, for load.py and build.py."""
 
 from dataclasses import replace
 
@@ -24,11 +21,7 @@ from nanoinfer.models.registry import Model
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model | None:
-    """Load the model, or the module of the model itself, that drafts for `target`. None: the method needs neither.
-
-    Raises:
-        InvalidValueError: the model has other ids. The errors of load and load_module are raised as well.
-    """
+    """Load the model, or the module of the model itself, that drafts for `target`. None: the method needs neither."""
     if speculative.method == "mtp":
         return load_module(target)
     if (name := speculative.model) is None:

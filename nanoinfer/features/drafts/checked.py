@@ -1,7 +1,4 @@
-"""Drafts of a user's own proposer, whose form is checked. Which tokens it guesses is its own affair: a wrong guess costs time.
-
-In: sequences. Out: draft token ids that the model can compute, or an error that says what is wrong with them.
-"""
+"""Drafts of a user's own proposer, whose form is checked. Which tokens it guesses is its own affair."""
 
 import logging
 
@@ -21,13 +18,7 @@ class CheckedProposer:
         self._last_id = vocab_size - 1
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return the proposer's drafts as lists of plain ints.
-
-        Raises:
-            InvalidTypeError: it returned something else than a list of a list of integers for each sequence.
-            InvalidValueError: a draft is longer than its limit, or an id is not in the vocabulary.
-            Exception: an error of the proposer itself.
-        """
+        """Return the proposer's drafts as lists of plain ints. Raises: InvalidTypeError, InvalidValueError, its own errors."""
         drafts = self.proposer.propose([*sequences], [*limits])  # copies, because a proposer may change its lists
         if not isinstance(drafts, list | tuple) or len(drafts) != len(sequences):
             raise InvalidTypeError(

@@ -1,7 +1,4 @@
-"""The settings of speculative decoding, as LLM(speculative_config=...) gives them.
-
-In: a dict. Out: a SpeculativeConfig that is valid by itself, and the numbers that the engine's memory depends on.
-"""
+"""The settings of speculative decoding, as LLM(speculative_config=...) gives them in a dict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -58,7 +58,6 @@ class DrafterProposer(ABC):
         return [draft.token_ids for draft in drafts]
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the draft sequence of a sequence that has ended."""
         self._draft_seqs.pop(seq, None)
 
     @abstractmethod
@@ -92,7 +91,6 @@ class DraftModelProposer(DrafterProposer):
         self._max_model_len, self._config = info.max_model_len, config
 
     def forget(self, seq: Sequence) -> None:
-        """Free the blocks of the sequence's draft sequence."""
         if (draft_seq := self._draft_seqs.pop(seq, None)) is not None:
             self.block_manager.free(draft_seq)
 

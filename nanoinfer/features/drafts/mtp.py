@@ -78,12 +78,7 @@ class QwenNextDrafter(nn.Module):
 
 
 def load_module(target: Loaded) -> Model:
-    """Load the module of a checkpoint. It will share the model's embedding and head.
-
-    Raises:
-        UnsupportedError: a family without such a module, or a checkpoint without its weights.
-        WeightsError: weights that do not fit.
-    """
+    """Load the module of a checkpoint, which shares the model's embedding and head. Raises: UnsupportedError, WeightsError."""
     model, hint = target.model, "use method 'ngram', or 'draft_model' with a smaller model"
     if not isinstance(model, Qwen3_5ForCausalLM):
         raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {hint}")
@@ -173,7 +168,6 @@ class MTPProposer(DraftModelProposer):
     _sequences: dict[Sequence, Sequence]  # draft sequence that drafts -> its sequence
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i], and no ids if the drafter's cache is full."""
         self._sequences = {self._draft_seq(seq): seq for seq in sequences}
         limits = [limit if len(seq.token_ids) > 1 else 0 for seq, limit in zip(sequences, limits, strict=True)]
         drafts = super().propose(sequences, limits)
@@ -182,8 +176,7 @@ class MTPProposer(DraftModelProposer):
         return drafts
 
     def _draft_seq(self, seq: Sequence) -> Sequence:
-        if (draft_seq := self._draft_seqs.get(seq)) is None:
-            draft_seq = self._new_draft_seq(seq)
+        draft_seq = self._draft_seqs.get(seq) or self._new_draft_seq(seq)
         draft_seq.token_ids, draft_seq.num_tokens = seq.token_ids[1:], len(seq.token_ids)
         draft_seq.num_computed_tokens = min(draft_seq.num_computed_tokens, max(len(draft_seq.token_ids) - 1, 0))
         return draft_seq

@@ -20,7 +20,6 @@ class NGramProposer:
         self._indices: dict[Sequence, NGramIndex] = {}
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i]."""
         drafts = []
         for seq, limit in zip(sequences, limits, strict=True):
             index = self._indices.get(seq)
@@ -30,7 +29,6 @@ class NGramProposer:
         return drafts
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended."""
         self._indices.pop(seq, None)
 
 

@@ -136,7 +136,6 @@ class Speculator(Planner):
         self._initial_acceptance = INITIAL_ACCEPTANCE  # of a new sequence, as the latest drafts of all sequences were
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
-        """Plan a step, with drafts of the tokens that follow, which are computed in the same pass."""
         return self.add_drafts(scheduler.schedule(), scheduler)
 
     def add_drafts(self, plan: StepPlan, scheduler: Scheduler) -> StepPlan:
@@ -186,26 +185,22 @@ class Speculator(Planner):
             self._acceptance[item.sequence] = acceptance
 
     def sequence_finished(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence."""
         self._acceptance.pop(seq, None)
         self.proposer.forget(seq)
 
     def metrics_read(self, engine: object, metrics: list[Metric]) -> None:
-        """Add the counts."""
         for name, count in asdict(self.counts).items():
             name = f"vllm:spec_decode_{name}"
             metrics.append(Vector(name, count) if isinstance(count, list) else Counter(name, count))
 
     def engine_closed(self) -> None:
-        """Drop the proposer, which may hold a model."""
-        del self.proposer
+        del self.proposer  # it may hold a model
 
     def _limit(self, item: ScheduledSequence) -> int:
         """Return how many drafts of a sequence are expected to pay."""
         seq = item.sequence
-        is_decode = item.num_new_tokens == seq.num_new_tokens == 1 and not seq.forks
-        if not is_decode:
-            return 0
+        if not item.num_new_tokens == seq.num_new_tokens == 1 or seq.forks:
+            return 0  # not a decode
         limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1, seq.num_free_tokens)
         if not self._config.adaptive or limit == 0:
             return limit

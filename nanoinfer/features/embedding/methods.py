@@ -1,6 +1,7 @@
 """LLM.embed and LLM.score."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.arguments import check_argument_names
@@ -37,10 +38,17 @@ class EmbeddingMethods:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
             UnsupportedError: The checkpoint says that something else is to be computed.
         """
-        from nanoinfer.features.embedding import pooling
+        from nanoinfer.features.embedding.pooling import EmbeddingOutput, EmbeddingRequestOutput, Pooler, PoolingParams
+        from nanoinfer.features.logprobs import reading
 
-        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
-        return pooling.embed(self, prompts, params, use_tqdm)
+        params = PoolingParams.of(pooling_params, truncate_prompt_tokens)
+        prepared = reading.prepare_all(prompts, partial(Pooler(self).prepare, params=params))
+        requests = self._complete(prepared, use_tqdm)
+        reading.check(request.output for request in requests)
+        return [
+            EmbeddingRequestOutput(request.request_id, EmbeddingOutput(one.reader.embedding.tolist()), one.prompt_token_ids)
+            for request, one in zip(requests, prepared, strict=True)
+        ]
 
     @check_argument_names("score()")
     def score(
@@ -63,7 +71,16 @@ class EmbeddingMethods:
 
         Raises: As embed does.
         """
-        from nanoinfer.features.embedding import pooling
+        from nanoinfer.features.embedding.pooling import Pooler, PoolingParams, Scoring, ScoringOutput, ScoringRequestOutput
+        from nanoinfer.features.logprobs import reading
 
-        params = pooling.PoolingParams.of(pooling_params, truncate_prompt_tokens)
-        return pooling.score(self, queries, documents, params, instruction, use_tqdm)
+        params = PoolingParams.of(pooling_params, truncate_prompt_tokens)
+        scoring = Scoring(Pooler(self), queries, documents, params, instruction)
+        prepared = reading.prepare_all(scoring.prepares, lambda prepare: prepare())
+        requests = self._complete(prepared, use_tqdm)
+        reading.check(request.output for request in requests)
+        outputs = []
+        for value, texts in zip(scoring.scores(prepared), scoring.texts, strict=True):
+            ids = [token_id for text in texts for token_id in prepared[text].prompt_token_ids]
+            outputs.append(ScoringRequestOutput(requests[texts[-1]].request_id, ScoringOutput(value), ids))
+        return outputs

@@ -1,7 +1,7 @@
 """LLM's embeddings and scores: one prefill per text, which caches nothing.
 
-In: texts, and an LLM, whose methods `embed` and `score` call the functions here. Out: vectors and numbers, under vLLM's names.
-Nothing here is imported by an LLM that only generates.
+In: texts, and an LLM, whose methods are in methods.py. Out: vectors and numbers, under vLLM's names. An LLM that only generates
+does not import this file.
 
 The files of sentence-transformers in a checkpoint say how hidden rows become a vector. Without them it is the last token's row,
 normalised, as in vLLM. A reranker is asked whether a document answers a query, in the template of Qwen3-Reranker
@@ -24,7 +24,6 @@ from typing_extensions import Doc
 
 from nanoinfer.arguments import Allowed, declared, read_fields
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.engine.prompts import PromptType
 from nanoinfer.errors import (
     CheckpointError,
     InvalidTypeError,
@@ -123,58 +122,20 @@ class ScoringRequestOutput(PoolingRequestOutput):
     outputs: ScoringOutput
 
 
-def embed(
-    llm: LoadedLLM, prompts: PromptType | Sequence[PromptType], params: PoolingParams, use_tqdm: bool
-) -> list[EmbeddingRequestOutput]:
-    """Compute the embedding of each text, as LLM.embed does."""
-    prepared = reading.prepare_all(prompts, partial(Pooler(llm).prepare, params=params))
-    requests = llm._complete(prepared, use_tqdm)
-    reading.check(request.output for request in requests)
-    return [
-        EmbeddingRequestOutput(request.request_id, EmbeddingOutput(one.reader.embedding.tolist()), one.prompt_token_ids)
-        for request, one in zip(requests, prepared, strict=True)
-    ]
-
-
-def score(
-    llm: LoadedLLM,
-    queries: str | Sequence[str],
-    documents: str | Sequence[str],
-    params: PoolingParams,
-    instruction: str | None,
-    use_tqdm: bool,
-) -> list[ScoringRequestOutput]:
-    """Compute how well each document fits its query, as LLM.score does."""
-    scoring = Scoring(Pooler(llm), queries, documents, params, instruction)
-    prepared = reading.prepare_all(scoring.prepares, lambda prepare: prepare())
-    requests = llm._complete(prepared, use_tqdm)
-    reading.check(request.output for request in requests)
-    outputs = []
-    for value, texts in zip(scoring.scores(prepared), scoring.texts, strict=True):
-        ids = [token_id for text in texts for token_id in prepared[text].prompt_token_ids]
-        outputs.append(ScoringRequestOutput(requests[texts[-1]].request_id, ScoringOutput(value), ids))
-    return outputs
-
-
 # ---- what a checkpoint asks to compute
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How hidden rows become a vector, and which ids are the answers of a reranker.
+    """How hidden rows become a vector, and which ids are the answers of a reranker."""
 
-    mode: "lasttoken" or "mean". is_embedding: whether it is an embedding model, not a reranker. answer_ids: the ids of "no"
-    and "yes". max_tokens: the length at which texts are cut. None: the checkpoint has no limit. prompt: precedes each text.
-    lower: whether capital letters are lowered.
-    """
-
-    mode: str = "lasttoken"
+    mode: str = "lasttoken"  # or "mean"
     normalize: bool = True
-    is_embedding: bool = False
-    answer_ids: tuple[object, object] | None = None
-    max_tokens: int | None = None
-    prompt: str = ""
-    lower: bool = False
+    is_embedding: bool = False  # whether it is an embedding model, not a reranker
+    answer_ids: tuple[object, object] | None = None  # the ids of "no" and "yes"
+    max_tokens: int | None = None  # the length at which texts are cut. None: the checkpoint has no limit
+    prompt: str = ""  # precedes each text
+    lower: bool = False  # whether capital letters are lowered
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Pooling":
@@ -288,12 +249,7 @@ class Pooler:
     def prepare_pair(
         self, query: str, document: str, instruction: str, params: PoolingParams, **options: Any
     ) -> PreparedRequest:
-        """Prepare a pair for a reranker.
-
-        Raises:
-            UnsupportedError: The model lacks the answers' tokens.
-            InvalidValueError: dimensions were given, or truncate_prompt_tokens exceed the model's length.
-        """
+        """Prepare a pair for a reranker. Raises: UnsupportedError if the model lacks the answers' tokens, InvalidValueError."""
         answer_ids: Any = None
         if self._tokenizer is not None:
             answer_ids = tuple(self._tokenizer.backend.token_to_id(answer) for answer in ("no", "yes"))

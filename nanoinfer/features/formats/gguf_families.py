@@ -77,6 +77,28 @@ _NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAME
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
 
+# The key of a size in config.json -> its key in the file. Families with experts add theirs to Llama's.
+_GPT2_SIZES = {
+    "n_embd": "embedding_length", "n_inner": "feed_forward_length", "n_layer": "block_count", "n_head": "attention.head_count",
+    "n_positions": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}  # fmt: skip
+_LLAMA_SIZES = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "max_position_embeddings": "context_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+_GPT_OSS_SIZES = {
+    "intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "sliding_window": "attention.sliding_window",
+}  # fmt: skip
+_QWEN_NEXT_SIZES = {
+    "full_attention_interval": "full_attention_interval", "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank", "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
+
 # Tokens that end a text where they are control tokens. gpt-oss ends messages within an answer by <|end|>.
 _ENDS = "<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <|endoftext|> <|end_of_text|> <|return|> <|call|>".split()
 _CONTROL = 3
@@ -161,7 +183,7 @@ def to_config(file: GGUFFile) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if file.architecture == "gpt2":
-        return config | _gpt2_sizes(file)
+        return config | _sizes(file, _GPT2_SIZES)
     config |= _llama_sizes(file)
     more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields} | dict.fromkeys(WITH_STATES, _qwen_next_fields)
     return config | more[file.architecture](file, config) if file.architecture in more else config
@@ -188,15 +210,8 @@ def _dtype(file: GGUFFile) -> str:
     return {("F32",): "float32", ("F16",): "float16", ("F16", "F32"): "float16"}.get(tuple(sorted(names)), "bfloat16")
 
 
-def _gpt2_sizes(file: GGUFFile) -> dict[str, object]:
-    return _without_none(
-        n_embd=file.get("embedding_length"),
-        n_inner=file.get("feed_forward_length"),
-        n_layer=file.get("block_count"),
-        n_head=file.get("attention.head_count"),
-        n_positions=file.get("context_length"),
-        layer_norm_epsilon=_as_decimal(file.get("attention.layer_norm_epsilon")),
-    )
+def _sizes(file: GGUFFile, keys: dict[str, str]) -> dict[str, object]:
+    return _without_none(**{name: _as_decimal(file.get(key)) for name, key in keys.items()})
 
 
 def _llama_sizes(file: GGUFFile) -> dict[str, object]:
@@ -209,15 +224,9 @@ def _llama_sizes(file: GGUFFile) -> dict[str, object]:
             raise UnsupportedError(
                 f"{file.path} rotates {shown(num_rotated)} of the {shown(head_dim)} numbers of a head, which is not supported"
             )
-    return _without_none(
-        hidden_size=hidden_size,
-        intermediate_size=file.get("feed_forward_length"),
+    return _sizes(file, _LLAMA_SIZES) | _without_none(
         num_hidden_layers=_num_layers(file),
-        num_attention_heads=num_heads,
-        num_key_value_heads=file.get("attention.head_count_kv"),
         head_dim=head_dim,
-        max_position_embeddings=file.get("context_length"),
-        rms_norm_eps=_as_decimal(file.get("attention.layer_norm_rms_epsilon")),
         rope_parameters=_rope(file, head_dim),
         attention_bias="blk.0.attn_output.bias" in file.tensors or None,  # no key says whether Qwen2 has biases
         mlp_bias="blk.0.ffn_down.bias" in file.tensors or None,
@@ -245,13 +254,7 @@ def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
 
 
 def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
-    return _without_none(
-        intermediate_size=file.get("expert_feed_forward_length"),
-        num_local_experts=file.get("expert_count"),
-        num_experts_per_tok=file.get("expert_used_count"),
-        sliding_window=file.get("attention.sliding_window"),
-        rope_parameters=config["rope_parameters"] | {"truncate": False},
-    )
+    return _sizes(file, _GPT_OSS_SIZES) | {"rope_parameters": config["rope_parameters"] | {"truncate": False}}
 
 
 def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
@@ -262,19 +265,8 @@ def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, objec
             f"ssm.time_step_rank, ssm.inner_size, rope.dimension_count and attention.key_length in {file.path} must be numbers "
             f">= 1, got {shown([num_value_heads, value_size, num_rotated, head_dim])}; download it again"
         )
-    return _without_none(
-        partial_rotary_factor=num_rotated / head_dim,
-        full_attention_interval=file.get("full_attention_interval"),
-        linear_num_key_heads=file.get("ssm.group_count"),
-        linear_num_value_heads=num_value_heads,
-        linear_key_head_dim=file.get("ssm.state_size"),
-        linear_value_head_dim=value_size // num_value_heads,
-        linear_conv_kernel_dim=file.get("ssm.conv_kernel"),
-        num_experts=file.get("expert_count"),
-        num_experts_per_tok=file.get("expert_used_count"),
-        moe_intermediate_size=file.get("expert_feed_forward_length"),
-        shared_expert_intermediate_size=file.get("expert_shared_feed_forward_length"),
-    )
+    made = {"partial_rotary_factor": num_rotated / head_dim, "linear_value_head_dim": value_size // num_value_heads}
+    return _sizes(file, _QWEN_NEXT_SIZES) | made
 
 
 def _rope(file: GGUFFile, head_dim: object) -> dict[str, object]:

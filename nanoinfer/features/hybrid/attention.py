@@ -8,6 +8,7 @@ sinks     each head has an extra key, with this score and a value of 0, so that 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -79,23 +80,15 @@ class HybridReferenceBackend(ReferenceBackend):
 
 
 def paged_attention(
-    cache: KVCache,
-    metadata: AttentionMetadata,
-    layer: int,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    *,
-    window: Window = None,
-    sinks: Sinks = None,
+    cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys, **options: Any
 ) -> Queries:
-    """Store k and v, then attend over each sequence of the step in turn. Blocks before the window are not read."""
+    """Do what reference.paged_attention does, with a window and sinks as options. Blocks before the window are not read."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu
     for i, seq_len in enumerate(metadata.seq_lens_cpu):
         queries = slice(starts[i], starts[i + 1])
-        skipped = num_blocks_before(seq_len - len(q[queries]), window, cache.block_size)
+        skipped = num_blocks_before(seq_len - len(q[queries]), options.get("window"), cache.block_size)
         keys, values = cache.gather(layer, metadata.block_tables[i, skipped:], seq_len - skipped * cache.block_size)
-        out[queries] = causal_attention(q[queries], keys, values, window, sinks)
+        out[queries] = causal_attention(q[queries], keys, values, **options)
     return out

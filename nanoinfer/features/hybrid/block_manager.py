@@ -8,11 +8,10 @@
       no window   |    7    |    2    |    9    |    4    |     it reaches every token
       window 6    |   -1    |   -1    |    8    |    5    |     it reaches tokens 9 to 14
 
-- States have state slots (state_slots.py).
-
-What a sequence has in addition to Sequence.block_table is in Sequence.extras["hybrid"] (tables.py).
+- States have state slots (state_slots.py). tables.py has what a sequence gets in addition to Sequence.block_table.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
@@ -27,12 +26,7 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class HybridBlockManager(BlockManager):
-    """Owns the tables of all KV groups and the state slots of each sequence.
-
-    Attributes:
-        windows: the window of each KV group.
-        state_slots: assigns the state slots. None: the model keeps no states.
-    """
+    """Owns the tables of all KV groups and the state slots of each sequence."""
 
     acts_each_step = True
     index: HybridIndex
@@ -43,16 +37,10 @@ class HybridBlockManager(BlockManager):
         block_size: int,
         enable_prefix_caching: bool = True,
         observer: SchedulingObserver = NOBODY,
-        windows: ListLike[int | None] = (None,),
-        chunk_size: int = 1,
-        num_state_slots: int = 0,
+        windows: ListLike[int | None] = (None,),  # of each KV group, in tokens. None: every token is kept
+        chunk_size: int = 1,  # the most tokens of a sequence in a step, for which a window's blocks must have room as well
+        num_state_slots: int = 0,  # 0: no layer keeps a state
     ) -> None:
-        """
-        Args:
-            windows: the window of each KV group, in tokens. None: every token is kept.
-            chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
-            num_state_slots: the number of slots for states. 0: no layer keeps a state.
-        """
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
         self.windows, self._chunk_size, self._has_windows = windows, chunk_size, any(windows)
         groups = [CacheGroup(window, self.blocks) for window in windows]
@@ -221,9 +209,6 @@ class HybridBlockManager(BlockManager):
             self.observer.blocks_changed("released", seq, released)
 
 
-def with_groups(own: type[BlockManager]) -> type[HybridBlockManager]:
-    """Return a class that does for several groups what a user's class overrides of BlockManager."""
-    if own is BlockManager:
-        return HybridBlockManager
-    made: type[HybridBlockManager] = type(own.__name__, (own, HybridBlockManager), {})
-    return made
+def with_groups(own: type[BlockManager], *stores: type[HybridBlockManager]) -> Callable[..., HybridBlockManager]:
+    """Return a class that does for several groups, and with a store, what a user's class overrides of BlockManager."""
+    return type(own.__name__, (*stores, *([] if own is BlockManager else [own]), HybridBlockManager), {})

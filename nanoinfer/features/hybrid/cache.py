@@ -4,6 +4,7 @@ A block has a place for each layer of a group. The layers of another group have 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,51 +13,35 @@ from torch import Tensor
 from nanoinfer.attention.kv_cache import KVCache, zeros
 from nanoinfer.features.int8_cache.cache import Int8Cache
 
+# Of each layer that keeps a state, its tensors [num_state_slots + 1, ...]. The last slot holds the state before any token.
+States = list[tuple[Tensor, ...]]
 
-class StateCache:
-    """A pool of state slots, each of which has the tensors of a state in every layer that keeps a state, in fp32."""
 
-    def __init__(
-        self, *, num_layers: int, num_state_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
-    ) -> None:
-        """shapes: the shapes of a state's tensors in one layer."""
-        self._layers = [
-            tuple(zeros((num_state_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
-            for _ in range(num_layers)
-        ]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self._layers for tensor in layer]
-
-    def layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the tensors of one layer, each [num_state_slots + 1, ...]. The last slot holds the state before any token."""
-        return self._layers[layer]
+def make_states(
+    num_layers: int, num_state_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
+) -> States:
+    """Make the state slots of all layers, in fp32. shapes: the shapes of a state's tensors in one layer."""
+    sizes = [(num_state_slots + 1, *shape) for shape in shapes]
+    return [tuple(zeros(size, torch.float32, torch.device(device)) for size in sizes) for _ in range(num_layers)]
 
 
 class HybridCache(KVCache):
-    """A KVCache with the states of the layers that keep one.
+    """A KVCache with the states of the layers that keep one. Its KV groups share the blocks."""
 
-    Attributes:
-        num_groups: the number of KV groups, which share the blocks.
-        states: the state slots. None: no layer keeps a state.
-        attached: a drafter's tensors for the same tokens.
-    """
-
-    def __init__(self, *, num_groups: int, states: StateCache | None, **options: Any) -> None:
-        """options: the arguments of KVCache."""
+    def __init__(self, *, num_groups: int, states: States, **options: Any) -> None:
+        """states: empty if no layer keeps a state. options: the arguments of KVCache."""
         super().__init__(**options)
         self.num_groups, self.states = num_groups, states
-        self.attached: list[Tensor] = []
+        self.attached: list[Tensor] = []  # a drafter's, for the same tokens
 
     def tensors(self) -> list[Tensor]:
-        return [*self.pages, *(() if self.states is None else self.states.tensors), *self.attached]
+        return [*self.pages, *chain(*self.states), *self.attached]
 
 
 class HybridInt8Cache(HybridCache, Int8Cache):
     """A HybridCache whose keys and values are integers."""
 
 
-def states_of(cache: KVCache) -> StateCache | None:
-    """Return the state slots of a cache. None: no layer keeps a state."""
-    return cache.states if isinstance(cache, HybridCache) else None
+def states_of(cache: KVCache) -> States:
+    """Return the state slots of a cache. Empty: no layer keeps a state."""
+    return cache.states if isinstance(cache, HybridCache) else []

@@ -19,17 +19,13 @@ from nanoinfer.system.transfer import integers_on_device
 
 
 class GroupedAttend:
-    """Calls the Attend of a layer's group.
-
-    Attributes:
-        steps: the Attend of each group.
-        places: the index of each layer's group, and the layer's place in the group's blocks.
-    """
+    """Calls the Attend of a layer's group."""
 
     def __init__(
         self, cache: KVCache, backend: AttentionBackend, metadata: Sequence[AttentionMetadata], groups: Sequence[KVGroup]
     ) -> None:
         self.steps: list[Attend] = [backend.begin_step(cache, of_group) for of_group in metadata]
+        # The index of each layer's group, and the layer's place in the group's blocks.
         self.places = {layer: (i, place) for i, group in enumerate(groups) for place, layer in enumerate(group.layers)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: Window = None, sinks: Sinks = None) -> Tensor:

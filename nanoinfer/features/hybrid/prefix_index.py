@@ -1,7 +1,7 @@
 """The prefix cache of a model with several cache groups: KV groups, whose windows differ, and states.
 
 A key stands for the same tokens in every group (scheduling/prefix_index.py), and each group has its own id for it: a block of
-the common pool, or a state slot. A prefix hit needs the ids of each group that the first query after it reaches.
+the common pool, or a state slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,15 +28,11 @@ class CacheGroup:
 
 
 class HybridPrefix(Prefix):
-    """The keys of a prefix, each with its block in the first KV group.
-
-    Attributes:
-        tables: for each cache group, the id of each key, or NO_BLOCK if the group does not need the block.
-    """
+    """The keys of a prefix, each with its block in the first KV group."""
 
     def __init__(self, keys: Sequence[bytes] = (), tables: Sequence[list[int]] = ()) -> None:
         super().__init__(zip(keys, tables[0] if keys else (), strict=True))
-        self.tables = tables
+        self.tables = tables  # for each cache group, the id of each key, or NO_BLOCK if the group does not need the block
 
 
 def tables_in(prefix: Prefix) -> Sequence[list[int]]:
@@ -44,16 +40,13 @@ def tables_in(prefix: Prefix) -> Sequence[list[int]]:
 
 
 class HybridIndex(PrefixIndex):
-    """The index of all contents in memory.
-
-    Attributes:
-        groups: the KV groups in their order, then the states if the model keeps any.
-        fingerprint: bytes on which all keys depend. b"": keys depend on salts and tokens alone.
-    """
+    """The index of all contents in memory."""
 
     def __init__(self, groups: list[CacheGroup], block_size: int) -> None:
+        """groups: the KV groups in their order, then the states if the model keeps any."""
         super().__init__(groups[0].pool, block_size)
-        self.groups, self.ids, self.fingerprint = groups, groups[0].ids, b""
+        self.groups, self.ids = groups, groups[0].ids
+        self.fingerprint = b""  # bytes on which all keys depend. b"": keys depend on salts and tokens alone
         self._complete = next(((group, number) for number, group in enumerate(groups) if group.window is None), (None, -1))
 
     # ---- queries
@@ -64,10 +57,8 @@ class HybridIndex(PrefixIndex):
     def match(self, token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None = None) -> HybridPrefix:
         """Return the longest prefix that all cache groups can serve.
 
-        In a group with a window, only the blocks that the first query after the prefix reaches are needed.
-
-        Args:
-            is_stored: whether an entry is in the store, whose blocks then count as well. None: only memory counts.
+        In a group with a window, only the blocks that the first query after the prefix reaches are needed. is_stored: whether
+        an entry is in the store, whose blocks then count as well. None: only memory counts.
         """
         keys, (complete, number) = self.chain(token_ids, cache_salt), self._complete
         if is_stored is not None or complete is None:  # the prefix may continue after a block that is not in memory

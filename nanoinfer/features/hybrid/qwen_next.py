@@ -29,17 +29,11 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class QwenNextConfig(QwenMoeConfig):
-    """The fields of QwenMoeConfig, without those of experts if the model has none, and the following fields.
+    """The fields of QwenMoeConfig, without those of experts if the model has none, and the following fields."""
 
-    Attributes:
-        layer_types: the kind of each layer, of LAYER_TYPES.
-        rotary_dim: how many numbers of a head are rotated, from the first on.
-        linear_num_key_heads: the number of key heads in a layer with a state. Each serves equally many value heads.
-    """
-
-    layer_types: tuple[str, ...]
-    rotary_dim: int
-    linear_num_key_heads: int
+    layer_types: tuple[str, ...]  # the kind of each layer, of LAYER_TYPES
+    rotary_dim: int  # how many numbers of a head are rotated, from the first on
+    linear_num_key_heads: int  # in a layer with a state. Each serves equally many value heads
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int

@@ -1,7 +1,4 @@
-"""The runtime of a model whose layers differ in what they keep: keys and values of all tokens, of a window, or a state.
-
-In: a model. Out: a Runtime with the attention, the steps and the cache of such layers.
-"""
+"""The runtime of a model whose layers differ in what they keep: keys and values of all tokens, of a window, or a state."""
 
 from dataclasses import fields
 
@@ -13,7 +10,7 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelWeights
 from nanoinfer.execution.runtime import Runtime, plain_runtime
 from nanoinfer.features.hybrid.attention import HybridReferenceBackend, NoAttention
-from nanoinfer.features.hybrid.cache import HybridCache, HybridInt8Cache, StateCache
+from nanoinfer.features.hybrid.cache import HybridCache, HybridInt8Cache, make_states
 from nanoinfer.features.hybrid.groups import GroupedAttend, groups_of
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.hybrid.states import AttendWithStates, updates_of
@@ -33,7 +30,7 @@ class HybridRuntime(Runtime):
             attend: Attend = GroupedAttend(cache, self.backend, groups_of(batch, self.block_size), self.sizes.groups)
         else:
             attend = super().begin_step(cache, batch)
-        if cache.states is not None:
+        if cache.states:
             is_single = batch.attention.max_query_len == 1
             attend = AttendWithStates(attend, cache.states, updates_of(batch), is_single=is_single)
         return attend
@@ -43,10 +40,8 @@ class HybridRuntime(Runtime):
 
     def make_cache(self, num_blocks: int, num_state_slots: int = 0) -> HybridCache:
         """Make a cache with so many blocks, which the groups share, and so many state slots."""
-        sizes, states = self.sizes, None
-        if num_layers := sizes.num_state_layers:
-            shapes = sizes.state_shapes
-            states = StateCache(num_layers=num_layers, num_state_slots=num_state_slots, shapes=shapes, device=self.device)
+        sizes = self.sizes
+        states = make_states(sizes.num_state_layers, num_state_slots, sizes.state_shapes, self.device)
         make = HybridCache if self.cache_class is KVCache else HybridInt8Cache
         return make(num_groups=len(sizes.groups), states=states, **self.cache_options(num_blocks))
 

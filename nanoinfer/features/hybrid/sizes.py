@@ -1,7 +1,4 @@
-"""What the layers of a model keep if they differ: which layers share blocks, how many bytes for each token and each sequence.
-
-In: a model's config. Out: HybridSizes. Like cache_sizes.py it imports no torch.
-"""
+"""What the layers of a model keep if they differ: which share blocks, and how many bytes. It imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -14,12 +11,9 @@ from nanoinfer.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that keep the keys and values of the same tokens, so that they share a block table of each sequence.
+    """Layers that keep the keys and values of the same tokens, so that they share a block table of each sequence."""
 
-    window: the number of tokens that a query attends to, itself included. None: all tokens, so that every block is kept.
-    """
-
-    window: int | None
+    window: int | None  # the number of tokens that a query attends to, itself included. None: all, so every block is kept
     layers: tuple[int, ...]
 
 
@@ -42,19 +36,12 @@ def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HybridSizes(CacheSizes):
-    """CacheSizes whose num_layers is the number of layers of the largest group, each of which has a place in a block.
+    """CacheSizes whose num_layers is the number of layers of the largest group, each of which has a place in a block."""
 
-    Attributes:
-        groups: the layers that have keys and values.
-        has_sinks: whether some layers have attention sinks, which a backend must support.
-        num_state_layers: the number of layers that keep a state instead (Recur in states.py).
-        state_shapes: the shapes of a state's tensors in one layer. (): no layer keeps a state.
-    """
-
-    groups: tuple[KVGroup, ...]
-    has_sinks: bool = False
-    num_state_layers: int = 0
-    state_shapes: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[KVGroup, ...]  # the layers that have keys and values
+    has_sinks: bool = False  # whether some layers have attention sinks, which a backend must support
+    num_state_layers: int = 0  # the number of layers that keep a state instead (Recur in states.py)
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # of a state's tensors in one layer. (): no layer keeps a state
 
     @classmethod
     def of(cls, config: LayerSizes) -> "HybridSizes":
@@ -123,8 +110,3 @@ def num_states_in(memory: int, state_bytes: int, max_num_seqs: int) -> int:
 def largest_of(groups: Sequence[KVGroup]) -> int:
     """Return the number of layers of the largest group."""
     return max(len(group.layers) for group in groups)
-
-
-def num_groups_of(sizes: CacheSizes) -> int:
-    """Return the number of KV groups, which is 1 unless layers differ."""
-    return len(sizes.groups) if isinstance(sizes, HybridSizes) else 1

@@ -30,16 +30,12 @@ WINDOW = 2  # the window of the states' group: a query reaches only the token be
 
 
 class StateSlots:
-    """Owns the last cache group of a prefix index, and the state slots in the HybridTables of each sequence.
-
-    Attributes:
-        before_drop: called with the key of a checkpoint before the checkpoint leaves the memory.
-    """
+    """Owns the last cache group of a prefix index, and the state slots in the HybridTables of each sequence."""
 
     def __init__(self, index: HybridIndex) -> None:
         self._index, self._number = index, len(index.groups) - 1
         self.pool, self._ids = index.groups[-1].pool, index.groups[-1].ids
-        self.before_drop: Callable[[bytes], object] = lambda key: None
+        self.before_drop: Callable[[bytes], object] = lambda key: None  # called before a checkpoint leaves the memory
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_missing, record = len(_unknown(seq, num_new_tokens)), tables_of(seq)
@@ -86,10 +82,7 @@ class StateSlots:
         self.share(self._settle(parent).state_slot, child)
 
     def free(self, seq: Sequence) -> None:
-        record = tables_of(seq)
-        slots = dict.fromkeys((record.state_slot, *record.state_writes.values()))
-        self.pool.drop([slot for slot in slots if slot != NO_SLOT])
-        record.state_slot, record.state_writes = NO_SLOT, {}
+        self._release(tables_of(seq), NO_SLOT)
 
     def forget(self, key: bytes) -> None:
         """Drop the checkpoint with this key, if it exists."""
@@ -109,11 +102,13 @@ class StateSlots:
     def _settle(self, seq: Sequence) -> HybridTables:
         """Keep the slot with the state after the sequence's computed tokens, and release the other slots of its last step."""
         record = tables_of(seq)
-        current = record.state_writes.pop(seq.num_computed_tokens, record.state_slot)
-        slots = dict.fromkeys((record.state_slot, *record.state_writes.values()))  # each slot once, in a defined order
-        self.pool.drop([slot for slot in slots if slot not in (current, NO_SLOT)])
-        record.state_slot, record.state_writes = current, {}
+        self._release(record, record.state_writes.get(seq.num_computed_tokens, record.state_slot))
         return record
+
+    def _release(self, record: HybridTables, kept: int) -> None:
+        slots = dict.fromkeys((record.state_slot, *record.state_writes.values()))  # each slot once, in a defined order
+        self.pool.drop([slot for slot in slots if slot not in (kept, NO_SLOT)])
+        record.state_slot, record.state_writes = kept, {}
 
     def _slot_to_write(self, slot: int) -> int:
         """Return the slot for a sequence's next state: its own, unless a checkpoint or another sequence shares it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.features.hybrid.cache import StateCache
+from nanoinfer.features.hybrid.cache import States
 from nanoinfer.features.hybrid.groups import positions_of, runs_of
 from nanoinfer.system.transfer import integers_on_device
 
@@ -51,15 +51,12 @@ class Recur(Attend, Protocol):
 
 
 class StateUpdate(NamedTuple):
-    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the state slots that the step writes.
-
-    writes: number of these tokens -> the state slot that gets the state after them, in rising order, up to all of them.
-    """
+    """The packed tokens start .. stop - 1 of a sequence, the state slot before them, and the slots that the step writes."""
 
     start: int
     stop: int
     read: int
-    writes: dict[int, int]
+    writes: dict[int, int]  # number of tokens -> the slot for the state after them, in rising order, up to all
 
 
 def updates_of(batch: ForwardBatch) -> list[StateUpdate]:
@@ -85,18 +82,12 @@ class Piece(NamedTuple):
 
 
 class AttendWithStates:
-    """One step's attention and recurrence (Recur).
+    """One step's attention and recurrence (Recur). attend: the Attend of the layers with attention."""
 
-    Attributes:
-        attend: the Attend of the layers with attention.
-        states: the cache whose state slots the pieces read and write.
-        pieces: the pieces of each sequence, in order.
-    """
-
-    def __init__(self, attend: Attend, states: StateCache, updates: Sequence[StateUpdate], *, is_single: bool) -> None:
+    def __init__(self, attend: Attend, states: States, updates: Sequence[StateUpdate], *, is_single: bool) -> None:
         """is_single: whether the states advance by one token at a time, as where the attention has one query at a time."""
         self.attend, self.states = attend, states
-        self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]
+        self.pieces = [_pieces(*rows, is_single=is_single) for rows in updates]  # of each sequence, in order
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -114,7 +105,7 @@ class AttendWithStates:
         for batch in batches:
             tokens = chain.from_iterable(range(piece.start, piece.stop) for piece in batch)
             lists += [[*tokens], [piece.read for piece in batch], [piece.write for piece in batch]]
-        tensors = iter(integers_on_device(lists, self.states.layer(0)[0].device))
+        tensors = iter(integers_on_device(lists, self.states[0][0].device))
         return [(next(tensors).view(len(batch), -1), next(tensors), next(tensors)) for batch in batches]
 
     @cached_property
@@ -123,7 +114,7 @@ class AttendWithStates:
 
         A row is (start, stop, read, write), in which the last state slot stands for -1.
         """
-        num_state_slots = len(self.states.layer(0)[0])
+        num_state_slots = len(self.states[0][0])
         first_pieces = [0, *accumulate(map(len, self.pieces))]
         pieces = [(piece.start, piece.stop, piece.read % num_state_slots, piece.write) for piece in chain(*self.pieces)]
         return torch.tensor(first_pieces), torch.tensor(pieces)
@@ -133,7 +124,7 @@ class AttendWithStates:
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Advance the states of the step's sequences. See Recur."""
-        tensors, out = self.states.layer(layer), None
+        tensors, out = self.states[layer], None
         for tokens, reads, writes in self._batches:
             computed, state = advance(tuple(tensor[reads] for tensor in tensors), *(x[tokens] for x in rows))
             for tensor, new in zip(tensors, state, strict=True):

@@ -15,16 +15,11 @@ NO_SLOT = -1  # the state slot of a sequence without a computed token
 
 @dataclass(slots=True)
 class HybridTables:
-    """The value of Sequence.extras["hybrid"].
+    """The value of Sequence.extras["hybrid"]."""
 
-    Attributes:
-        block_tables: the block tables of the further KV groups. The first group's is Sequence.block_table.
-        state_slot: the slot with the sequence's state. NO_SLOT: no token has been computed.
-        state_writes: the slots that the next step writes, by the sequence's number of tokens after which it writes them.
-    """
-
-    block_tables: list[list[int]] = field(default_factory=list)
-    state_slot: int = NO_SLOT
+    block_tables: list[list[int]] = field(default_factory=list)  # of the further KV groups. Sequence.block_table is the first's
+    state_slot: int = NO_SLOT  # the slot with the sequence's state. NO_SLOT: no token has been computed
+    # The slots that the next step writes, by the sequence's number of tokens after which it writes them.
     state_writes: dict[int, int] = field(default_factory=dict)
 
 

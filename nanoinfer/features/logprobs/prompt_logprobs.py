@@ -1,7 +1,4 @@
-"""The log-probabilities of a prompt's own tokens, for params.prompt_logprobs and for LLM.compute_logprobs.
-
-In: the hidden rows of a prompt, as steps compute them. Out: RequestOutput.prompt_logprobs.
-"""
+"""The log-probabilities of a prompt's own tokens, for params.prompt_logprobs and for LLM.compute_logprobs."""
 
 from typing import TYPE_CHECKING
 

@@ -89,10 +89,8 @@ class ReportingSampler(Sampler):
             """Make the reports. A row without a token gets none."""
             asking = [batch.params[row] for row in with_logprobs]
             nums = [logits.shape[-1] if params.logprobs == -1 else params.logprobs or 0 for params in asking]
-            drawn, given = (
-                [max(token_ids[row], 0) for row in with_logprobs],
-                [params.logprob_token_ids or () for params in asking],
-            )
+            drawn = [max(token_ids[row], 0) for row in with_logprobs]
+            given = [params.logprob_token_ids or () for params in asking]
             found = token_logprobs(logits, drawn, nums, given, as_logits=self._as_logits) if drawn else []
             entries = dict(zip(with_logprobs, found, strict=True))
             masks = {row: processed[row].isfinite().nonzero().squeeze(-1).tolist() for row in with_masks}

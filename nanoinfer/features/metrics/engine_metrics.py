@@ -1,7 +1,4 @@
-"""Counts of an engine for monitoring, under vLLM's names.
-
-In: what the engine tells its observer. Out: Metrics.
-"""
+"""Counts of an engine for monitoring, under vLLM's names."""
 
 import time
 from bisect import bisect_left

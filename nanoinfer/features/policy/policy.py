@@ -28,14 +28,7 @@ from nanoinfer.fast.trace import trace
 from nanoinfer.features.batch_invariant.single_queries import single_queries
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.logprobs.token_logprobs import log_softmax
-from nanoinfer.features.policy.functions import (
-    KernelFunction,
-    TrainedAttention,
-    TrainedLinear,
-    TrainedModule,
-    normalize,
-    rotate,
-)
+from nanoinfer.features.policy import functions
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -43,8 +36,8 @@ from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 _TRAINED: dict[type, Callable[..., nn.Module]] = {
-    FusedLinear: TrainedLinear,
-    FusedRotation: partial(TrainedModule, kernel=rotate),
+    FusedLinear: functions.TrainedLinear,
+    FusedRotation: partial(functions.TrainedModule, kernel=functions.rotate),
 }
 
 
@@ -74,7 +67,8 @@ class Policy(nn.Module):
         if self._sizes.num_state_layers or self._sizes.windows != (None,):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         self._backend = KernelBackend.of(config, weight.dtype)
-        self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples, because the parameters belong to the model
+        # In tuples, because the parameters belong to the model.
+        self._head = (functions.TrainedLinear(FusedLinear(self.model.lm_head)),)
         self._layers = (_with_gradients(self.model),)
 
     def forward(
@@ -144,7 +138,7 @@ class Policy(nn.Module):
         )
         plan = StepPlan(tuple(ScheduledSequence(seq, num) for seq, num in zip(scratch, lengths, strict=True)))
         batch = ForwardBatch.build(plan, size, torch.device("cpu"))
-        attend = TrainedAttention(self._backend.begin_step(cache, single_queries(batch.attention)), lengths)
+        attend = functions.TrainedAttention(self._backend.begin_step(cache, single_queries(batch.attention)), lengths)
         hidden = self._layers[0](batch.input_ids, batch.positions, attend)
         rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
         logits: Tensor = self._head[0](hidden[rows]).float()
@@ -156,7 +150,7 @@ class Policy(nn.Module):
         logits = logits.masked_fill(banned, -torch.inf)  # `divided` subtracts the largest remaining logit
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
-        logprobs = KernelFunction.apply(log_softmax, partial(torch.log_softmax, dim=-1), 1, logits)
+        logprobs = functions.KernelFunction.apply(log_softmax, partial(torch.log_softmax, dim=-1), 1, logits)
         found = logprobs.gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
         return torch.split(found, [num - 1 for num in lengths])
 
@@ -167,7 +161,8 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        make = _TRAINED.get(type(module)) or (partial(TrainedModule, kernel=normalize) if has_kernel(module) else None)
+        norm = partial(functions.TrainedModule, kernel=functions.normalize) if has_kernel(module) else None
+        make = _TRAINED.get(type(module), norm)
         if make is not None:
             others = [tuple(node.kwargs)] if node.kwargs else []  # a linear layer's further inputs: factor, residual
             node.target = traced.name("trained", make(module, *others))

@@ -1,7 +1,5 @@
 """Linear layers whose weights are kept in 8 or 4 bits: how weights are rounded, and the plain version of such a layer.
 
-In: nn.Linear layers. Out: QuantizedWeights, or a model with QuantizedLinear layers.
-
 Each group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero).
 Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et al. 2022, https://arxiv.org/abs/2206.01861 (a
 scale per group).
@@ -191,8 +189,6 @@ def quantize(
     """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
 
     Args:
-        weight: the matrix, of any float dtype.
-        bits: 8 or 4.
         group_size: the number of inputs that share a scale. None: the largest of GROUP_SIZES that divides the number of inputs.
         in_four_bits: rounds to 4 bits in another way, such as by moments. None: as above.
     """

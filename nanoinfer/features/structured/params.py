@@ -1,7 +1,4 @@
-"""The values of SamplingParams(structured_outputs=...) and SamplingParams(repetition_detection=...).
-
-In: keyword arguments with vLLM's names. Out: checked values. What needs the vocabulary is checked by grammar.py.
-"""
+"""The values of SamplingParams(structured_outputs=...) and SamplingParams(repetition_detection=...)."""
 
 import json
 from collections.abc import Mapping, Sequence

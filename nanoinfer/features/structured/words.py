@@ -1,7 +1,4 @@
-"""Constraints that compare an answer's newest tokens: bad_words, no_repeat_ngram_size, and repetition_detection, which ends it.
-
-In: the parameters of a request. Out: constraints, two of them for the stages mask_bad_words and mask_repeated_ngrams.
-"""
+"""Constraints that compare an answer's newest tokens: bad_words, no_repeat_ngram_size and repetition_detection."""
 
 import sys
 from collections import defaultdict

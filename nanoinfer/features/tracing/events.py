@@ -47,14 +47,11 @@ class RequestAdded:
 
 @dataclass(frozen=True)
 class SomeBlocks:
-    """Some blocks of the KV cache, and the sequence to which they belong.
-
-    group: the KV group of their block table, for models with windows. -1 among the blocks: a block that the window has left.
-    """
+    """Some blocks of the KV cache, and the sequence to which they belong."""
 
     sequence_id: str
-    blocks: tuple[int, ...]
-    group: int = field(default=0, repr=False)
+    blocks: tuple[int, ...]  # -1: a block that the window has left
+    group: int = field(default=0, repr=False)  # the KV group of their block table, for models with windows
 
 
 class BlocksShared(SomeBlocks):

@@ -1,7 +1,4 @@
-"""Make events of what an engine tells its observer, and keep them until the user's tracer may raise without harm.
-
-In: sequences, plans, blocks, requests. Out: the events of events.py.
-"""
+"""Make events of what an engine tells its observer, and keep them until the user's tracer may raise without harm."""
 
 import os
 import reprlib
@@ -39,19 +36,14 @@ CHANGES: dict[Change, Callable[..., events.Event]] = {
 
 
 class TracingObserver(Observer):
-    """Passes events to a tracer when the engine calls flush.
-
-    Attributes:
-        tokenizer: writes the texts in the events. None: the events have no texts.
-        wants_stages: whether the tracer receives StageApplied and TokenDrawn.
-        launched: the plan of the newest step.
-        stage_seconds: the seconds that describing a step's stages took, by the id of its plan (stage_trace.py).
-    """
+    """Passes events to a tracer when the engine calls flush. tokenizer: writes their texts. None: they have no texts."""
 
     def __init__(self, tracer: events.Tracer, block_size: int, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer, self.wants_stages = tokenizer, bool(getattr(tracer, "wants_stages", False))
-        self.launched = StepPlan(())
-        self.stage_seconds: dict[int, float] = {}
+        self.launched = StepPlan(())  # the newest step's
+        self.stage_seconds: dict[
+            int, float
+        ] = {}  # what describing a step's stages took, by the id of its plan (stage_trace.py)
         self._tracer, self._block_size = tracer, block_size
         self._events: deque[events.Event] = deque()
         self._preempted: list[Sequence] = []  # since scheduling has begun

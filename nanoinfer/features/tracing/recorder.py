@@ -27,11 +27,7 @@ class Recorder:
     """
 
     def __init__(self, *, stages: bool = False) -> None:
-        """
-        Args:
-            stages: whether to record StageApplied and TokenDrawn. The sampler then runs stage by stage, which is
-                slower but gives the same tokens.
-        """
+        """stages: whether to record StageApplied and TokenDrawn. The sampler is then slower, and gives the same tokens."""
         self.wants_stages = stages
         self.events: list[Event] = []
 

@@ -1,7 +1,4 @@
-"""Trace events of the sampler: what each stage did to each row (StageApplied), and the draw (TokenDrawn).
-
-In: logits [batch, vocab] after every stage, then the draw. Out: events. No logits are changed.
-"""
+"""Trace events of the sampler: what each stage did to each row (StageApplied), and the draw (TokenDrawn)."""
 
 import math
 import time

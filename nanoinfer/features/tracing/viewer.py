@@ -1,9 +1,8 @@
 """Make an HTML page of events that replays a generation, or two side by side. It needs no network and no other file.
 
 In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: page/replay.html with its style sheet, its script and
-the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a
-frame. page/comparison.html has two of these pages in frames, in which the tokens that differ are marked. Sequences of the two
-runs belong together if they are the same answer to the same prompt, in the order in which the requests were added.
+the events inserted, or page/comparison.html, which has two of these pages in frames. Sequences of the two runs belong together
+if they are the same answer to the same prompt, in the order in which the requests were added.
 """
 
 import json
@@ -13,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # an event: {"event": its class, its fields ...}
 
 _FOLDER = Path(__file__).with_name("page")
 
@@ -21,9 +20,7 @@ _FOLDER = Path(__file__).with_name("page")
 def page(rows: Iterable[Row], *, differences: dict[str, dict[int, str | None]] | None = None) -> str:
     """Return the page of some events.
 
-    Args:
-        rows: the events as dicts {"event": its class, its fields ...}.
-        differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
+    differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
     """
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
@@ -74,7 +71,7 @@ def _shortened(value: object) -> object:
 
 
 def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> str:
-    """Return the page of two runs, whose events are dicts {"event": its class, its fields ...}."""
+    """Return the page of two runs."""
     events = [list(run) for run in runs]
     first, second = map(_answers, events)
     differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # each run's `differences` for page()

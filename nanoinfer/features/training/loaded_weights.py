@@ -7,21 +7,20 @@ written.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.model_runner import ModelWeights, Ranks
-from nanoinfer.loading.weights import Source, Weights, places_of
+from nanoinfer.execution.model_runner import ModelWeights
+from nanoinfer.loading.weights import places_of
 from nanoinfer.models.registry import ModelConfig, WeightRules
 
 if TYPE_CHECKING:
-    from nanoinfer.features.adapters.lora import LowRankUpdate
+    from nanoinfer.features.distributed.sharding import Shards
 
 
-@runtime_checkable
 class KernelWeight(Protocol):
     """A linear layer's weights as a kernel reads them, perhaps together with those of other layers."""
 
@@ -36,19 +35,6 @@ class HookInKernels:
     """A forward hook of a linear layer that the layer's kernel computes too, as it does an adapter's (features/adapters)."""
 
 
-@runtime_checkable
-class Shards(Ranks, Protocol):
-    """The part of a model that one of several ranks has (features/distributed/sharding.py)."""
-
-    def split(self, model: nn.Module, weights: Weights) -> tuple[nn.Module, Weights]: ...
-    def shard_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
-    def join(self, model: nn.Module, vocab_size: int) -> None: ...
-    def inputs_of(self, source: Source, values: Tensor) -> Tensor: ...  # returns those of the inputs that this rank has
-    def shard_of_update(self, layer: str, update: "LowRankUpdate") -> "LowRankUpdate": ...
-    @property
-    def whole(self) -> nn.Module: ...  # returns the model before it was split, on the meta device
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """How a model was loaded, for later updates of its weights (update.py). sizes: the whole model's config."""
@@ -57,27 +43,21 @@ class Origin:
     model_class: type[nn.Module]
     rules: WeightRules
     sizes: ModelConfig
-    shards: Shards | None
+    shards: "Shards | None"
 
 
 class LoadedWeights(ModelWeights):
-    """The weights of one model.
+    """The weights of one model."""
 
-    Attributes:
-        places: the modules of each parameter, and its name there. Rounded weights have none, because they cannot be replaced.
-        origin: how the model was loaded. None: not from a checkpoint.
-        num_parameters: the number of the checkpoint's parameters, even if the model is only a rank's part.
-        calibration_ids: the tokens of the user's text by which weights are rounded. Empty: there is none.
-    """
-
-    shards: Shards | None
-    calibration_ids: Sequence[int] = ()
+    shards: "Shards | None"
+    calibration_ids: Sequence[int] = ()  # the tokens of the user's text by which weights are rounded. Empty: there is none
 
     def __init__(self, model: nn.Module | None = None, origin: Origin | None = None, num_parameters: int = 0) -> None:
-        """model: the model, before modules are replaced."""
+        """model: before modules are replaced. origin: None if not from a checkpoint. num_parameters: the checkpoint's."""
         self.origin, self.num_parameters = origin, num_parameters
         self.shards = None if origin is None else origin.shards
         owners = {} if model is None else places_of(model)
+        # The modules of each parameter, and its name there. Rounded weights have none, because they cannot be replaced.
         self.places = {} if model is None else {name: owners[parameter] for name, parameter in model.named_parameters()}
         self._kernel_weights: dict[nn.Module, list[tuple[KernelWeight, int]]] = {}
         self._renewals: list[Callable[[], object]] = []

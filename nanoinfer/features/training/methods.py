@@ -5,6 +5,7 @@ which holds results of the old weights, is reset. What they need besides the eng
 """
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -123,7 +124,7 @@ class WeightMethods:
         engine = self.engine
         if engine.num_unfinished:
             raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
-        if not update.can_release or engine.executor.info.device != "cpu":
+        if sys.platform != "linux" or engine.executor.info.device != "cpu":
             raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
         if level == 2:
             update.origin_of(update.runner_of(engine))  # raises if the weights cannot be replaced

@@ -6,7 +6,6 @@ other values. Names, shapes, transposed matrices, tied heads and parts of ranks 
 """
 
 import os.path
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,6 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, WeightFiles, Weights, divided, find_tensors
 from nanoinfer.system.pages import release_pages
-
-can_release = sys.platform == "linux"  # whether `release` gives memory back on this system
 
 _DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
@@ -82,7 +79,8 @@ def check(origin: Origin, weights: Weights) -> bool:
 
     Raises: WeightsError if a tensor does not fit.
     """
-    targets, rules = _parameters(origin), origin.rules
+    with torch.device("meta"):
+        targets, rules = dict(origin.model_class(origin.sizes).named_parameters()), origin.rules
     sources, problems = find_tensors(targets, weights, rules)
     for name in weights:
         if name.removeprefix(rules.prefix) == rules.head and rules.head not in targets:  # a tied head
@@ -92,12 +90,6 @@ def check(origin: Origin, weights: Weights) -> bool:
     if problems:
         raise WeightsError("the weights do not fit the model, and none was changed: " + first_ten(problems, "; "))
     return len(sources) == len(targets)
-
-
-def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the whole model, on the meta device."""
-    with torch.device("meta"):
-        return dict(origin.model_class(origin.sizes).named_parameters())
 
 
 def is_file(path: str) -> bool:

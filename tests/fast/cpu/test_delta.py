@@ -8,8 +8,9 @@ import torch
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.features.hybrid import gated_delta
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
+from nanoinfer.features.hybrid.cache import make_states
 from nanoinfer.features.hybrid.gated_delta import DeltaRecurrence
-from nanoinfer.features.hybrid.states import AttendWithStates, StateCache, StateUpdate
+from nanoinfer.features.hybrid.states import AttendWithStates, StateUpdate
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -46,7 +47,7 @@ def attend_to(states, rows, *, is_single=False):
 
 
 def cache(plain, num_state_slots=4):
-    return StateCache(num_layers=1, num_state_slots=num_state_slots, shapes=shapes_of(plain))
+    return make_states(1, num_state_slots, shapes_of(plain))
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
     expected = plain(attend_to(expected_states, [StateUpdate(0, 9, -1, {9: 2})]), *rows, weights)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    for part, same in zip(states.layer(0), expected_states.layer(0), strict=True):
+    for part, same in zip(states[0], expected_states[0], strict=True):
         torch.testing.assert_close(part[2], same[2], atol=1e-5, rtol=1e-5)
         assert not part[-1].any()  # the state before any token
     dense = plain(HybridDenseAttention(shapes_of(plain)), *rows, weights)
@@ -89,8 +90,8 @@ def test_a_token_has_the_same_bits_alone_beside_others_in_chunks_and_as_a_draft(
     single = cache(plain)
     assert torch.equal(run(single, [StateUpdate(0, 7, -1, {7: 0})], 0, 7, is_single=True), expected)
     for states in (beside, cut, single):
-        assert all(torch.equal(part[0], same[0]) for part, same in zip(states.layer(0), alone.layer(0), strict=True))
-    assert torch.equal(beside.layer(0)[1][1], run_until(plain, kernel, rows, weights, 4))
+        assert all(torch.equal(part[0], same[0]) for part, same in zip(states[0], alone[0], strict=True))
+    assert torch.equal(beside[0][1][1], run_until(plain, kernel, rows, weights, 4))
 
 
 def run_until(plain, kernel, rows, weights, num_tokens):
@@ -98,4 +99,4 @@ def run_until(plain, kernel, rows, weights, num_tokens):
     kernel.forward(
         attend_to(states, [StateUpdate(0, num_tokens, -1, {num_tokens: 0})]), *(x[:num_tokens] for x in rows), weights
     )
-    return states.layer(0)[1][0]
+    return states[0][1][0]

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import threading
+from itertools import chain
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.features.disk_cache import block_files
 from nanoinfer.features.disk_cache.block_files import HEADER_BYTES, BlockFiles
-from nanoinfer.features.hybrid.cache import HybridCache, StateCache
+from nanoinfer.features.hybrid.cache import HybridCache, make_states
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.system import disk_cache
 
@@ -239,7 +240,7 @@ def test_only_the_user_can_read_the_files(folder):
 def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder):
     def new(seed):
         sizes = {"num_layers": 1, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
-        states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 5), (4,)))
+        states = make_states(2, 3, ((2, 5), (4,)))
         cache = HybridCache(num_groups=2, states=states, **sizes)
         generator = torch.Generator().manual_seed(seed)
         for tensor in cache.tensors():
@@ -259,8 +260,8 @@ def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder)
         files.fill(group, block, files.find(entry(3, group)))
     files.close()
     assert all(torch.equal(new[:2], old[5:7]) for new, old in zip(other.pages, cache.pages, strict=True))
-    assert all(torch.equal(new[0], old[2]) for new, old in zip(other.states.tensors, cache.states.tensors, strict=True))
-    assert not torch.equal(other.states.tensors[0][1], cache.states.tensors[0][1])  # the other slots stay
+    assert all(torch.equal(new[0], old[2]) for new, old in zip(chain(*other.states), chain(*cache.states), strict=True))
+    assert not torch.equal(other.states[0][0][1], cache.states[0][0][1])  # the other slots stay
 
 
 def test_a_limit_below_one_block_is_refused(folder):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis.stateful import precondition, rule
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.features.disk_cache.stored_blocks import with_store
+from nanoinfer.features.disk_cache.stored_blocks import StoredBlockManager
+from nanoinfer.features.hybrid.block_manager import with_groups
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY
@@ -22,7 +23,7 @@ from tests.helpers.told import Told
 
 
 class DictStore:
-    """A BlockStore in a dict of entries, with the contents of a machine's memory, or with block ids where there is none."""
+    """A store in a dict of entries, with the contents of a machine's memory, or with block ids where there is none."""
 
     def __init__(self, memory=None, contents=None, max_blocks=100, fingerprint=bytes(32), max_tokens_per_step=100):
         self.contents = {} if contents is None else contents
@@ -76,7 +77,7 @@ class DictStore:
 
 
 def manager_with(contents=None, num_blocks=8, base=BlockManager, **store):
-    return with_store(base)(num_blocks, 2, store=DictStore(contents=contents, **store))
+    return with_groups(base, StoredBlockManager)(num_blocks, 2, store=DictStore(contents=contents, **store))
 
 
 def keys_of(seq):
@@ -243,7 +244,7 @@ class StoredMemory(Memory):
 
 
 def new_manager(*sizes):
-    return with_store(BlockManager)(*sizes, store=DictStore(max_tokens_per_step=3))
+    return with_groups(BlockManager, StoredBlockManager)(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
 class StoredBlocks(BlockMachine):
@@ -287,7 +288,9 @@ class StoredStates(StoredMemory, States):
 @pytest.mark.slow
 def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
     def with_states(*sizes):
-        return with_store(BlockManager)(*sizes, True, NOBODY, (None,), 1, 4, store=DictStore(max_tokens_per_step=3))
+        return with_groups(BlockManager, StoredBlockManager)(
+            *sizes, True, NOBODY, (None,), 1, 4, store=DictStore(max_tokens_per_step=3)
+        )
 
     classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
     machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoinfer.features.hybrid.cache import HybridCache, StateCache
+from nanoinfer.features.hybrid.cache import HybridCache, make_states
 from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.features.hybrid.sizes import HybridSizes, KVGroup, kv_groups
 from tests.attention.test_kv_cache import SIZES, heads
@@ -13,7 +13,7 @@ from tests.attention.test_kv_cache import SIZES, heads
 
 def test_layers_of_two_groups_have_the_same_place_in_other_blocks():
     """Layers 0 and 1 are in groups of one layer each, so a block has one place."""
-    cache, calls = HybridCache(num_groups=2, states=None, num_layers=1, **SIZES), []
+    cache, calls = HybridCache(num_groups=2, states=[], num_layers=1, **SIZES), []
 
     class Backend:
         def begin_step(self, cache, metadata):
@@ -27,9 +27,8 @@ def test_layers_of_two_groups_have_the_same_place_in_other_blocks():
 
 
 def test_a_state_has_a_slot_more_for_the_beginning():
-    states = StateCache(num_layers=2, num_state_slots=3, shapes=((2, 4), (5,)))
-    assert [part.shape for part in states.layer(1)] == [(4, 2, 4), (4, 5)]
-    assert len(states.tensors) == 4
+    states = make_states(2, 3, ((2, 4), (5,)))
+    assert [part.shape for part in states[1]] == [(4, 2, 4), (4, 5)]
     assert len(HybridCache(num_groups=1, states=states, num_layers=1, **SIZES).tensors()) == 2 + 4
 
 
