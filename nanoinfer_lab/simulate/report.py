@@ -32,18 +32,12 @@ GRID = {
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A simulated run.
+    """A simulated run."""
 
-    Attributes:
-        choice: what a sweep has chosen. {}: there is no sweep.
-        figures: the figures of `nanoinfer bench`, with goodput if there are limits.
-        cost: the price of a million output tokens, in the currency of the machine's price. None: it is unknown.
-    """
-
-    choice: Choice
+    choice: Choice  # what a sweep has chosen. {}: there is no sweep
     result: Result
-    figures: Figures
-    cost: float | None
+    figures: Figures  # the figures of `nanoinfer bench`, with goodput if there are limits
+    cost: float | None  # the price of a million output tokens, in the currency of the machine's price. None: it is unknown
 
     @classmethod
     def of(cls, choice: Choice, result: Result, limits: Mapping[str, float], price_per_hour: float | None) -> "SimulatedRun":
