@@ -67,17 +67,6 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model, its dtype and its device, for commands that measure with settings of their own."""
-
-    model: options.Model = None
-    random_model: RandomModel = None
-    dtype: Annotated[str, EngineArgs] = "auto"
-    device: Annotated[str, EngineArgs] = "auto"
-    imports: options.Imports = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Workloads by name, or a workload that the user describes."""
 
@@ -107,14 +96,6 @@ class WorkloadOptions:
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
     top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
     seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths and the arrival times.")] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How the workloads run."""
-
-    random_model: RandomModel = None
-    repeats: Repeats = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +152,11 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 @options.expand_options
 def roofline(
     *,
-    measured: ModelOptions,
+    model: options.Model = None,
+    random_model: RandomModel = None,
+    dtype: Annotated[str, EngineArgs] = "auto",
+    device: Annotated[str, EngineArgs] = "auto",
+    imports: options.Imports = None,
     enforce_eager: Annotated[bool, EngineArgs] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -181,27 +166,25 @@ def roofline(
     from nanoinfer_lab.bench import roofline as measurement
     from nanoinfer_lab.bench.random_models import checkpoint_of
 
-    options.import_modules(measured.imports)
-    device = devices.resolve_device(measured.device)
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
-        machine, dtype, phases = measurement.run(
-            checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
-        )
+    options.import_modules(imports)
+    on = devices.resolve_device(device)
+    with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring"):
+        machine, chosen, phases = measurement.run(checkpoint, dtype=dtype, device=device, enforce_eager=enforce_eager)
     report = {
         "bandwidth_GB_per_s": machine.bandwidth / 1e9,
         "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-        "memory_bytes": environment.memory_bytes(device),
+        "dtype": str(chosen).removeprefix("torch."),
+        "device": on.type,
+        "memory_bytes": environment.memory_bytes(on),
         "phases": [
             {
                 "name": phase.name,
                 "num_decoding": phase.num_decoding,
                 "measured_ms": phase.measured_s * 1e3,
-                "least_ms": phase.least_s(machine, dtype) * 1e3,
-                "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
+                "least_ms": phase.least_s(machine, chosen) * 1e3,
+                "share_of_limit": phase.least_s(machine, chosen) / phase.measured_s,
                 "parts": [
-                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3}
+                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[chosen]) * 1e3}
                     for part in phase.parts
                 ],
             }
@@ -307,7 +290,6 @@ def _show_throughput(results: "list[Measurement[Figures]]") -> None:
 
 
 def _show_percentiles(results: "list[Measurement[F]]") -> None:
-    """Print every latency of each workload."""
     rows = [
         (result.workload.name, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
         for result in results
@@ -325,7 +307,8 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
     def measure(
         *,
         picked: WorkloadOptions,
-        run: RunOptions,
+        random_model: RandomModel = None,
+        repeats: Repeats = 3,
         engine: options.EngineOptions,
         batching: options.BatchingOptions,
         as_json: options.AsJson = False,
@@ -336,11 +319,11 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
         from nanoinfer_lab.bench.random_models import checkpoint_of
 
         workloads = pick_workloads(picked)
-        with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
+        with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
             arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
-            chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, **arguments)
-        settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
-        _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
+            chosen, results = offline.measure(workloads=workloads, repeats=repeats, **arguments)
+        settings = {"random_model": random_model, "repeats": repeats, "threads": torch.get_num_threads()}
+        _print_report(settings | asdict(engine) | asdict(batching) | asdict(chosen), results, as_json, show)
 
 
 _add_measurement("throughput", "Measure tokens per second.", _show_throughput)

@@ -372,7 +372,6 @@ def _layer_kinds(config: ConfigJson) -> list[str]:
 
 
 def _sparse_layers(config: ConfigJson) -> list[int]:
-    """Return the layers that have experts."""
     family, num_layers = config["model_type"], config["num_hidden_layers"]
     if "num_experts" not in config or family == "qwen3_5_text":
         return []

@@ -269,7 +269,6 @@ class Simulation(SchedulingObserver):
         self._next = max(request.arrival_s, free_s) + self._overheads.per_request_s, request
 
     def _receive(self) -> None:
-        """Queue the requests that have arrived."""
         while self._next is not None and self._next[0] <= self.now:
             ready_s, request = self._next
             self._add(request)
@@ -362,7 +361,6 @@ class Simulation(SchedulingObserver):
                 self._finish(seq)
 
     def _record(self, sequences: Iterable[Sequence]) -> None:
-        """Note that requests have a new token."""
         token_s, before = self.now + self._overheads.per_answer_s, Counter[float]()
         for running in map(self._running.__getitem__, sequences):
             if token_times := running.timing.token_times:
@@ -421,17 +419,12 @@ class Simulation(SchedulingObserver):
 
 
 class _DecodeSteps:
-    """Steps in which the same sequences decode. A sequence is brought up to date where it begins or fills a block.
-
-    Attributes:
-        num_steps: how many steps there were.
-        work: the work of the next step.
-    """
+    """Steps in which the same sequences decode. A sequence is brought up to date where it begins or fills a block."""
 
     def __init__(self, manager: BlockManager, sizes: ModelSizes, running: ListLike[Sequence], num_pending: int) -> None:
         """num_pending: the tokens of each sequence that are sampled and not known."""
         self.num_steps = 0
-        self.work = StepWork(num_rows=len(running))
+        self.work = StepWork(num_rows=len(running))  # of the next step
         self._manager, self._sizes, self._running = manager, sizes, list(running)
         self._starts = [seq.num_computed_tokens for seq in running]
         self._by_phase: dict[int, list[int]] = defaultdict(list)  # start % block_size -> indices into running

@@ -135,15 +135,10 @@ Event = Arrive | Abort | Reset | RunStep
 
 
 class InvariantError(AssertionError):
-    """An invariant of the scheduler or of the block manager does not hold.
-
-    Attributes:
-        world: where.
-        events: the run, of which no shorter one violates an invariant.
-    """
+    """An invariant of the scheduler or of the block manager does not hold."""
 
     world: World
-    events: list[Event]
+    events: list[Event]  # the run, of which no shorter one violates an invariant
 
 
 class Explored(NamedTuple):
