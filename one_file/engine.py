@@ -45,16 +45,18 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 Bool = Float = Int = Annotated  # Float[Tensor, "batch vocab"] is a Tensor with its shape, for the reader
 Ids = Int[Tensor, " num_tokens"]  # also the shape of positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
+Heads = Float[Tensor, "num_tokens heads head_dim"]
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # also the shape of values
+Prefix = list[tuple[bytes, int]]  # the keys of the blocks that hold the beginning of a prompt, each with its block
+FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
 Logits = Float[Tensor, "batch vocab"]
-ConfigJson, shown, CheckpointError = dict[str, Any], repr, ValueError
+ConfigJson, shown, CheckpointError, Embedding = dict[str, Any], repr, ValueError, nn.Embedding
 Attend = Callable[[int, Queries, Keys, Keys], Queries]  # (layer, q, k, v) -> the weighted values
 MODEL = Path(__file__).parents[1] / "nanoinfer/loading/bundled/tiny-qwen3"
 
@@ -149,21 +151,21 @@ class LLM:
             for token_id in token_ids[rows.start : rows.stop]:
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
                     answer.finish(Stop("error"))
+                    self.scheduler.block_manager.forget_cached(seq)
                 else:
                     self.scheduler.append(seq, token_id)
                     answer.advance(token_id)
                 if answer.stop:
                     del self.answers[seq]
-                    self.scheduler.finish(seq, has_failed=token_id < 0)
+                    self.scheduler.finish(seq)
                     break
 
     def abort(self, request: Request) -> None:
         """End what still runs of a request."""
-        for answer in request.answers:
-            if not answer.stop:
-                answer.finish(Stop("abort"))
-                del self.answers[answer.seq]
-                self.scheduler.finish(answer.seq)
+        for answer in [each for each in request.answers if not each.stop]:
+            answer.finish(Stop("abort"))
+            del self.answers[answer.seq]
+            self.scheduler.finish(answer.seq)
 
 
 # ---- 2. Sequences, and the plan of a step
@@ -408,10 +410,8 @@ class Scheduler:
             seq.num_tokens += 1
             seq.num_computed_tokens += 1  # the token before was an accepted draft, which the step has computed
 
-    def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
+    def finish(self, seq: Sequence) -> None:
         """Remove a sequence, whatever its status, and free its blocks. A second call does nothing."""
-        if has_failed:
-            self.block_manager.forget_cached(seq)
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:
@@ -514,14 +514,11 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Return whether the sequence's next tokens fit. A block that they share with another sequence is copied."""
         first, end = seq.num_computed_tokens // self.block_size, seq.num_computed_tokens + num_new_tokens
-        num_missing, ref_counts = max(-(-end // self.block_size) - len(seq.block_table), 0), self.blocks.ref_counts
-        for block in seq.block_table[first:]:
-            num_missing += ref_counts[block] > 1
-        return num_missing <= self.num_free_blocks
+        num_copied = [self.blocks.ref_counts[block] > 1 for block in seq.block_table[first:]].count(True)
+        return max(-(-end // self.block_size) - len(seq.block_table), 0) + num_copied <= self.num_free_blocks
 
     def start(self, seq: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
-        assert not seq.block_table, "a sequence starts with an empty block table"
         seq.prefix_keys, seq.block_table = [key for key, _ in prefix], [block for _, block in prefix]
         self.blocks.hold(seq.block_table)
 
@@ -559,7 +556,6 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
-        assert not child.block_table, "a fork starts with an empty block table"
         child.block_table, child.prefix_keys = list(parent.block_table), list(parent.prefix_keys)
         self.blocks.hold(child.block_table)
 
@@ -587,7 +583,6 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.ref_counts = [0] * size
         self.empty = deque(range(size))
         self.reusable: OrderedDict[int, None] = OrderedDict()
@@ -685,9 +680,6 @@ class PrefixIndex:
         self.pool.forget(block)
 
 
-Prefix = list[tuple[bytes, int]]  # the keys of the blocks that hold the beginning of a prompt, each with its block
-
-
 # ---- 5. The new tokens of a step, packed
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -733,13 +725,11 @@ class AttentionMetadata:
 
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
-
-    All layers share the metadata. A block that no query of the step reads may be -1.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
     seq_lens: Int[Tensor, " num_seqs"]
-    block_tables: Int[Tensor, "num_seqs max_blocks"]
+    block_tables: Int[Tensor, "num_seqs max_blocks"]  # a block that no query of the step reads may be -1
     slot_mapping: Int[Tensor, " num_tokens"]
     max_query_len: int
     max_seq_len: int
@@ -930,6 +920,8 @@ def integer_weights(logits: Logits) -> Int[Tensor, "batch vocab"]:
 class Answer:
     """A sequence as text. stop: why it ended. None: it runs."""
 
+    keeps_ending_text = False  # whether the text of an id that ends the answer is kept
+
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.seq, self.detokenizer = seq, detokenizer
         self.stop: Stop | None = None
@@ -942,7 +934,7 @@ class Answer:
         examine = len(seq.token_ids) - len(seq.prompt_token_ids) > seq.params.min_tokens  # earlier no stop string completes
         stop = self.check_id(token_id, examine)
         ends_by_id = stop is not None and stop.finish_reason == "stop"
-        text = self.ending_text(token_id) if ends_by_id else self.detokenizer.push(token_id)
+        text = self.detokenizer.push(token_id) if self.keeps_ending_text or not ends_by_id else ""
         if stop is not None:
             text += self.detokenizer.finish()
         matched = self.text.push(text, examine=examine)
@@ -963,10 +955,6 @@ class Answer:
         if examine and token_id in self._special_stops:  # a text without special tokens does not contain them
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
-
-    def ending_text(self, token_id: int) -> str:
-        """Return the text of an id that ends the answer. It is dropped."""
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1021,9 +1009,6 @@ class StopStrings:
         return 0
 
 
-FinishReason = Literal["stop", "length", "repetition", "abort", "timeout", "error"]
-
-
 class Detokenizer:
     """The text of a sequence, in whole characters: an emoji is often several tokens."""
 
@@ -1061,12 +1046,7 @@ class Detokenizer:
         return {special[text]: text for text in texts if text in special}
 
     def _decode_complete(self, token_ids: list[int]) -> str:
-        return without_incomplete_end(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
-
-
-def without_incomplete_end(text: str) -> str:
-    """Return a decoded text without the replacement characters of an incomplete character at its end."""
-    return text.rstrip(REPLACEMENT)
+        return self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens).rstrip(REPLACEMENT)
 
 
 REPLACEMENT = "\ufffd"  # U+FFFD, to which bytes decode that are no character
@@ -1166,10 +1146,6 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class Embedding(nn.Embedding):
-    """A table with a row of weights per id."""
-
-
 class RotaryEmbedding(nn.Module):
     """Rotates each pair (x_i, x_{i + head_dim/2}) of q and k by position * inv_freq_i, so that q . k depends on distance."""
 
@@ -1185,11 +1161,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rotary(
-    x: Float[Tensor, "num_tokens heads head_dim"],
-    cos: Float[Tensor, "num_tokens 1 head_dim"],
-    sin: Float[Tensor, "num_tokens 1 head_dim"],
-) -> Float[Tensor, "num_tokens heads head_dim"]:
+def apply_rotary(x: Heads, cos: Angles, sin: Angles) -> Heads:
     """Rotate every head of every token by its position's angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -1706,45 +1678,28 @@ class FlashAttend:
     """The Attend of one step: a library call for the decoding sequences, and another for the prompt chunks after them."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
-        self._cache = cache
-        self._metadata = metadata
-        self._num_decodes = n = metadata.num_decodes
-        self._seq_lens = metadata.seq_lens.int()
-        self._block_tables = metadata.block_tables.int()
-        self._query_starts = (metadata.query_start_loc[n:] - n).int()
-        self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
+        self._cache, self._metadata = cache, metadata
+        n, seq_lens, tables = metadata.num_decodes, metadata.seq_lens.int(), metadata.block_tables.int()
+        self._decodes = {"cache_seqlens": seq_lens[:n], "block_table": tables[:n], "causal": True}
+        self._chunks: dict[str, Any] = {
+            "max_seqlen_q": metadata.max_query_len,
+            "max_seqlen_k": metadata.max_seq_len,
+            "causal": True,
+        }
+        self._chunks["cu_seqlens_q"] = (metadata.query_start_loc[n:] - n).int()  # [num_chunks + 1]
+        self._chunks["cu_seqlens_k"] = F.pad(seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
+        self._chunks["block_table"] = tables[n:]
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
         """Store k and v, then attend. options: further arguments of the library's functions."""
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         k_pages, v_pages = self._cache.by_slot(layer)
-        n = self._num_decodes
-        outputs = []
+        outputs, n = [], self._metadata.num_decodes
         if n:
-            decoded = flash_attn_with_kvcache(
-                q[:n].unsqueeze(1),  # [num_seqs, 1 query, num_heads, head_dim]
-                k_pages,
-                v_pages,
-                cache_seqlens=self._seq_lens[:n],
-                block_table=self._block_tables[:n],
-                causal=True,
-                **options,
-            )
-            outputs.append(decoded.squeeze(1))
-        if n < len(self._seq_lens):
-            prefilled = flash_attn_varlen_func(
-                q[n:],
-                k_pages,
-                v_pages,
-                cu_seqlens_q=self._query_starts,
-                cu_seqlens_k=self._key_starts,
-                max_seqlen_q=self._metadata.max_query_len,
-                max_seqlen_k=self._metadata.max_seq_len,
-                causal=True,
-                block_table=self._block_tables[n:],
-                **options,
-            )
-            outputs.append(prefilled)
+            queries = q[:n].unsqueeze(1)  # [num_seqs, 1 query, num_heads, head_dim]
+            outputs.append(flash_attn_with_kvcache(queries, k_pages, v_pages, **self._decodes, **options).squeeze(1))
+        if n < len(self._metadata.seq_lens):
+            outputs.append(flash_attn_varlen_func(q[n:], k_pages, v_pages, **self._chunks, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -46,13 +46,11 @@ class AttentionMetadata:
 
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
-
-    All layers share the metadata. A block that no query of the step reads may be -1.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
     seq_lens: Int[Tensor, " num_seqs"]
-    block_tables: Int[Tensor, "num_seqs max_blocks"]
+    block_tables: Int[Tensor, "num_seqs max_blocks"]  # a block that no query of the step reads may be -1
     slot_mapping: Int[Tensor, " num_tokens"]
     max_query_len: int
     max_seq_len: int

@@ -8,8 +8,8 @@ no block that lies wholly before the window. It has no sinks.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from torch.nn.functional import pad
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
@@ -51,45 +51,28 @@ class FlashAttend:
     """The Attend of one step: a library call for the decoding sequences, and another for the prompt chunks after them."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
-        self._cache = cache
-        self._metadata = metadata
-        self._num_decodes = n = metadata.num_decodes
-        self._seq_lens = metadata.seq_lens.int()
-        self._block_tables = metadata.block_tables.int()
-        self._query_starts = (metadata.query_start_loc[n:] - n).int()
-        self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
+        self._cache, self._metadata = cache, metadata
+        n, seq_lens, tables = metadata.num_decodes, metadata.seq_lens.int(), metadata.block_tables.int()
+        self._decodes = {"cache_seqlens": seq_lens[:n], "block_table": tables[:n], "causal": True}
+        self._chunks: dict[str, Any] = {
+            "max_seqlen_q": metadata.max_query_len,
+            "max_seqlen_k": metadata.max_seq_len,
+            "causal": True,
+        }
+        self._chunks["cu_seqlens_q"] = (metadata.query_start_loc[n:] - n).int()  # [num_chunks + 1]
+        self._chunks["cu_seqlens_k"] = F.pad(seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
+        self._chunks["block_table"] = tables[n:]
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
         """Store k and v, then attend. options: further arguments of the library's functions."""
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         k_pages, v_pages = self._cache.by_slot(layer)
-        n = self._num_decodes
-        outputs = []
+        outputs, n = [], self._metadata.num_decodes
         if n:
-            decoded = flash_attn_with_kvcache(
-                q[:n].unsqueeze(1),  # [num_seqs, 1 query, num_heads, head_dim]
-                k_pages,
-                v_pages,
-                cache_seqlens=self._seq_lens[:n],
-                block_table=self._block_tables[:n],
-                causal=True,
-                **options,
-            )
-            outputs.append(decoded.squeeze(1))
-        if n < len(self._seq_lens):
-            prefilled = flash_attn_varlen_func(
-                q[n:],
-                k_pages,
-                v_pages,
-                cu_seqlens_q=self._query_starts,
-                cu_seqlens_k=self._key_starts,
-                max_seqlen_q=self._metadata.max_query_len,
-                max_seqlen_k=self._metadata.max_seq_len,
-                causal=True,
-                block_table=self._block_tables[n:],
-                **options,
-            )
-            outputs.append(prefilled)
+            queries = q[:n].unsqueeze(1)  # [num_seqs, 1 query, num_heads, head_dim]
+            outputs.append(flash_attn_with_kvcache(queries, k_pages, v_pages, **self._decodes, **options).squeeze(1))
+        if n < len(self._metadata.seq_lens):
+            outputs.append(flash_attn_varlen_func(q[n:], k_pages, v_pages, **self._chunks, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

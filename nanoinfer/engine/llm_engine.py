@@ -263,6 +263,7 @@ class LLMEngine:
             stop = Stop("error", error=sampled.error) if sampled.error else None
             if stop:
                 request.finish(stop, seq)
+                self.block_manager.forget_cached(seq)  # its keys and values may not be finite
             for i, token_id in enumerate(sampled.token_ids):
                 self.scheduler.append(seq, token_id)
                 stop = request.advance(seq, token_id, sampled.reports[i] if sampled.reports else None)
@@ -270,7 +271,7 @@ class LLMEngine:
                 if stop:
                     break  # tokens after a stop are dropped
             if stop:
-                self._finish_sequence(seq, has_failed=sampled.error is not None)
+                self._finish_sequence(seq)
             if request.output:
                 self._remove(request)
                 finished.append(request)
@@ -308,6 +309,6 @@ class LLMEngine:
                 self._finish_sequence(seq)
         self.observer.request_finished(request)
 
-    def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        self.scheduler.finish(seq, has_failed=has_failed)
+    def _finish_sequence(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
         self.observer.sequence_finished(seq)

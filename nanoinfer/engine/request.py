@@ -101,8 +101,8 @@ class _Answer(Answer):
         super().__init__(seq, Detokenizer(decodes_by, skip_special_tokens=special) if decodes_by else NoText())
         self.shown = ""  # the text that the newest token released
         self.reported: dict[str, list[Any]] = {name: [] for name in params.reports}  # with an entry for each token
-        self._keeps_ending_text = params.include_stop_str_in_output
-        if self._keeps_ending_text:
+        self.keeps_ending_text = params.include_stop_str_in_output
+        if self.keeps_ending_text:
             self.text = KeptStopStrings(params.stop or ())
         # The ids that may end an answer whose other tokens nothing reads before the end. None: every token is read.
         self.ending_ids: frozenset[int] | None = None
@@ -116,11 +116,8 @@ class _Answer(Answer):
             if constraint.is_complete and not self.seq.stop_ids:  # a model without EOS has no id left to draw
                 reason = "stop"
             if reason and (reason == "stop" or not stop):
-                stop, self._keeps_ending_text = Stop(reason), True
+                stop, self.keeps_ending_text = Stop(reason), True
         return stop
-
-    def ending_text(self, token_id: int) -> str:
-        return self.detokenizer.push(token_id) if self._keeps_ending_text else ""
 
     def output(self) -> CompletionOutput:
         assert self.stop is not None

@@ -26,6 +26,8 @@ class Stop:
 class Answer:
     """A sequence as text. stop: why it ended. None: it runs."""
 
+    keeps_ending_text = False  # whether the text of an id that ends the answer is kept
+
     def __init__(self, seq: Sequence, detokenizer: "Detokenizer") -> None:
         self.seq, self.detokenizer = seq, detokenizer
         self.stop: Stop | None = None
@@ -38,7 +40,7 @@ class Answer:
         examine = len(seq.token_ids) - len(seq.prompt_token_ids) > seq.params.min_tokens  # earlier no stop string completes
         stop = self.check_id(token_id, examine)
         ends_by_id = stop is not None and stop.finish_reason == "stop"
-        text = self.ending_text(token_id) if ends_by_id else self.detokenizer.push(token_id)
+        text = self.detokenizer.push(token_id) if self.keeps_ending_text or not ends_by_id else ""
         if stop is not None:
             text += self.detokenizer.finish()
         matched = self.text.push(text, examine=examine)
@@ -62,10 +64,6 @@ class Answer:
         if examine and token_id in self._special_stops:  # a text without special tokens does not contain them
             return Stop("stop", self._special_stops[token_id])
         return Stop("length") if len(seq.token_ids) >= seq.max_num_tokens else None
-
-    def ending_text(self, token_id: int) -> str:
-        """Return the text of an id that ends the answer. It is dropped."""
-        return ""
 
 
 class StopStrings:

@@ -125,11 +125,7 @@ class RotaryEmbedding(nn.Module):
 
 
 @wrap_torch_function(lambda x, cos, sin: (x,))
-def apply_rotary(
-    x: Float[Tensor, "num_tokens heads head_dim"],
-    cos: Float[Tensor, "num_tokens 1 head_dim"],
-    sin: Float[Tensor, "num_tokens 1 head_dim"],
-) -> Float[Tensor, "num_tokens heads head_dim"]:
+def apply_rotary(x: Heads, cos: Angles, sin: Angles) -> Heads:
     """Rotate every head of every token by its position's angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -101,10 +101,8 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Return whether the sequence's next tokens fit. A block that they share with another sequence is copied."""
         first, end = seq.num_computed_tokens // self.block_size, seq.num_computed_tokens + num_new_tokens
-        num_missing, ref_counts = max(-(-end // self.block_size) - len(seq.block_table), 0), self.blocks.ref_counts
-        for block in seq.block_table[first:]:
-            num_missing += ref_counts[block] > 1
-        return num_missing <= self.num_free_blocks
+        num_copied = [self.blocks.ref_counts[block] > 1 for block in seq.block_table[first:]].count(True)
+        return max(-(-end // self.block_size) - len(seq.block_table), 0) + num_copied <= self.num_free_blocks
 
     def next_slots(self, sequences: ListLike[Sequence]) -> list[bool] | None:
         """Return for each sequence whether the slot of its single new token is in a block that it has alone.
@@ -151,7 +149,6 @@ class BlockManager:
 
     def start(self, seq: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
-        assert not seq.block_table, "a sequence starts with an empty block table"
         seq.prefix_keys, seq.block_table = [key for key, _ in prefix], [block for _, block in prefix]
         self.blocks.hold(seq.block_table)
         self.observer.blocks_changed("shared", seq, seq.block_table)
@@ -203,7 +200,6 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
-        assert not child.block_table, "a fork starts with an empty block table"
         child.block_table, child.prefix_keys = list(parent.block_table), list(parent.prefix_keys)
         self.blocks.hold(child.block_table)
         self.observer.blocks_forked(parent, child, child.block_table)

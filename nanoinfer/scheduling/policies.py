@@ -103,8 +103,8 @@ class PreemptingScheduler(Scheduler):
         assert super()._start(selection, seq), "there is room, as was computed"
         return True
 
-    def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        super().finish(seq, has_failed=has_failed)
+    def finish(self, seq: Sequence) -> None:
+        super().finish(seq)
         self._num_tokens_at_start.pop(seq, None)
 
 

@@ -19,7 +19,6 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.ref_counts = [0] * size
         self.empty = deque(range(size))
         self.reusable: OrderedDict[int, None] = OrderedDict()

@@ -161,13 +161,8 @@ class Scheduler:
             seq.num_tokens += 1
             seq.num_computed_tokens += 1  # the token before was an accepted draft, which the step has computed
 
-    def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
-
-        has_failed: if True, the blocks also leave the prefix cache, because their keys and values may not be finite.
-        """
-        if has_failed:
-            self.block_manager.forget_cached(seq)
+    def finish(self, seq: Sequence) -> None:
+        """Remove a sequence, whatever its status, and free its blocks. A second call does nothing."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:

@@ -75,7 +75,7 @@ class Detokenizer:
         return {special[text]: text for text in texts if text in special}
 
     def _decode_complete(self, token_ids: list[int]) -> str:
-        return without_incomplete_end(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+        return self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens).rstrip(REPLACEMENT)
 
 
 class NoText(Detokenizer):
@@ -92,8 +92,3 @@ class NoText(Detokenizer):
 
     def added_texts(self, token_ids: list[int]) -> Sequence[str | None]:
         return [None for _ in token_ids]
-
-
-def without_incomplete_end(text: str) -> str:
-    """Return a decoded text without the replacement characters of an incomplete character at its end."""
-    return text.rstrip(REPLACEMENT)

@@ -339,7 +339,9 @@ class State:
         for seq in self._requests()[event.age]:
             failed = self.memory.full_blocks(seq)[: len(seq.prefix_keys)] if event.has_failed else []
             kept = self.memory.cached().keys() - failed
-            self._finish(seq, has_failed=event.has_failed)
+            if event.has_failed:
+                self.scheduler.block_manager.forget_cached(seq)
+            self._finish(seq)
             found = self.memory.cached().keys()
             assert found == kept, "blocks of a failed request leave the prefix cache, and no others"
 
@@ -442,8 +444,8 @@ class State:
         """Return the unfinished sequences of each request, the oldest first."""
         return [[*group] for _, group in itertools.groupby(self.alive, key=lambda seq: seq.request_id)]
 
-    def _finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        self.scheduler.finish(seq, has_failed=has_failed)
+    def _finish(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
         self.alive.remove(seq)
 
 

@@ -183,7 +183,7 @@ def assert_nothing_is_left(llm) -> None:
     manager = llm.engine.block_manager
     assert manager.num_free_blocks == manager.num_blocks
     if getattr(manager, "state_slots", None) is not None:
-        assert manager.state_slots.pool.num_free == manager.state_slots.pool.size
+        assert manager.state_slots.pool.num_free == len(manager.state_slots.pool.contents)
         assert set(manager.state_slots.pool.ref_counts) == {0}
     assert set(manager.blocks.ref_counts) == {0}
     assert llm.engine.num_unfinished == llm.engine.scheduler.num_unfinished == 0

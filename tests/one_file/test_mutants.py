@@ -60,7 +60,10 @@ ON_A_GPU = {
         "(static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)",
         "(static if new.ndim == 1 else new).copy_(new)",
     ),
-    "the keys of chunks begin where the queries do": ("pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()", "self._query_starts"),
+    "the keys of chunks begin where the queries do": (
+        "F.pad(seq_lens[n:].cumsum(0), (1, 0)).int()",
+        'self._chunks["cu_seqlens_q"]',
+    ),
     "tables of int64": ("metadata.block_tables.int()", "metadata.block_tables"),
     "a copy of memory that is not pinned": ("tensor.pin_memory().to(device", "tensor.to(device"),
 }

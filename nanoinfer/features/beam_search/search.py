@@ -28,7 +28,7 @@ from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
-from nanoinfer.tokenization.detokenizer import without_incomplete_end
+from nanoinfer.tokenization.detokenizer import REPLACEMENT
 
 Floats = npt.NDArray[np.float32]
 
@@ -202,7 +202,7 @@ class _PromptSearch:
     def output(self, engine: LLMEngine) -> BeamSearchOutput:
         sequences = []
         for score, token_ids, total in self.finished:
-            text = "" if engine.tokenizer is None else without_incomplete_end(engine.tokenizer.decode(token_ids))
+            text = "" if engine.tokenizer is None else engine.tokenizer.decode(token_ids).rstrip(REPLACEMENT)
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
             tokens = self._prepared.prompt_token_ids + token_ids
             sequences.append(BeamSearchSequence(text, token_ids, tokens, score, total, finish_reason))

@@ -119,7 +119,6 @@ class HybridBlockManager(BlockManager):
     # ---- changes
 
     def start(self, seq: Sequence, prefix: Prefix) -> None:
-        assert not seq.block_table, "a sequence starts with empty block tables"
         seq.prefix_keys = [key for key, _ in prefix]
         for group, (table, ids) in enumerate(zip(self.tables(seq), tables_in(prefix), strict=False)):
             table += ids
@@ -181,7 +180,6 @@ class HybridBlockManager(BlockManager):
             self.state_slots.forget(key)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        assert not child.block_table, "a fork starts with empty block tables"
         for table, shared in zip(self.tables(child), self.tables(parent), strict=True):
             table += shared
         child.prefix_keys, held = list(parent.prefix_keys), self._held(child)

@@ -232,11 +232,11 @@ class BlocksAndStates(BlockMachine):
         held = {slot for seq in self.alive for slot in (tables_of(seq).state_slot, *tables_of(seq).state_writes.values())} - {
             -1
         }
-        assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size - len(held)
+        assert self.manager.state_slots.pool.num_free == len(self.manager.state_slots.pool.contents) - len(held)
 
     def teardown(self):
         super().teardown()
-        assert self.manager.state_slots.pool.num_free == self.manager.state_slots.pool.size
+        assert self.manager.state_slots.pool.num_free == len(self.manager.state_slots.pool.contents)
 
 
 class LoadWithStates(machines.Load):
@@ -245,7 +245,8 @@ class LoadWithStates(machines.Load):
     def teardown(self):
         super().teardown()
         if hasattr(self, "scheduler"):
-            assert self.scheduler.block_manager.state_slots.pool.num_free == self.scheduler.block_manager.state_slots.pool.size
+            pool = self.scheduler.block_manager.state_slots.pool
+            assert pool.num_free == len(pool.contents)
 
 
 @pytest.mark.slow
