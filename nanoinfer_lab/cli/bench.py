@@ -322,8 +322,9 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
         with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
             arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
             chosen, results = offline.measure(workloads=workloads, repeats=repeats, **arguments)
-        settings = {"random_model": random_model, "repeats": repeats, "threads": torch.get_num_threads()}
-        _print_report(settings | asdict(engine) | asdict(batching) | asdict(chosen), results, as_json, show)
+        settings = asdict(engine) | asdict(batching) | asdict(chosen)
+        settings |= {"random_model": random_model, "repeats": repeats, "threads": torch.get_num_threads()}
+        _print_report(settings, results, as_json, show)
 
 
 _add_measurement("throughput", "Measure tokens per second.", _show_throughput)
