@@ -67,6 +67,17 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model, its dtype and its device, for commands that measure with settings of their own."""
+
+    model: options.Model = None
+    random_model: RandomModel = None
+    dtype: Annotated[str, EngineArgs] = "auto"
+    device: Annotated[str, EngineArgs] = "auto"
+    imports: options.Imports = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Workloads by name, or a workload that the user describes."""
 
@@ -152,11 +163,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 @options.expand_options
 def roofline(
     *,
-    model: options.Model = None,
-    random_model: RandomModel = None,
-    dtype: Annotated[str, EngineArgs] = "auto",
-    device: Annotated[str, EngineArgs] = "auto",
-    imports: options.Imports = None,
+    measured: ModelOptions,
     enforce_eager: Annotated[bool, EngineArgs] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -166,25 +173,27 @@ def roofline(
     from nanoinfer_lab.bench import roofline as measurement
     from nanoinfer_lab.bench.random_models import checkpoint_of
 
-    options.import_modules(imports)
-    on = devices.resolve_device(device)
-    with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring"):
-        machine, chosen, phases = measurement.run(checkpoint, dtype=dtype, device=device, enforce_eager=enforce_eager)
+    options.import_modules(measured.imports)
+    device = devices.resolve_device(measured.device)
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
+        machine, dtype, phases = measurement.run(
+            checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
+        )
     report = {
         "bandwidth_GB_per_s": machine.bandwidth / 1e9,
         "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
-        "dtype": str(chosen).removeprefix("torch."),
-        "device": on.type,
-        "memory_bytes": environment.memory_bytes(on),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "memory_bytes": environment.memory_bytes(device),
         "phases": [
             {
                 "name": phase.name,
                 "num_decoding": phase.num_decoding,
                 "measured_ms": phase.measured_s * 1e3,
-                "least_ms": phase.least_s(machine, chosen) * 1e3,
-                "share_of_limit": phase.least_s(machine, chosen) / phase.measured_s,
+                "least_ms": phase.least_s(machine, dtype) * 1e3,
+                "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
                 "parts": [
-                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[chosen]) * 1e3}
+                    asdict(part) | {"least_ms": part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) * 1e3}
                     for part in phase.parts
                 ],
             }
