@@ -62,6 +62,10 @@ class Phase:
     def num_operations(self) -> int:
         return sum(part.num_operations for part in self.parts)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
     def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
         return sum(part.seconds(machine.bandwidth, machine.gemm_rates[dtype]) for part in self.parts)
 
