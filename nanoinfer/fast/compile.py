@@ -16,19 +16,12 @@ from nanoinfer.models.layers import Untraced
 
 @dataclass(slots=True)
 class CompiledModel:
-    """A model with a compiled forward pass next to the plain one, and the list of what was compiled.
+    """A model with a compiled forward pass next to the plain one, and the list of what was compiled."""
 
-    Attributes:
-        model: a model with the plain model's attributes, methods and parameters.
-        compiled: module path -> its number of kernel calls. "" is the model.
-        left: module path -> why the module runs as it is.
-        num_plain_linears: the number of linear layers that torch computes.
-    """
-
-    model: nn.Module
-    compiled: dict[str, int] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    num_plain_linears: int = 0
+    model: nn.Module  # a model with the plain model's attributes, methods and parameters
+    compiled: dict[str, int] = field(default_factory=dict)  # module path -> its number of kernel calls. "" is the model
+    left: dict[str, str] = field(default_factory=dict)  # module path -> why the module runs as it is
+    num_plain_linears: int = 0  # the number of linear layers that torch computes
 
 
 # Changes a trace in place, and returns the number of kernel calls. 0: the module is left as it is.

@@ -33,17 +33,12 @@ ADD, MULTIPLY = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul
 
 
 class FusedLinear(nn.Module):
-    """Computes residual + factor * activation(x @ weight.T + bias), for one linear layer or several with the same input.
-
-    Attributes:
-        linears: the layers, whose outputs are concatenated.
-        activation: a name in ACTIVATIONS. None: no activation.
-    """
+    """Computes residual + factor * activation(x @ weight.T + bias), for one linear layer or several with the same input."""
 
     def __init__(self, *linears: nn.Linear, activation: str | None = None) -> None:
         super().__init__()
-        self.linears = linears
-        self.activation = activation
+        self.linears = linears  # whose outputs are concatenated
+        self.activation = activation  # a name in ACTIVATIONS. None: no activation
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
 

@@ -28,19 +28,12 @@ _NAMING = ("call_module", "get_attr")  # the operations whose target is a path i
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded forward pass.
+    """A recorded forward pass."""
 
-    Attributes:
-        graph: the torch.fx graph, whose placeholders are the arguments of the forward pass.
-        owned: name -> module or attribute to which the graph refers.
-        called: path in the traced module -> submodule that is a single call of the graph.
-        untraced: path of such a submodule -> what it raised when it was given symbols.
-    """
-
-    graph: fx.Graph
-    owned: dict[str, Any]
-    called: dict[str, nn.Module]
-    untraced: dict[str, Exception]
+    graph: fx.Graph  # the torch.fx graph, whose placeholders are the arguments of the forward pass
+    owned: dict[str, Any]  # name -> module or attribute to which the graph refers
+    called: dict[str, nn.Module]  # path in the traced module -> submodule that is a single call of the graph
+    untraced: dict[str, Exception]  # path of such a submodule -> what it raised when it was given symbols
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls. None: it calls none."""

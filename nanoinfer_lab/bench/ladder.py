@@ -70,19 +70,14 @@ ENGINE: dict[str, dict[str, Any]] = {  # arguments of LLM, which also hold for t
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A version's figures, the medians of its runs.
-
-    Attributes:
-        tokens_per_s: output tokens per second.
-        bandwidth_share: the bytes that the steps must read and write, each weight once per step, by those that the memory
-            can deliver in the time of the run.
-        longest_pause_ms: the longest time between two tokens of a request.
-    """
+    """A version's figures, the medians of its runs."""
 
     version: str
-    tokens_per_s: float
+    tokens_per_s: float  # output tokens per second
+    # The bytes that the steps must read and write, each weight once per step, by those that the memory can deliver in the time
+    # of the run
     bandwidth_share: float
-    longest_pause_ms: float
+    longest_pause_ms: float  # the longest time between two tokens of a request
 
 
 @dataclass(slots=True)

@@ -51,17 +51,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of step.
-
-    Attributes:
-        num_decoding: how many sequences get their next token. 0: the step computes a prompt.
-        measured_s: the seconds of such a step.
-    """
+    """A kind of step."""
 
     name: str
-    num_decoding: int
+    num_decoding: int  # how many sequences get their next token. 0: the step computes a prompt
     parts: tuple[StepPart, ...]
-    measured_s: float
+    measured_s: float  # the seconds of such a step
 
     @property
     def num_operations(self) -> int:

@@ -128,18 +128,12 @@ async def _record_all(
 
 
 class TimedResponse(io.RawIOBase):
-    """The bytes that arrived at a connection, which are read again like a socket's, one original read per call.
-
-    Attributes:
-        reads: the time of each read, in seconds of perf_counter, and its bytes.
-        error: why nothing more arrived, if it was not the end of the answer.
-        time: the time of the read that was read again last.
-    """
+    """The bytes that arrived at a connection, which are read again like a socket's, one original read per call."""
 
     def __init__(self) -> None:
-        self.reads: deque[tuple[float, bytes]] = deque()
-        self.error: Exception | None = None
-        self.time = 0.0
+        self.reads: deque[tuple[float, bytes]] = deque()  # the time of each, in seconds of perf_counter, and its bytes
+        self.error: Exception | None = None  # why nothing more arrived, if it was not the end of the answer
+        self.time = 0.0  # that of the read that was read again last
 
     @classmethod
     async def of(cls, client: Client, path: str, body: dict[str, object]) -> "TimedResponse":

@@ -96,17 +96,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Run(Generic[F]):
-    """A measured run.
+    """A measured run."""
 
-    Attributes:
-        figures: what was measured of all requests.
-        counts: how much each of COUNTERS grew, as far as the engine or the server has it.
-        requests: RequestTiming.row of each request.
-    """
-
-    figures: F
-    counts: dict[str, int]
-    requests: list[dict[str, object]]
+    figures: F  # what was measured of all requests
+    counts: dict[str, int]  # how much each of COUNTERS grew, as far as the engine or the server has it
+    requests: list[dict[str, object]]  # RequestTiming.row of each request
 
     @classmethod
     def of(cls, figures: F, timings: list[RequestTiming], before: Mapping[str, int], after: Mapping[str, int]) -> "Run[F]":

@@ -110,14 +110,6 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How the workloads run."""
-
-    random_model: RandomModel = None
-    repeats: Repeats = 3
-
-
-@dataclass(frozen=True, kw_only=True)
 class SimulatedOptions:
     """The arguments of LLM that change a simulation."""
 
@@ -307,7 +299,6 @@ def _show_throughput(results: "list[Measurement[Figures]]") -> None:
 
 
 def _show_percentiles(results: "list[Measurement[F]]") -> None:
-    """Print every latency of each workload."""
     rows = [
         (result.workload.name, name.removesuffix("_ms").upper(), *(f"{value:.2f}" for value in percentiles.values()))
         for result in results
@@ -325,7 +316,8 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
     def measure(
         *,
         picked: WorkloadOptions,
-        run: RunOptions,
+        random_model: RandomModel = None,
+        repeats: Repeats = 3,
         engine: options.EngineOptions,
         batching: options.BatchingOptions,
         as_json: options.AsJson = False,
@@ -336,11 +328,12 @@ def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[
         from nanoinfer_lab.bench.random_models import checkpoint_of
 
         workloads = pick_workloads(picked)
-        with checkpoint_of(engine.model, run.random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
+        with checkpoint_of(engine.model, random_model, engine.dtype) as checkpoint, options.busy("Measuring"):
             arguments = options.llm_arguments(engine, model=checkpoint, **asdict(batching))
-            chosen, results = offline.measure(workloads=workloads, repeats=run.repeats, **arguments)
-        settings = asdict(run) | asdict(engine) | asdict(batching) | asdict(chosen)
-        _print_report(settings | {"threads": torch.get_num_threads()}, results, as_json, show)
+            chosen, results = offline.measure(workloads=workloads, repeats=repeats, **arguments)
+        settings = asdict(engine) | asdict(batching) | asdict(chosen)
+        settings |= {"random_model": random_model, "repeats": repeats, "threads": torch.get_num_threads()}
+        _print_report(settings, results, as_json, show)
 
 
 _add_measurement("throughput", "Measure tokens per second.", _show_throughput)

@@ -61,53 +61,33 @@ class StepPart:
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes.
+    """What a step computes."""
 
-    Attributes:
-        num_tokens: the tokens that it computes.
-        num_rows: the tokens whose logits it computes.
-        num_seqs: the sequences in the step.
-        num_keys: the keys that it reads, summed over the layers.
-        num_pairs: the pairs of a token and a token that it sees, summed over the layers.
-    """
-
-    num_tokens: int = 0
-    num_rows: int = 0
-    num_seqs: int = 0
-    num_keys: int = 0
-    num_pairs: int = 0
+    num_tokens: int = 0  # the tokens that it computes
+    num_rows: int = 0  # the tokens whose logits it computes
+    num_seqs: int = 0  # the sequences in the step
+    num_keys: int = 0  # the keys that it reads, summed over the layers
+    num_pairs: int = 0  # the pairs of a token and a token that it sees, summed over the layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """How large a model is, and what it keeps.
-
-    Attributes:
-        attention_weights: the weights of all attention projections, and of the projections of layers with states.
-        mlp_weights: the weights of all MLPs that every token passes, of routers, and of shared experts.
-        expert_weights: the weights of all experts.
-        num_experts: the experts of a layer. 1: the model has none.
-        num_experts_per_tok: the experts that a token passes in a layer.
-        num_sparse_layers: the layers with experts.
-        table_weights: the weights of embeddings, which a token looks up, and of a head that shares none of them.
-        cache: what the layers keep for each token and each sequence.
-        dtype: the dtype of the checkpoint.
-    """
+    """How large a model is, and what it keeps."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     num_attention_heads: int
     max_position_embeddings: int
-    dtype: str = "float32"
-    attention_weights: int
-    mlp_weights: int
-    expert_weights: int = 0
-    num_experts: int = 1
-    num_experts_per_tok: int = 1
-    num_sparse_layers: int = 0
-    table_weights: int = 0
-    cache: HybridSizes
+    dtype: str = "float32"  # the dtype of the checkpoint
+    attention_weights: int  # the weights of all attention projections, and of the projections of layers with states
+    mlp_weights: int  # the weights of all MLPs that every token passes, of routers, and of shared experts
+    expert_weights: int = 0  # the weights of all experts
+    num_experts: int = 1  # the experts of a layer. 1: the model has none
+    num_experts_per_tok: int = 1  # the experts that a token passes in a layer
+    num_sparse_layers: int = 0  # the layers with experts
+    table_weights: int = 0  # the weights of embeddings, which a token looks up, and of a head that shares none of them
+    cache: HybridSizes  # what the layers keep for each token and each sequence
 
     @classmethod
     def of(cls, config: ConfigJson) -> "ModelSizes":
@@ -230,20 +210,15 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """How long the steps of a model take on a machine.
-
-    Attributes:
-        num_ranks: the devices among which the model is split.
-        enable_expert_parallel: whether each device has whole experts. Otherwise it has a part of each expert.
-    """
+    """How long the steps of a model take on a machine."""
 
     sizes: ModelSizes
     hardware: Hardware
     dtype: NumberFormat
     weight_bits: int | None = None
     cache_dtype: NumberFormat | None = None
-    num_ranks: int = 1
-    enable_expert_parallel: bool = False
+    num_ranks: int = 1  # the devices among which the model is split
+    enable_expert_parallel: bool = False  # whether each device has whole experts. Otherwise it has a part of each expert
 
     def __post_init__(self) -> None:
         if self.dtype.name not in self.hardware.rates:
@@ -397,7 +372,6 @@ def _layer_kinds(config: ConfigJson) -> list[str]:
 
 
 def _sparse_layers(config: ConfigJson) -> list[int]:
-    """Return the layers that have experts."""
     family, num_layers = config["model_type"], config["num_hidden_layers"]
     if "num_experts" not in config or family == "qwen3_5_text":
         return []

@@ -15,47 +15,30 @@ from nanoinfer.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that are measured besides the model's: Python, sampling, HTTP.
+    """Seconds that are measured besides the model's: Python, sampling, HTTP."""
 
-    Attributes:
-        per_step_s: of a step.
-        per_sequence_s: of each sequence in a step.
-        per_request_s: from the arrival of a request until the scheduler has it. Requests take it one after another.
-        per_answer_s: from the end of a step until a client has its tokens.
-    """
-
-    per_step_s: float = 0.0
-    per_sequence_s: float = 0.0
-    per_request_s: float = 0.0
-    per_answer_s: float = 0.0
+    per_step_s: float = 0.0  # of a step
+    per_sequence_s: float = 0.0  # of each sequence in a step
+    per_request_s: float = 0.0  # from the arrival of a request until the scheduler has it. Requests take it one after another
+    per_answer_s: float = 0.0  # from the end of a step until a client has its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A machine, or a device of several equal ones.
-
-    Attributes:
-        bandwidth: bytes per second read from memory.
-        rates: dtype -> operations per second of matrix products, without sparsity. A multiplication and an addition are two.
-        memory_bytes: the size of the memory.
-        overlap: the share of the shorter of reading and computing a part that runs beside the longer, in 0 .. 1.
-        is_gpu: whether the cache may take what weights leave of the memory. On a CPU it takes at most 4 GiB, as in the engine.
-        link_bandwidth: bytes per second from a device to another in one direction. 0: there is no other device.
-        link_latency_s: seconds that a message, or a collective operation of few bytes, takes.
-        overheads: what is measured besides.
-        source: where the figures are from.
-    """
+    """A machine, or a device of several equal ones."""
 
     name: str
-    bandwidth: float
+    bandwidth: float  # bytes per second read from memory
+    # dtype -> operations per second of matrix products, without sparsity. A multiplication and an addition are two
     rates: dict[str, float]
-    memory_bytes: int
-    overlap: float = 1.0
+    memory_bytes: int  # the size of the memory
+    overlap: float = 1.0  # the share of the shorter of reading and computing a part that runs beside the longer, in 0 .. 1
+    # Whether the cache may take what weights leave of the memory. On a CPU it takes at most 4 GiB, as in the engine
     is_gpu: bool = True
-    link_bandwidth: float = 0.0
-    link_latency_s: float = 0.0
-    overheads: Overheads = field(default_factory=Overheads)
-    source: str = ""
+    link_bandwidth: float = 0.0  # bytes per second from a device to another in one direction. 0: there is no other device
+    link_latency_s: float = 0.0  # seconds that a message, or a collective operation of few bytes, takes
+    overheads: Overheads = field(default_factory=Overheads)  # what is measured besides
+    source: str = ""  # where the figures are from
 
     @classmethod
     def read(cls, path: Path) -> "Hardware":

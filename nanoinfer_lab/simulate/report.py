@@ -32,18 +32,12 @@ GRID = {
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A simulated run.
+    """A simulated run."""
 
-    Attributes:
-        choice: what a sweep has chosen. {}: there is no sweep.
-        figures: the figures of `nanoinfer bench`, with goodput if there are limits.
-        cost: the price of a million output tokens, in the currency of the machine's price. None: it is unknown.
-    """
-
-    choice: Choice
+    choice: Choice  # what a sweep has chosen. {}: there is no sweep
     result: Result
-    figures: Figures
-    cost: float | None
+    figures: Figures  # the figures of `nanoinfer bench`, with goodput if there are limits
+    cost: float | None  # the price of a million output tokens, in the currency of the machine's price. None: it is unknown
 
     @classmethod
     def of(cls, choice: Choice, result: Result, limits: Mapping[str, float], price_per_hour: float | None) -> "SimulatedRun":
@@ -100,7 +94,7 @@ def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
         "out tok/s": lambda run: run.figures.output_tokens_per_s,
         **{f"{figure.upper()} {p} ms": partial(_percentile, figure=figure, percentile=p) for figure, p in percentiles},
         "goodput/s": lambda run: run.figures.goodput_requests_per_s,
-        "cache hits": _hit_rate,
+        "cache hits": lambda run: f"{run.result.counts['prefix_cache_hits'] / run.result.counts['prefix_cache_queries']:.0%}",
         "preempted": lambda run: run.result.counts["num_preemptions"],
         "per M tok": lambda run: run.cost,
     }
@@ -113,10 +107,6 @@ def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
 def _percentile(run: SimulatedRun, figure: str, percentile: str) -> float | None:
     found = getattr(run.figures, f"{figure}_ms")
     return None if found is None else getattr(found, percentile)
-
-
-def _hit_rate(run: SimulatedRun) -> str:
-    return f"{run.result.counts['prefix_cache_hits'] / run.result.counts['prefix_cache_queries']:.0%}"
 
 
 def _shown(value: object) -> str:

@@ -57,25 +57,17 @@ _PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """A request.
+    """A request."""
 
-    Attributes:
-        arrival_s: when it arrives, in seconds after the start.
-        prompt: the token ids, in 0 .. 2**31 - 1. Equal beginnings share cached blocks. In a prompt that continues an earlier
-            answer, each token of the answer is ANSWER_TOKEN_ID.
-        output_len: the number of tokens of the answer.
-        max_tokens: the limit of the answer, which the scheduler knows. None: output_len.
-        priority: for schedulers that read priorities. Lower runs first.
-        deadline_s: when it should end, in seconds after the start, for schedulers that read deadlines.
-        num_received_tokens: how many tokens of the prompt have keys and values that another machine has computed and sent.
-    """
-
-    arrival_s: float
+    arrival_s: float  # when it arrives, in seconds after the start
+    # The token ids, in 0 .. 2**31 - 1. Equal beginnings share cached blocks. In a prompt that continues an earlier answer,
+    # each token of the answer is ANSWER_TOKEN_ID
     prompt: list[int]
-    output_len: int
-    max_tokens: int | None = None
-    priority: int = 0
-    deadline_s: float = math.inf
+    output_len: int  # the number of tokens of the answer
+    max_tokens: int | None = None  # the limit of the answer, which the scheduler knows. None: output_len
+    priority: int = 0  # for schedulers that read priorities. Lower runs first
+    deadline_s: float = math.inf  # when it should end, in seconds after the start, for schedulers that read deadlines
+    # How many tokens of the prompt have keys and values that another machine has computed and sent
     num_received_tokens: int = 0
 
 
@@ -112,25 +104,18 @@ class TimeCounts:
 
 @dataclass(slots=True)
 class Result:
-    """What a simulation has found.
+    """What a simulation has found."""
 
-    Attributes:
-        timings: the times of each request, in the order of arrival. token_times has the first and the last token.
-        inter_token_s: the times between the tokens of a request, over all requests.
-        counts: prefix_cache_queries and prefix_cache_hits in tokens, and num_preemptions.
-        num_steps: the number of steps.
-        end_s: when the last token came.
-        device_s: how long the device computed.
-        num_blocks: the blocks of the KV cache.
-    """
-
+    # The times of each request, in the order of arrival. token_times has the first and the last token
     timings: list[RequestTiming] = field(default_factory=list)
+    # The times between the tokens of a request, over all requests
     inter_token_s: TimeCounts = field(default_factory=TimeCounts)
+    # prefix_cache_queries and prefix_cache_hits in tokens, and num_preemptions
     counts: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
-    end_s: float = 0.0
-    device_s: float = 0.0
-    num_blocks: int = 0
+    end_s: float = 0.0  # when the last token came
+    device_s: float = 0.0  # how long the device computed
+    num_blocks: int = 0  # the blocks of the KV cache
 
     def figures(self, goodput: Mapping[str, float] = {}) -> Figures:
         """Return the figures of `nanoinfer bench`. goodput: as in timing.figures."""
@@ -185,21 +170,14 @@ def simulate(
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """An unfinished request.
-
-    Attributes:
-        num_tokens_at_end: the tokens of the prompt and of the whole answer.
-        last_s: when it got its newest token.
-        num_cached_tokens: what the prefix cache had of its prompt. None: it has not started.
-        num_preemptions: how often it was preempted.
-    """
+    """An unfinished request."""
 
     request: SimulatedRequest
     timing: RequestTiming
-    num_tokens_at_end: int
-    last_s: float = 0.0
-    num_cached_tokens: int | None = None
-    num_preemptions: int = 0
+    num_tokens_at_end: int  # the tokens of the prompt and of the whole answer
+    last_s: float = 0.0  # when it got its newest token
+    num_cached_tokens: int | None = None  # what the prefix cache had of its prompt. None: it has not started
+    num_preemptions: int = 0  # how often it was preempted
 
 
 class Simulation(SchedulingObserver):
@@ -291,7 +269,6 @@ class Simulation(SchedulingObserver):
         self._next = max(request.arrival_s, free_s) + self._overheads.per_request_s, request
 
     def _receive(self) -> None:
-        """Queue the requests that have arrived."""
         while self._next is not None and self._next[0] <= self.now:
             ready_s, request = self._next
             self._add(request)
@@ -384,7 +361,6 @@ class Simulation(SchedulingObserver):
                 self._finish(seq)
 
     def _record(self, sequences: Iterable[Sequence]) -> None:
-        """Note that requests have a new token."""
         token_s, before = self.now + self._overheads.per_answer_s, Counter[float]()
         for running in map(self._running.__getitem__, sequences):
             if token_times := running.timing.token_times:
@@ -443,17 +419,12 @@ class Simulation(SchedulingObserver):
 
 
 class _DecodeSteps:
-    """Steps in which the same sequences decode. A sequence is brought up to date where it begins or fills a block.
-
-    Attributes:
-        num_steps: how many steps there were.
-        work: the work of the next step.
-    """
+    """Steps in which the same sequences decode. A sequence is brought up to date where it begins or fills a block."""
 
     def __init__(self, manager: BlockManager, sizes: ModelSizes, running: ListLike[Sequence], num_pending: int) -> None:
         """num_pending: the tokens of each sequence that are sampled and not known."""
         self.num_steps = 0
-        self.work = StepWork(num_rows=len(running))
+        self.work = StepWork(num_rows=len(running))  # of the next step
         self._manager, self._sizes, self._running = manager, sizes, list(running)
         self._starts = [seq.num_computed_tokens for seq in running]
         self._by_phase: dict[int, list[int]] = defaultdict(list)  # start % block_size -> indices into running

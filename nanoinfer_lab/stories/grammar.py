@@ -187,7 +187,6 @@ def _weigh(alternatives: str) -> list[tuple[float, Symbols]]:
 
 
 def _symbols(template: str) -> Symbols:
-    """Split a template at its blanks."""
     symbols: list[str | Blank] = []
     position = 0
     for match in BLANK.finditer(template):

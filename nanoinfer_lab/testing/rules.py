@@ -35,17 +35,12 @@ def _contents(salt: str | None, token_ids: tuple[int, ...]) -> list[Slot]:
 
 
 class Memory:
-    """The slots of a cache.
-
-    Attributes:
-        slots: the content of each slot. None: nothing was written.
-        unread: with async_scheduling, the tokens that were sampled and that the scheduler does not know yet, each with its
-            sequence and whether the answer ends with it.
-    """
+    """The slots of a cache."""
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
-        self.slots: list[Slot | None] = [None] * (manager.num_blocks * manager.block_size)
+        self.slots: list[Slot | None] = [None] * (manager.num_blocks * manager.block_size)  # None: nothing was written
+        # With async_scheduling: (sequence, sampled token that the scheduler does not know yet, whether the answer ends with it)
         self.unread: list[tuple[Sequence, int, bool]] = []
 
     def tokens(self, seq: Sequence) -> tuple[int, ...]:

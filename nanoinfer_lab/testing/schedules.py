@@ -54,48 +54,27 @@ PARAMS = SamplingParams()
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How much room there is, and what can happen at most. Each number multiplies the number of states.
+    """How much room there is, and what can happen at most. Each number multiplies the number of states."""
 
-    Attributes:
-        num_requests: the requests that arrive.
-        num_blocks: the blocks of the pool.
-        block_size: the tokens of a block.
-        max_num_seqs: the sequences that run at a time.
-        chunk_size: the tokens of a prompt's chunk.
-        max_num_batched_tokens: the prompt tokens of a step. 0: chunk_size.
-        num_token_ids: the size of the alphabet.
-        max_prompt_len: the tokens of the longest prompt.
-        max_tokens: the tokens of the longest answer.
-        num_forks: how many requests have two answers (n = 2).
-        num_aborts: how many requests are aborted or fail.
-        num_readers: how many requests have a PromptReader, for which all rows of a prompt are computed.
-        num_salts: the different salts of requests.
-        max_adapters: the LoRA adapters of running sequences. Each salt but the first belongs to one. 0: there are none.
-        num_ranks: the different priorities and deadlines of requests.
-        num_resets: how often the prefix cache is reset, or a step fails so that the engine restarts all sequences.
-        num_speculative_tokens: the most drafts of a sequence in a step. Each draft is token 0.
-        enable_prefix_caching: whether full blocks are cached.
-        async_scheduling: whether a step is planned before the previous step's tokens are known, as on a GPU. Not with drafts.
-    """
-
-    num_requests: int = 3
-    num_blocks: int = 4
-    block_size: int = 2
-    max_num_seqs: int = 2
-    chunk_size: int = 2
-    max_num_batched_tokens: int = 0
-    num_token_ids: int = 2
-    max_prompt_len: int = 4
-    max_tokens: int = 3
-    num_forks: int = 1
-    num_aborts: int = 1
-    num_readers: int = 0
-    num_salts: int = 1
-    max_adapters: int = 0
-    num_ranks: int = 1
-    num_resets: int = 0
-    num_speculative_tokens: int = 0
-    enable_prefix_caching: bool = True
+    num_requests: int = 3  # the requests that arrive
+    num_blocks: int = 4  # the blocks of the pool
+    block_size: int = 2  # the tokens of a block
+    max_num_seqs: int = 2  # the sequences that run at a time
+    chunk_size: int = 2  # the tokens of a prompt's chunk
+    max_num_batched_tokens: int = 0  # the prompt tokens of a step. 0: chunk_size
+    num_token_ids: int = 2  # the size of the alphabet
+    max_prompt_len: int = 4  # the tokens of the longest prompt
+    max_tokens: int = 3  # the tokens of the longest answer
+    num_forks: int = 1  # how many requests have two answers (n = 2)
+    num_aborts: int = 1  # how many requests are aborted or fail
+    num_readers: int = 0  # how many requests have a PromptReader, for which all rows of a prompt are computed
+    num_salts: int = 1  # the different salts of requests
+    max_adapters: int = 0  # the LoRA adapters of running sequences. Each salt but the first belongs to one. 0: there are none
+    num_ranks: int = 1  # the different priorities and deadlines of requests
+    num_resets: int = 0  # how often the prefix cache is reset, or a step fails so that the engine restarts all sequences
+    num_speculative_tokens: int = 0  # the most drafts of a sequence in a step. Each draft is token 0
+    enable_prefix_caching: bool = True  # whether full blocks are cached
+    # Whether a step is planned before the previous step's tokens are known, as on a GPU. Not with drafts
     async_scheduling: bool = False
 
     def __post_init__(self) -> None:
@@ -156,31 +135,19 @@ Event = Arrive | Abort | Reset | RunStep
 
 
 class InvariantError(AssertionError):
-    """An invariant of the scheduler or of the block manager does not hold.
-
-    Attributes:
-        world: where.
-        events: the run, of which no shorter one violates an invariant.
-    """
+    """An invariant of the scheduler or of the block manager does not hold."""
 
     world: World
-    events: list[Event]
+    events: list[Event]  # the run, of which no shorter one violates an invariant
 
 
 class Explored(NamedTuple):
-    """What check_scheduler() has seen, in which every invariant holds.
+    """What check_scheduler() has seen, in which every invariant holds."""
 
-    Attributes:
-        num_states: the number of different states.
-        num_transitions: the number of events, each in each state in which it can happen.
-        num_events: the most events of a shortest run to a state.
-        seconds: the time it took.
-    """
-
-    num_states: int
-    num_transitions: int
-    num_events: int
-    seconds: float
+    num_states: int  # the number of different states
+    num_transitions: int  # the number of events, each in each state in which it can happen
+    num_events: int  # the most events of a shortest run to a state
+    seconds: float  # the time it took
 
 
 def check_scheduler(

@@ -94,7 +94,9 @@ def compile_model(
 
         def lower(trace: Trace) -> int:
             fuse(trace)
-            _read_owned(trace)
+            for name, value in trace.owned.items():  # what the forward pass uses itself, without a module
+                if isinstance(value, StoredParameter):
+                    trace.owned[name] = value.source.load(value.device)
             modules = map(trace.module, trace.graph.nodes)
             num_uses.update(linear for fused in modules if isinstance(fused, FusedLinear) for linear in fused.linears)
             programs = compile_for_cpu(trace, packed, dtype, weights)
@@ -151,13 +153,6 @@ def screened_head(model: nn.Module) -> nn.Linear | None:
     return head if num_bytes <= available_cpu_memory() else None
 
 
-def _read_owned(trace: Trace) -> None:
-    """Read the parameters that a forward pass uses itself, without a module."""
-    for name, value in trace.owned.items():
-        if isinstance(value, StoredParameter):
-            trace.owned[name] = value.source.load(value.device)
-
-
 def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
     """Let an embedding read its rows from the kernel weight of the head with which it shares its table.
 
@@ -177,7 +172,6 @@ def _share_tables(model: nn.Module, pack: Pack, *, keeps_plain: bool) -> None:
 
 
 def _compile_recurrences(compiled: CompiledModel, dtype: torch.dtype, weights: LoadedWeights) -> None:
-    """Replace the modules that advance states by kernels."""
     for path, module in list(compiled.model.named_modules()):
         if type(module) is DeltaRecurrence:
             try:

@@ -55,15 +55,11 @@ def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: Loade
 
 
 class _Compiler:
-    """Collects the operations of one program after the other.
-
-    Attributes:
-        views: node of the current program -> the view that it computes.
-    """
+    """Collects the operations of one program after the other."""
 
     def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype, weights: LoadedWeights) -> None:
         self.programs: list[CPUProgram] = []
-        self.views: dict[fx.Node, View | tuple[View, ...]] = {}
+        self.views: dict[fx.Node, View | tuple[View, ...]] = {}  # node of the current program -> what it computes
         self._trace, self._pack, self._dtype, self._weights = trace, pack, dtype, weights
         self._operations: list[Operation] = []
         self._inputs: dict[fx.Node, Buffer] = {}
@@ -306,7 +302,6 @@ def _is_reshaped(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 

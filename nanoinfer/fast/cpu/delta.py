@@ -52,9 +52,6 @@ def arguments_of(attend: Attend) -> DeltaArguments | None:
 class KernelRecurrence(Untraced):
     """Computes the same as a DeltaRecurrence, alone or as a part of a program.
 
-    Attributes:
-        widths: how many numbers a token has in qkv, z, b and a.
-
     Raises:
         UnsupportedError: no kernel supports these sizes or this dtype.
     """
@@ -65,6 +62,7 @@ class KernelRecurrence(Untraced):
             raise UnsupportedError(f"linear_conv_kernel_dim must be >= 2 for the C++ kernel, got {plain.kernel_size}")
         self._plain, self._dtype = (plain,), dtype  # a tuple hides the submodule from torch
         num_heads, width = plain.num_value_heads, plain.num_value_heads * plain.value_dim
+        # How many numbers a token has in qkv, z, b and a
         self.widths = 2 * plain.num_key_heads * plain.key_dim + width, width, num_heads, num_heads
         group = num_heads // plain.num_key_heads
         sizes = {"KEY_DIM": plain.key_dim, "VALUE_DIM": plain.value_dim, "GROUP": group, "KERNEL": plain.kernel_size}

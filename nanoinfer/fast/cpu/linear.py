@@ -49,16 +49,12 @@ class PackedLinear:
     Args:
         kept: the bytes of `arrays`, from an earlier start. Empty: the weights are laid out.
 
-    Attributes:
-        scratch_bytes: the memory that a call needs for each row, in bytes.
-        is_exact: whether `rows` returns the numbers of the checkpoint.
-
     Raises:
         UnsupportedError: the kernel does not support the dtype or the number of inputs, or cannot be compiled.
     """
 
-    is_exact = True
-    scratch_bytes: int
+    is_exact = True  # whether `rows` returns the numbers of the checkpoint
+    scratch_bytes: int  # the memory that a call needs for each row
     _kernel: Any  # a function of a library
     _pointers: tuple[int | None, int | None, int | None]  # weight, scales and zeros
     _group_size, _bits = 0, 0  # of integers

@@ -43,11 +43,7 @@ class CPUMapping(ctypes.Structure):
 
 
 class CPUAdapters:
-    """The adapters of the layers that a kernel computes together.
-
-    Attributes:
-        address: the address of the kernel's argument.
-    """
+    """The adapters of the layers that a kernel computes together."""
 
     def __init__(self, fused: FusedLinear, dtype: torch.dtype, layers: Sequence[AdaptedLinear | None]) -> None:
         """layers: the adapters of each fused layer. None: the layer has no adapters."""
@@ -61,7 +57,7 @@ class CPUAdapters:
         self._arguments = Adapted(
             addressof(kernel_mapping), addressof(self._changes), addressof(self._starts), len(layers), max_rank
         )
-        self.address = addressof(self._arguments)
+        self.address = addressof(self._arguments)  # of the kernel's argument
         self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the index in _changes
         for index, layer in enumerate(layers):
             if layer is not None:

@@ -168,30 +168,19 @@ def streamed() -> str:
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler that works.
+    """A C++ compiler that works."""
 
-    Attributes:
-        command: its path, and the options that every kernel is compiled with.
-        macros: what it predefines with these options, such as its version and the instructions of the processor.
-        origin: where its kernels come from, for a report.
-    """
-
-    command: tuple[str, ...]
-    macros: str
-    origin: str = "compiled on this machine"
+    command: tuple[str, ...]  # its path, and the options that every kernel is compiled with
+    macros: str  # what it predefines with these options, such as its version and the instructions of the processor
+    origin: str = "compiled on this machine"  # where its kernels come from, for a report
 
 
 class Level(NamedTuple):
-    """Instructions that a wheel's libraries are compiled for.
-
-    Attributes:
-        options: those of the compiler that choose them.
-        features: what the processor must have, in the words of /proc/cpuinfo.
-    """
+    """Instructions that a wheel's libraries are compiled for."""
 
     name: str
-    options: tuple[str, ...]
-    features: tuple[str, ...]
+    options: tuple[str, ...]  # those of the compiler that choose them
+    features: tuple[str, ...]  # what the processor must have, in the words of /proc/cpuinfo
 
     @property
     def origin(self) -> str:

@@ -29,35 +29,24 @@ Places = dict[int, tuple[int, int]]  # GroupedAttend.places. {}: the layers form
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """The numbers of each row that an operation computes, or that the program is given.
+    """The numbers of each row that an operation computes, or that the program is given."""
 
-    Attributes:
-        width: how many numbers a row has.
-        node: the operation in the graph.
-        shape: the shape of an input's row. None: the program computes the buffer.
-        must_fit: whether an input must have this shape. Other inputs are expanded to it.
-        is_attended: whether Python may compute it, and return its own tensor. Only such buffers may share their array.
-    """
-
-    width: int
-    node: fx.Node
-    shape: tuple[int, ...] | None = None
-    must_fit: bool = False
+    width: int  # how many numbers a row has
+    node: fx.Node  # the operation in the graph
+    shape: tuple[int, ...] | None = None  # the shape of an input's row. None: the program computes the buffer
+    must_fit: bool = False  # whether an input must have this shape. Other inputs are expanded to it
+    # Whether Python may compute it, and return its own tensor. Only such buffers may share their array
     is_attended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The numbers of each row of a buffer from `first` on, as a tensor that has this shape for each row.
-
-    Attributes:
-        step: how many numbers lie from an entry of the first axis to the next. 0: they are contiguous.
-    """
+    """The numbers of each row of a buffer from `first` on, as a tensor that has this shape for each row."""
 
     buffer: Buffer
     first: int
     shape: tuple[int, ...]
-    step: int = 0
+    step: int = 0  # how many numbers lie from an entry of the first axis to the next. 0: they are contiguous
 
     @property
     def size(self) -> int:
@@ -80,23 +69,17 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A kernel call whose operands have no addresses yet.
-
-    Attributes:
-        call: makes the call from the slices of `reads` and of `out`, and the index of the scratch array. None: the operation
-            depends on the sequences of the step: the attention or a recurrence.
-        overwrites: the operands that the result may overwrite if nothing reads them later.
-        scratch_bytes: the scratch memory of a row, in bytes.
-        layer: the layer of the attention, whose `reads` are q, k and v.
-        options: the options of the attention: window and sinks, if the layer has them.
-    """
+    """A kernel call whose operands have no addresses yet."""
 
     reads: tuple[View, ...]
     out: View
+    # Makes the call from the slices of `reads` and of `out`, and the index of the scratch array. None: the operation depends
+    # on the sequences of the step: the attention or a recurrence
     call: Callable[[Sequence[Slice], int], KernelCall] | None = None
-    overwrites: tuple[View, ...] = ()
-    scratch_bytes: int = 0
-    layer: int = -1
+    overwrites: tuple[View, ...] = ()  # the operands that the result may overwrite if nothing reads them later
+    scratch_bytes: int = 0  # the scratch memory of a row, in bytes
+    layer: int = -1  # the layer of the attention, whose `reads` are q, k and v
+    # The options of the attention: window and sinks, if the layer has them
     options: dict[str, Any] = field(default_factory=dict)
     recurrence: KernelRecurrence | None = None
 

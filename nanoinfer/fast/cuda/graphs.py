@@ -89,24 +89,15 @@ class CUDACapture:
 
 @dataclass(eq=False)
 class CapturedGraphs(Generic[Key]):
-    """Captures graphs by key, those with the most rows first, so that the others reuse their memory.
-
-    Attributes:
-        launch: launches what the graph of a key replays, and returns its result.
-        name: the name of a key's graph in the log, such as "a step of 8 decodes".
-        num_rows: returns the number of rows of a key's graph.
-        on_first_use: whether `find` captures what it misses. Otherwise `capture_next` does.
-        graphs: key -> its graph. None: the capture failed.
-        wanted: the keys to capture.
-    """
+    """Captures graphs by key, those with the most rows first, so that the others reuse their memory."""
 
     capture: Capture
-    launch: Callable[[Key], Tensor]
-    name: Callable[[Key], str]
-    num_rows: Callable[[Key], int]
-    on_first_use: bool
-    graphs: dict[Key, CapturedGraph | None] = field(default_factory=dict)
-    wanted: set[Key] = field(default_factory=set)
+    launch: Callable[[Key], Tensor]  # launches what the graph of a key replays, and returns its result
+    name: Callable[[Key], str]  # the name of a key's graph in the log, such as "a step of 8 decodes"
+    num_rows: Callable[[Key], int]  # returns the number of rows of a key's graph
+    on_first_use: bool  # whether `find` captures what it misses. Otherwise `capture_next` does
+    graphs: dict[Key, CapturedGraph | None] = field(default_factory=dict)  # key -> its graph. None: the capture failed
+    wanted: set[Key] = field(default_factory=set)  # the keys to capture
 
     def find(self, key: Key, largest: Key) -> CapturedGraph | None:
         """Return the graph of a key. None: it is not captured. largest: the key to capture before the first."""

@@ -48,14 +48,11 @@ Largest = Float[Tensor, " batch"]  # the largest of each row's logits. It is not
 
 @dataclass(eq=False)
 class FewLogits(Route):
-    """The route that uses these functions. It supports every step.
+    """The route that uses these functions. It supports every step."""
 
-    Attributes:
-        head: computes the largest logits of a few rows in less time than all logits. None: the model has no such head.
-        all_logits: the function that computes all logits of this head. Rows of a drafter have another one.
-    """
-
+    # Computes the largest logits of a few rows in less time than all logits. None: the model has no such head
     head: "ScreenedLinear | None" = None
+    # The function that computes all logits of this head. Rows of a drafter have another one
     all_logits: Callable[[Tensor], Tensor] | None = None
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
