@@ -227,6 +227,8 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int
+    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
+    # newest token. Only a decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     def num_accepted(self, sampled_token_ids: list[int]) -> int:
@@ -241,9 +243,13 @@ class ScheduledSequence:
 class StepPlan:
     """The plan of one step."""
 
+    # single-token sequences, then prompt chunks, each group oldest first. Packed tokens have the same order
     scheduled: tuple[ScheduledSequence, ...]
+    # the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
+    # prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for its newest
+    # token and a row for each draft
     rows: tuple[tuple[Sequence, int], ...] = ()
-    block_copies: tuple[tuple[int, int], ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()  # the (from, to) blocks that are copied before the forward pass
 
     def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
         """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""

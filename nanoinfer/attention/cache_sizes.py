@@ -31,16 +31,11 @@ class LayerSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What a block of the cache has.
+    """What a block of the cache has."""
 
-    Attributes:
-        num_layers: the number of layers whose keys and values a block has.
-        head_dim: the number of elements of a stored head.
-    """
-
-    num_layers: int
+    num_layers: int  # the number of layers whose keys and values a block has
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # the number of elements of a stored head
 
     @classmethod
     def of(cls, config: LayerSizes) -> "CacheSizes":

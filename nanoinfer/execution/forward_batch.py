@@ -22,19 +22,15 @@ ExtraRuns = tuple[tuple[Mapping[str, object], int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The input of a step.
-
-    Attributes:
-        logits_indices: the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows, or a
-            slice of all tokens.
-        extras: the extras of the sequences that have some, for what wraps the runner or begin_step. They reach every rank.
-    """
+    """The input of a step."""
 
     input_ids: Int[Tensor, " num_tokens"]
     positions: Int[Tensor, " num_tokens"]
+    # the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows, or a slice of all tokens
     logits_indices: Int[Tensor, " num_rows"] | slice
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
+    # the extras of the sequences that have some, for what wraps the runner or begin_step. They reach every rank
     extras: ExtraRuns = ()
 
     @classmethod

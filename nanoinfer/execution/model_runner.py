@@ -60,19 +60,13 @@ class ModelWeights:
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs the model.
-
-    Attributes:
-        begin_step: Runtime.begin_step.
-        graphs: replays steps. None: every step runs eagerly.
-        weights: the model's weights, to replace them.
-    """
+    """Runs the model."""
 
     model: Model
     cache: KVCache
-    begin_step: BeginStep
-    graphs: Replayer | None = None
-    weights: ModelWeights = field(default_factory=ModelWeights)
+    begin_step: BeginStep  # Runtime.begin_step
+    graphs: Replayer | None = None  # replays steps. None: every step runs eagerly
+    weights: ModelWeights = field(default_factory=ModelWeights)  # the model's weights, to replace them
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """Compute the hidden rows of a step. They are valid until the next forward, which may write to the same memory."""

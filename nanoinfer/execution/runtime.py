@@ -36,54 +36,35 @@ class CompileReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Everything that an executor is built from.
+    """Everything that an executor is built from."""
 
-    Attributes:
-        model: the model on its device.
-        backend: the model's attention. It serves this model only.
-        backend_name: the backend's name in attention.base.BACKENDS.
-        sizes: what the model's layers keep in the KV cache.
-        block_size: the number of tokens in a cache block.
-        cache_dtype: the dtype of stored keys and values.
-        cache_class: the class of the KV cache.
-        routes: the sampler's fast routes, in the order in which they are tried.
-        make_step_graphs: returns the object that replays steps, given the cache's size. None: every step runs eagerly.
-        num_graph_rows: the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly.
-        prompt_graph_sizes: the numbers of prompt tokens to which make_step_graphs pads steps, in order. Empty: it does not.
-        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. The plain
-            runtime has False, because torch's products depend on the number of rows.
-        report: which modules were compiled. None: compilation was not tried.
-        reserved_bytes: the bytes on the device that the runner allocates later.
-        reserved_hint: how to reserve fewer bytes, for the error of a cache without room. "": no bytes are reserved.
-        weights: the model's weights, as parameters and as kernels read them.
-        wrappers: functions that wrap the runner, innermost first, such as for the other ranks or adapters.
-        kept_bytes_per_token: the bytes that others keep for each token of the cache, besides its keys and values.
-        kept_step_bytes: the bytes that must stay free on a GPU for the steps of others, besides those of the model.
-        in_step: makes a context that surrounds the computations of each step.
-        rounded_copy: the model with weights of config.bits_of_copy bits. None: it has no such copy.
-    """
-
-    model: Model
-    backend: AttentionBackend
-    backend_name: str
-    sizes: CacheSizes
-    block_size: int
-    cache_dtype: torch.dtype
-    cache_class: type[KVCache] = KVCache
-    routes: tuple[Route, ...] = ()
+    model: Model  # the model on its device
+    backend: AttentionBackend  # the model's attention. It serves this model only
+    backend_name: str  # the backend's name in attention.base.BACKENDS
+    sizes: CacheSizes  # what the model's layers keep in the KV cache
+    block_size: int  # the number of tokens in a cache block
+    cache_dtype: torch.dtype  # the dtype of stored keys and values
+    cache_class: type[KVCache] = KVCache  # the class of the KV cache
+    routes: tuple[Route, ...] = ()  # the sampler's fast routes, in the order in which they are tried
+    # returns the object that replays steps, given the cache's size. None: every step runs eagerly
     make_step_graphs: Callable[[ExecutorInfo], Replayer] | None = None
-    num_graph_rows: int = 0
+    num_graph_rows: int = 0  # the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly
+    # the numbers of prompt tokens to which make_step_graphs pads steps, in order. Empty: it does not
     prompt_graph_sizes: tuple[int, ...] = ()
+    # whether a prompt's rows were found to have the same bits in any batch on this machine. The plain runtime has False,
+    # because torch's products depend on the number of rows
     is_batch_independent: bool = False
-    report: CompileReport | None = None
-    reserved_bytes: int = 0
-    reserved_hint: str = ""
-    weights: ModelWeights = field(default_factory=ModelWeights)
+    report: CompileReport | None = None  # which modules were compiled. None: compilation was not tried
+    reserved_bytes: int = 0  # the bytes on the device that the runner allocates later
+    reserved_hint: str = ""  # how to reserve fewer bytes, for the error of a cache without room. "": no bytes are reserved
+    weights: ModelWeights = field(default_factory=ModelWeights)  # the model's weights, as parameters and as kernels read them
+    # functions that wrap the runner, innermost first, such as for the other ranks or adapters
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
-    kept_bytes_per_token: int = 0
-    kept_step_bytes: int = 0
+    kept_bytes_per_token: int = 0  # the bytes that others keep for each token of the cache, besides its keys and values
+    kept_step_bytes: int = 0  # the bytes that must stay free on a GPU for the steps of others, besides those of the model
+    # makes a context that surrounds the computations of each step
     in_step: Callable[[], AbstractContextManager[object]] = nullcontext
-    rounded_copy: Model | None = None
+    rounded_copy: Model | None = None  # the model with weights of config.bits_of_copy bits. None: it has no such copy
 
     @property
     def bytes_per_block(self) -> int:

@@ -9,15 +9,12 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(slots=True)  # not frozen, so that making an instance takes a third of the time
 class ScheduledSequence:
-    """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
-
-    Attributes:
-        draft_token_ids: a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row
-            after the sequence's newest token. Only a decode step has drafts.
-    """
+    """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes."""
 
     sequence: Sequence
     num_new_tokens: int
+    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
+    # newest token. Only a decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     @property
@@ -52,20 +49,16 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step.
+    """The plan of one step."""
 
-    Attributes:
-        scheduled: single-token sequences, then prompt chunks, each group oldest first. Packed tokens have the same order.
-        rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
-            its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
-            its newest token and a row for each draft.
-        block_copies: the (from, to) blocks that are copied before the forward pass.
-        sampler: the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own.
-    """
-
+    # single-token sequences, then prompt chunks, each group oldest first. Packed tokens have the same order
     scheduled: tuple[ScheduledSequence, ...]
+    # the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
+    # prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for its newest
+    # token and a row for each draft
     rows: tuple[tuple[Sequence, int], ...] = ()
-    block_copies: tuple[tuple[int, int], ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()  # the (from, to) blocks that are copied before the forward pass
+    # the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own
     sampler: Callable[..., Any] | None = None
 
     def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:

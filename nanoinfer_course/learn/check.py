@@ -25,23 +25,15 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """An input, and a function that observes what a version of the task's function does with it.
+    """An input, and a function that observes what a version of the task's function does with it."""
 
-    Attributes:
-        given: all of the input, by name.
-        observe: calls the version with the input, and returns the visible effects.
-        exact: whether floating-point numbers must have the same bits.
-        picture: a drawing of the input for a terminal. "": words are enough.
-        judge: returns what must be equal in the effects of both versions. By default that is all of them.
-        comes_last: whether the case is tried after the others, smaller or not.
-    """
-
-    given: Mapping[str, object]
-    observe: Callable[[Version], object]
-    exact: bool = True
-    picture: str = ""
+    given: Mapping[str, object]  # all of the input, by name
+    observe: Callable[[Version], object]  # calls the version with the input, and returns the visible effects
+    exact: bool = True  # whether floating-point numbers must have the same bits
+    picture: str = ""  # a drawing of the input for a terminal. "": words are enough
+    # returns what must be equal in the effects of both versions. By default that is all of them
     judge: Callable[[Any], object] = lambda seen: seen
-    comes_last: bool = False
+    comes_last: bool = False  # whether the case is tried after the others, smaller or not
 
     @property
     def words(self) -> str:
