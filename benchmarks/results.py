@@ -1,9 +1,10 @@
 """Read results.jsonl, and write its tables between the marks of pages: `python -m benchmarks.results`.
 
-A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as
-[median, lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and
-the model in float32. `release` is the version that was measured, without ".dev", or null for a build between two releases. What
-was not recorded is null. A page has `<!-- python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
+A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as [median,
+lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and the model
+in float32. Of kind "form": the perplexities of one form of a model's GGUF file here and in llama.cpp. `release` is the version
+that was measured, without ".dev", or null for a build between two releases. What was not recorded is null. A page has `<!--
+python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after it.
 """
 
 import json
@@ -118,12 +119,30 @@ class Perplexity:
         return self.model, self.text, self.variant
 
 
-def read() -> list[Speed | Perplexity]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of GGUF files, such as "Q5_0", of the same model. Perplexities: in llama.cpp, as in the file, and rounded."""
+
+    date: str
+    model: str
+    text: str
+    form: str
+    llama_cpp: float
+    bfloat16: float
+    int8: float
+    int4: float
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.model, self.text, self.form
+
+
+def read() -> list[Speed | Perplexity | Form]:
     """Read every line, the oldest first."""
-    found: list[Speed | Perplexity] = []
+    found: list[Speed | Perplexity | Form] = []
     for line in LINES.read_text(encoding="utf-8").splitlines():
         fields: dict[str, Any] = json.loads(line)
-        kind = {"speed": Speed, "perplexity": Perplexity}[fields.pop("kind")]
+        kind = {"speed": Speed, "perplexity": Perplexity, "form": Form}[fields.pop("kind")]
         found.append(kind(**{name: _tuple(value) for name, value in fields.items() if name != "versions"}))
     return sorted(found, key=lambda one: one.date)
 
@@ -188,12 +207,23 @@ def perplexity() -> str:
     return _markdown(head, rows)
 
 
+def forms() -> str:
+    """The perplexity of each form of GGUF files, in llama.cpp and here."""
+    head = ("form", "text", "llama.cpp", "as in the file, bfloat16", "int8", "int4", "int4 to llama.cpp", "measured")
+    rows = []
+    for one in _newest(Form).values():
+        figures = [f"{figure:.3f}" for figure in (one.llama_cpp, one.bfloat16, one.int8, one.int4)]
+        rows.append([one.form, one.text, *figures, f"{one.int4 / one.llama_cpp:.2f}", one.date])
+    return _markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "readme zh": lambda: readme("zh"),
     "current": current,
     "history": history,
     "perplexity": perplexity,
+    "forms": forms,
 }
 
 

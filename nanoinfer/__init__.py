@@ -106,4 +106,4 @@ def __dir__() -> list[str]:
 
 # So that vLLM's modules, and those that have moved, are found after those of the package.
 __path__.append(f"{__path__[0]}/compat/vllm/modules")
-sys.meta_path.append(MovedModules)  # type: ignore[arg-type]  # has a finder's method
+sys.meta_path.append(MovedModules)

@@ -197,9 +197,7 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
     The signature stays that of the decorated method, for type checkers and for `inspect.signature`. The method then raises
     InvalidTypeError for an argument that is unknown, missing or not given by name. vLLM's further arguments
     (compat/vllm/neutral.py) are ignored, passed on under nanoinfer's name, or refused with UnsupportedError.
-
-    Args:
-        owner: The name in the messages, such as "LLM()".
+    owner: the name in the messages, such as "LLM()".
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:

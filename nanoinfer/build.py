@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
@@ -50,8 +51,6 @@ def make_engine(
 
     Raises: the errors of LLM(), also for the draft model.
     """
-    from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
-
     adapters = make_adapters(model, config, shards)
     store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
@@ -68,7 +67,6 @@ def make_engine(
     executor = make_executor(runtime, config)
     store = None if store_of_executor is None else store_of_executor(executor)
     observer = make_observer(executor, config, tokenizer)
-    executor.sampler = ReportingSampler(executor.sampler, config.logprobs_mode)
     return LLMEngine(
         executor,
         config,
@@ -77,19 +75,25 @@ def make_engine(
         planner=None if drafts is None else drafts.planner(executor),
         block_manager=make_block_manager(executor.info, config, observer, store),
         observer=observer,
-        features=[*adapters, ParameterFeatures(tokenizer, executor.info.vocab_size)],
+        features=[*adapters, ParameterFeatures(tokenizer, executor, config.logprobs_mode)],
     )
 
 
 class ParameterFeatures(RequestFeature):
     """Adds to a request what features do for its parameters. A feature is imported for the first request that asks for it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Tokenizer | None, executor: "LocalExecutor", logprobs_mode: str = "raw") -> None:
+        self._tokenizer, self._vocab_size, self._logprobs_mode = tokenizer, executor.info.vocab_size, logprobs_mode
+        self._executor = proxy(executor)  # LLM.close frees what the executor holds
         self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
     def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
+        if params.reports:
+            from nanoinfer.features.logprobs.token_logprobs import report_by
+
+            with self._lock:
+                report_by(self._executor, self._logprobs_mode)
         if params.prompt_logprobs is not None:
             from nanoinfer.features.logprobs.prompt_logprobs import reader_of
 
@@ -199,14 +203,14 @@ def make_block_manager(
     cls, caching = scheduling_classes(config)[1], config.cache.enable_prefix_caching
     if store is None and info.windows == (None,) and not info.num_state_slots:
         return cls(info.num_blocks, info.block_size, caching, observer)
-    from nanoinfer.features.hybrid.block_manager import CacheLayout, with_groups
+    from nanoinfer.features.hybrid.block_manager import with_groups
 
-    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+    layout = info.windows, config.scheduler.chunk_grid, info.num_state_slots
     if store is None:
-        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, layout)
+        return with_groups(cls)(info.num_blocks, info.block_size, caching, observer, *layout)
     from nanoinfer.features.disk_cache.stored_blocks import with_store
 
-    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, layout, store=store)
+    return with_store(cls)(info.num_blocks, info.block_size, caching, observer, *layout, store=store)
 
 
 def make_observer(executor: "LocalExecutor", config: EngineConfig, tokenizer: Tokenizer | None) -> Observer:

@@ -83,8 +83,6 @@ class SamplingParams(CheckedParams):
 
     Raises: InvalidValueError, InvalidTypeError.
 
-    >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
-    True
     >>> SamplingParams(top_p=1.5)
     Traceback (most recent call last):
     nanoinfer.errors.InvalidValueError: top_p must be in (0, 1], got 1.5; use 1.0 to turn it off
@@ -230,11 +228,6 @@ class SamplingParams(CheckedParams):
         clone = super().clone()
         object.__setattr__(clone, "logit_bias", _logit_bias(self.logit_bias))
         return clone
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the largest logit is taken, without a draw."""
-        return self.temperature == 0
 
     @property
     def reports(self) -> tuple[str, ...]:

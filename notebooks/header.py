@@ -226,7 +226,7 @@ NOTEBOOKS = {
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
         70,
         (
-            "scheduling/block_manager.py",
+            "features/hybrid/block_manager.py",
             "features/hybrid/state_slots.py",
             "features/hybrid/cache.py",
             "features/hybrid/gated_delta.py",
@@ -238,7 +238,7 @@ NOTEBOOKS = {
     "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
         40,
-        ("features/policy/policy.py", "features/policy/functions.py", "features/training/rollouts.py"),
+        ("features/policy/policy.py", "features/policy/functions.py", "features/training/methods.py"),
         ("weights", "sampler", "kernels"),
         ("07", "d2"),
         former="19",

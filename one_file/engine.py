@@ -90,10 +90,10 @@ class LLM:
         self.num_requests, self.lock = 0, threading.Lock()
 
     def generate(
-        self, prompts: ListLike[str | list[int]], sampling_params: SamplingParams | ListLike[SamplingParams] | None = None
+        self, prompts: str | ListLike[str | list[int]], sampling_params: SamplingParams | ListLike[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Answer all prompts in one batch, and return the outputs in the order of the prompts."""
-        params = sampling_params or SamplingParams()
+        prompts, params = [prompts] if isinstance(prompts, str) else prompts, sampling_params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         requests = [self.add_request(*pair) for pair in zip(prompts, each, strict=True)]
         while self.answers:
@@ -144,9 +144,9 @@ class LLM:
         sampling = SamplingBatch.build([seq for seq, _ in plan.rows], logits.shape[-1], logits.device)
         token_ids = sample(logits, sampling).tolist()  # the one time that the host waits for the device
         self.scheduler.commit(plan)  # count the plan's tokens as cached
-        for seq, sampled in accepted(plan, token_ids).items():
-            for token_id in sampled:
-                answer = self.answers[seq]
+        for seq, rows in plan.accepted_rows(token_ids):
+            answer = self.answers[seq]
+            for token_id in token_ids[rows.start : rows.stop]:
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
                     answer.finish(Stop("error"))
                 else:
@@ -243,6 +243,15 @@ class StepPlan:
     rows: tuple[tuple[Sequence, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
 
+    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
+        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
+        for first, (seq, _) in enumerate(self.rows):
+            if first >= end:  # else the row belongs to a draft of the sequence before
+                item = items.get(seq, ScheduledSequence(seq, 1))
+                end = first + 1 + len(item.draft_token_ids)
+                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
+
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
     """Return the sequences whose last known token this step computes, and their forks, with that token's packed index."""
@@ -270,9 +279,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
-        self.config = config
-        self.block_manager = block_manager
-        self.limits: dict[str, int] = {}
+        self.config, self.block_manager = config, block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -941,6 +948,11 @@ class Answer:
         matched = self.text.push(text, examine=examine)
         self.stop = Stop("stop", matched) if matched else stop
 
+    def finish(self, stop: Stop) -> None:
+        """End the answer without a further id, with the text that was held."""
+        self.text.push(self.detokenizer.finish(), examine=False)
+        self.stop = stop
+
     def check_id(self, token_id: int, examine: bool) -> Stop | None:
         """Check whether an id ends the answer: EOS first, then stop ids, stop strings that are special tokens, the length."""
         seq, params = self.seq, self.seq.params
@@ -1396,12 +1408,10 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None  # A string or several, of which the first to complete ends the text
     stop_token_ids: Sequence[int] | None = None  # Ids that end the output as EOS does
     ignore_eos: bool = False  # EOS does not stop
-    skip_special_tokens: bool = True  # Leave special tokens out of the text
     n: int = 1  # Number of answers to the prompt
     repetition_penalty: float = 1.0  # Logits of ids in prompt or output are divided by it if positive, else multiplied
     presence_penalty: float = 0.0  # Subtracted once for every id that is in the output
     frequency_penalty: float = 0.0  # Subtracted once for each time an id is in the output
-    timeout: float | None = None  # Seconds after which the request ends with finish_reason "timeout", whether it waits or runs
 
     @property
     def has_penalty(self) -> bool:
@@ -1845,17 +1855,6 @@ def _even(total: int, rank: int, size: int) -> slice:
 
 
 # ---- 17. Drafts
-def accepted(plan: StepPlan, token_ids: list[int]) -> dict[Sequence, list[int]]:
-    """Return the tokens of each sequence: those that confirm drafts, and the one after them."""
-    sampled: dict[Sequence, list[int]] = {}
-    for (seq, _), token_id in zip(plan.rows, token_ids, strict=True):
-        sampled.setdefault(seq, []).append(token_id)
-    for item in plan.scheduled:
-        if item.draft_token_ids:  # what was sampled after a wrong draft does not count
-            del sampled[item.sequence][1 + item.num_accepted(sampled[item.sequence]) :]
-    return sampled
-
-
 class Drafts:
     """Adds guesses after the newest token of each decoding sequence, as far as blocks are free."""
 

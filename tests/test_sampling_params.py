@@ -379,11 +379,6 @@ def test_every_way_to_say_the_same_gives_equal_params():
     assert SamplingParams(seed=1) != SamplingParams(seed=2)
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (-0.0, True), (1e-300, False), (1, False)])
-def test_only_temperature_zero_is_greedy(temperature, greedy):
-    assert SamplingParams(temperature=temperature).is_greedy is greedy
-
-
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_integer_too_large_for_a_float_is_refused_as_out_of_range(name):
     with pytest.raises(InvalidValueError, match=f"{name} must be"):

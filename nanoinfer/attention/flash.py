@@ -96,7 +96,9 @@ class FlashAttend:
 class WindowedFlashAttend(FlashAttend):
     """FlashAttend for layers of which some have a window."""
 
-    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
+    def __call__(  # type: ignore[override]  # its options are those of the layer
+        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None
+    ) -> Queries:
         assert sinks is None, "select_backend chooses another backend for layers with sinks"
         options = {} if window is None else {"window_size": (window - 1, 0)}  # keys to the left and to the right
         return super().__call__(layer, q, k, v, **options)

@@ -61,9 +61,7 @@ class ChatSession:
     def handle(self, message: str) -> None:
         """Run a command or answer a question. A text of several lines is a question.
 
-        Raises:
-            NanoinferError: the message is refused. The session is then unchanged.
-            EOFError: the message is /exit.
+        Raises: NanoinferError if the message is refused. The session is then unchanged. EOFError for /exit.
         """
         if not message.startswith("/") or "\n" in message:
             self.ask(message.strip())
@@ -146,8 +144,7 @@ class ChatSession:
     def load(self, path: str) -> None:
         """Continue a conversation that was saved.
 
-        Raises:
-            InvalidValueError: the file is not a conversation. The current conversation is then unchanged.
+        Raises: InvalidValueError if the file is not a conversation. The current conversation is then unchanged.
         """
         try:
             messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))

@@ -111,10 +111,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def in_words_of(message: str, options: Mapping[str, str]) -> str:
-    """Return a Python error in the words of a command line.
-
-    Args:
-        options: name of an argument -> the option that sets it.
+    """Return a Python error in the words of a command line. options: name of an argument -> the option that sets it.
 
     >>> in_words_of("max_tokens must be >= 1, or None for the model's length, got 0", {"max_tokens": "--max-tokens"})
     '--max-tokens must be >= 1, got 0'

@@ -26,11 +26,8 @@ G = TypeVar("G")
 def build_app(args: dict[str, object]) -> serve.Application:
     """Make the application of one deployment, named nanoinfer.
 
-    Args:
-        args: fields of EngineOptions and ServerOptions, as values or as text. api_key defaults to the keys in the environment.
-
-    Raises:
-        InvalidValueError: a name is not an option, or a value cannot be converted.
+    args: fields of EngineOptions and ServerOptions, as values or as text. api_key defaults to the keys in the environment.
+    Raises: InvalidValueError if a name is not an option, or a value cannot be converted.
     """
     names = {field.name for group in (EngineOptions, ServerOptions) for field in fields(group)}
     if unknown := sorted(args.keys() - names):

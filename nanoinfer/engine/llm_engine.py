@@ -164,7 +164,7 @@ class LLMEngine:
         return [first, *forks]
 
     def check_accepting(self) -> None:
-        """Raises: EnginePausedError if the engine is paused or asleep (features/training/rollouts.py)."""
+        """Raises: EnginePausedError if the engine is paused or asleep (features/training/methods.py)."""
         for refusal in self.refusals.values():
             raise type(refusal)(*refusal.args)  # a new exception, because each keeps its traceback
 

@@ -5,10 +5,13 @@ In: one sampled id at a time. Out: an Answer, whose text grows until it has a St
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import FinishReason
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tokenization.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.tokenization.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Stop:
 class Answer:
     """A sequence as text. stop: why it ended. None: it runs."""
 
-    def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
+    def __init__(self, seq: Sequence, detokenizer: "Detokenizer") -> None:
         self.seq, self.detokenizer = seq, detokenizer
         self.stop: Stop | None = None
         self.text = StopStrings(seq.params.stop or ())

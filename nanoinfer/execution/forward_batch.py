@@ -39,7 +39,7 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, plan: StepPlan, block_size: int, device: torch.device) -> "ForwardBatch":
-        """Make the tensors of a plan."""
+        """Make the tensors of a plan. The id of a token that only the device knows is 0."""
         packed = pack(plan, block_size)
         query_start_loc = [0, *accumulate(packed.query_lens)]
         block_tables = padded([seq.block_table for seq in packed.sequences])

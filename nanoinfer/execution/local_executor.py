@@ -20,8 +20,7 @@ from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
-from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of
+from nanoinfer.scheduling.step_plan import StepPlan, prompt_rows_of
 from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
@@ -85,9 +84,8 @@ class LocalExecutor:
         start = time.perf_counter()
         with self._in_step():
             sampled = step.tokens.read()
-        drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        if drafting or sampled.errors or sampled.reports:
-            outputs = _outputs_of(step.plan, sampled, drafting)
+        if step.plan.has_further_rows or sampled.errors or sampled.reports:
+            outputs = _outputs_of(step.plan, sampled)
         else:
             outputs = [SequenceOutput(seq, [id_]) for (seq, _), id_ in zip(step.plan.rows, sampled.token_ids, strict=True)]
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
@@ -145,20 +143,15 @@ def fill_in(
         input_ids[places] = token_ids[sources].clamp(min=0)
 
 
-def _outputs_of(plan: StepPlan, sampled: SamplerOutput, drafting: dict[Sequence, ScheduledSequence]) -> list[SequenceOutput]:
-    """Return the result of each sequence. drafting: the items with drafts, by sequence."""
-    outputs, end = [], 0  # end: the index after the previous sequence's rows
-    for first, (seq, _) in enumerate(plan.rows):
-        if first < end:
-            continue  # this row belongs to a draft
-        item = drafting.get(seq)
-        end = first + 1 + (len(item.draft_token_ids) if item else 0)
-        if error := sampled.errors.get(first):
+def _outputs_of(plan: StepPlan, sampled: SamplerOutput) -> list[SequenceOutput]:
+    """Return the result of each sequence."""
+    outputs = []
+    for seq, accepted in plan.accepted_rows(sampled.token_ids):
+        if error := sampled.errors.get(accepted.start):
             outputs.append(SequenceOutput(seq, error=error))
             continue
-        num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
-        # If the row of a draft has failed, it is computed again, without drafts.
-        rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
+        # A later row that has failed is computed again, alone.
+        rows = [row for row in accepted if row not in sampled.errors]
         reports = [sampled.reports[row] for row in rows if row in sampled.reports]
         outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], reports))
     return outputs

@@ -45,6 +45,7 @@ class Runtime:
         sizes: what the model's layers keep in the KV cache.
         block_size: the number of tokens in a cache block.
         cache_dtype: the dtype of stored keys and values.
+        cache_class: the class of the KV cache.
         routes: the sampler's fast routes, in the order in which they are tried.
         make_step_graphs: returns the object that replays steps, given the cache's size. None: every step runs eagerly.
         num_graph_rows: the most decodes of a step that make_step_graphs captures. 0: every step runs eagerly.

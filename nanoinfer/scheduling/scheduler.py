@@ -232,14 +232,14 @@ class Scheduler:
                 if not self._has_place():
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
-                if (self.limits and self._exceeds_limit(seq, in_use)) or not self.may_start(seq):
+                values = {name: of_running | {seq.extras.get(name)} for name, of_running in in_use.items()}
+                if any(len(values[name] - {None}) > most for name, most in self.limits.items()) or not self.may_start(seq):
                     continue
                 started.append(seq)
                 if not self._start(selection, seq):
                     started.pop()
                     break
-                for name, values in in_use.items():
-                    values.add(seq.extras.get(name))
+                in_use = values
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
@@ -251,9 +251,6 @@ class Scheduler:
 
     def _has_place(self) -> bool:
         return len(self.running) < self.config.max_num_seqs
-
-    def _exceeds_limit(self, seq: Sequence, in_use: dict[str, set[object]]) -> bool:
-        return any(len((in_use[name] | {seq.extras.get(name)}) - {None}) > most for name, most in self.limits.items())
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""

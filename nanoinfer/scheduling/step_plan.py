@@ -1,6 +1,6 @@
 """What a step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,23 @@ class StepPlan:
     rows: tuple[tuple[Sequence, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     sampler: Callable[..., Any] | None = None
+
+    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts.
+
+        token_ids: the token that was sampled for each row.
+        """
+        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
+        for first, (seq, _) in enumerate(self.rows):
+            if first >= end:  # else the row belongs to a draft of the sequence before
+                item = items.get(seq, ScheduledSequence(seq, 1))
+                end = first + 1 + len(item.draft_token_ids)
+                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
+
+    @property
+    def has_further_rows(self) -> bool:
+        """Whether a sequence has more than one row, by drafts."""
+        return bool([item for item in self.scheduled if item.draft_token_ids])
 
     @property
     def num_decode_tokens(self) -> int:

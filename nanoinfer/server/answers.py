@@ -119,14 +119,9 @@ class Answers:
 
 
 class Reply(ABC):
-    """Turns the answers to a request into an endpoint's response.
+    """Turns the answers to a request into an endpoint's response."""
 
-    Attributes:
-        answers: The streams of n answers to each prompt.
-        response_format: The name of response_format in the endpoint's bodies.
-    """
-
-    response_format = "response_format"
+    response_format = "response_format"  # its name in the endpoint's bodies
 
     def __init__(self, n: int = 1, **options: bool) -> None:
         """options: those of Answers."""

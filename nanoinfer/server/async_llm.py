@@ -18,7 +18,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import nanoinfer
@@ -32,7 +33,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.features.adapters.adapters import adapter_of, remove_adapter
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.embedding.pooling import Pooler
-from nanoinfer.features.training import rollouts
+from nanoinfer.features.training.methods import refuse_requests
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, Metric, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -253,7 +254,7 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "wait") -> None:
         """See LLM.pause. Running requests continue to stream. To resume: `await between_steps(async_llm.llm.resume)`."""
-        await self.between_steps(lambda: rollouts.refuse_requests(self.engine, mode))
+        await self.between_steps(lambda: refuse_requests(self.engine, mode))
         while self.engine.num_unfinished and self._thread.is_alive():
             await asyncio.sleep(POLL_SECONDS)
 
@@ -261,9 +262,7 @@ class AsyncLLM:
         """Refuse new requests, wait for unfinished requests, abort those that take longer, and close the LLM.
 
         It begins at once, even if the returned task is not awaited, as in scripts for vLLM. Call it in an event loop.
-
-        Args:
-            timeout: the seconds to wait. None: no limit.
+        timeout: the seconds to wait. None: no limit.
         """
         self._is_closing = True
         task = asyncio.get_running_loop().create_task(self._shut_down(timeout))
@@ -415,10 +414,8 @@ def is_large_prompt(prompt: PromptType) -> bool:
 
 def merged(deltas: list[Delta]) -> list[Delta]:
     """Join successive deltas of the same answer. Returns at most one delta for each answer, in the order of the answers."""
-    by_index: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        by_index.setdefault(delta.index, []).append(delta)
-    return [_joined(by_index[index]) for index in sorted(by_index)]
+    answers = groupby(sorted(deltas, key=attrgetter("index")), key=attrgetter("index"))
+    return [_joined(list(of_answer)) for _, of_answer in answers]
 
 
 def _joined(deltas: list[Delta]) -> Delta:

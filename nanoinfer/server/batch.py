@@ -227,8 +227,7 @@ async def answer_all(
 ) -> None:
     """Answer every request, num_concurrent at a time, and pass each result to write.
 
-    Raises:
-        EngineDeadError: If the engine fails. The requests without a result are then unfinished.
+    Raises: EngineDeadError if the engine fails. The requests without a result are then unfinished.
     """
 
     async def work() -> None:

@@ -82,14 +82,9 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check_fields(extra: Mapping[str, object], known: Collection[str]) -> None:
-    """Refuse the fields of a body that might be meant to change the answer.
+    """Refuse those of a body's extra fields that might be meant to change the answer. known: the fields that are honoured.
 
-    Args:
-        extra: Those fields of the body that are not known, with their values.
-        known: The fields that the endpoint honours.
-
-    Raises:
-        RequestError: 400, whose param is the first field that is refused.
+    Raises: RequestError, 400, whose param is the first field that is refused.
     """
     refused: dict[str, str] = {}
     for name, value in extra.items():

@@ -17,9 +17,7 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 def bind(host: str, port: int) -> list[socket.socket]:
     """Bind a socket to each address of a host. They do not listen yet, so clients are refused until the model is loaded.
 
-    Raises:
-        InvalidValueError: the host is not an address of this machine.
-        NanoinferError: the port is in use, or not allowed.
+    Raises: InvalidValueError if the host is not an address of this machine, or NanoinferError if the port cannot be used.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -36,9 +36,7 @@ Batch = list[BatchRequest]
 def connected(address: str, *, num_cpus: int) -> Iterator[None]:
     """Join a Ray cluster, or start a cluster on this machine for as long as the context lasts.
 
-    Args:
-        address: "local", "auto" or host:port.
-        num_cpus: the number of CPUs of a local cluster, which Ray only counts, without reserving them.
+    address: "local", "auto" or host:port. num_cpus: those of a local cluster, which Ray only counts, without reserving them.
     """
     local = {"num_cpus": num_cpus, "object_store_memory": LOCAL_OBJECT_STORE_BYTES, "include_dashboard": False}
     try:

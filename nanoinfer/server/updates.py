@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.features.training import rollouts
+from nanoinfer.features.training import update
 from nanoinfer.server.async_llm import AsyncLLM
 from nanoinfer.server.errors import RequestError, text_body
 from nanoinfer.server.protocol import Body, JsonObject
@@ -31,7 +31,7 @@ class UpdateRequest(Body):
 def add_weights(app: FastAPI, async_llm: AsyncLLM) -> None:
     """Add the endpoints. Raises: UnsupportedError if the weights cannot be replaced."""
     llm = async_llm.llm
-    origin = rollouts.origin_of(llm.engine)
+    origin = update.origin_of(update.runner_of(llm.engine))
 
     def status() -> JsonObject:
         engine = async_llm.engine

@@ -22,12 +22,9 @@ LOCK_SECONDS = 5.0
 
 
 class DiskCache:
-    """The files of a folder whose names match a pattern.
+    """The files of a folder, which exists and only the user can read and write, whose names match a pattern, as in a shell.
 
-    Args:
-        folder: a folder that only the user can read and write. It must exist.
-        max_bytes: the most bytes of all files.
-        pattern: the names of the files, as in a shell. Other files are left alone.
+    max_bytes: the most bytes of these files. Other files are left alone.
     """
 
     def __init__(self, folder: Path, max_bytes: int, pattern: str) -> None:

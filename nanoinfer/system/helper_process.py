@@ -25,12 +25,9 @@ _CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS
 
 
 class HelperProcess:
-    """Runs `python -m module`, which calls serve(). It may be used by any thread.
+    """Runs `python -m module`, which calls serve(). It may be used by any thread. subject: what it works on, for messages.
 
-    Args:
-        subject: what the process works on, for messages.
-        max_wait: the seconds that a request may wait for others.
-        max_seconds: the seconds after which a process that neither replies nor ends is killed.
+    max_wait: the seconds that a request may wait for others. max_seconds: those after which a silent process is killed.
     """
 
     def __init__(self, module: str, subject: str, *, max_wait: float, max_seconds: float) -> None:

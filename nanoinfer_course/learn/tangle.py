@@ -246,7 +246,7 @@ def _edited(text: str) -> str:
         for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             for part in ast.walk(annotation) if isinstance(annotation, ast.expr) else ():
                 if isinstance(part, ast.Constant) and _is_type(part.value):
-                    return _replaced(text, part, part.value)
+                    return _replaced(text, part, str(part.value))
     return text
 
 

@@ -50,7 +50,7 @@ def test_it_names_the_memory_of_every_copy(tmp_path):
     path = tiny_models.save("gpt2", tmp_path, vocab_size=40_000, n_embd=128)
     found = examine(str(path), dtype="float32")
     llm = LLM(path, dtype="float32", kv_cache_memory=2**22, speculative_config={"method": "quantized"})
-    head = llm.engine.executor.sampler.sampler.routes[0].head
+    head = llm.engine.executor.sampler.routes[0].head
     assert found.num_head_copy_bytes == sum(array.nbytes for array in head.arrays()[1:])
     for quantization, num_bytes in found.num_quantized_bytes.items():
         assert found.num_tied_bytes[quantization] == 40_000 * 128 * 2

@@ -22,7 +22,7 @@ OLD = {
     "chat.parsing": "ChatParser",
     "embedding.pooling": "Pooler",
     "training.policy": "Policy",
-    "training.rollouts": "sleep",
+    "training.update": "release",
     "models.gated_delta": "gated_delta_rule",
     "tracing.events": "StepScheduled",
     "engine.speculative.ngram": "NGramIndex",

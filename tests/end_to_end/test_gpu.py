@@ -125,7 +125,7 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
         if not is_recorded:
             llm.engine.executor.sampler = Sampler()
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-        assert not is_recorded or llm.engine.executor.sampler.sampler.routes[0].table.graphs
+        assert not is_recorded or llm.engine.executor.sampler.routes[0].table.graphs
     assert tokens[0] == tokens[1]
 
 

@@ -403,7 +403,7 @@ def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatc
     executor = llm.engine.executor
     owner, name = {
         "runner.forward": (executor.runner, "forward"),
-        "route": (executor.sampler.sampler.routes[0], "try_sample"),
+        "route": (executor.sampler.routes[0], "try_sample"),
         "sampler": (executor, "sampler"),
     }[part]
     works, num_calls = getattr(owner, name), 0

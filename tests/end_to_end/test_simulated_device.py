@@ -133,7 +133,7 @@ def run_random_requests(family, path, num_requests):
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
-        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.sampler.routes[0].table.graphs.values()
+        graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
         assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
         captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
@@ -244,9 +244,9 @@ def run_loads(path, num_loads):
     with simulated():
         replaying, eager = (LLM(path, device="sim", kv_cache_memory=2**15, **SETTINGS, seed=0) for _ in range(2))
         runner = replaying.engine.executor.runner
-        eager.engine.executor.runner.graphs, eager.engine.executor.sampler.sampler.routes = (
+        eager.engine.executor.runner.graphs, eager.engine.executor.sampler.routes = (
             None,
-            eager.engine.executor.sampler.sampler.routes[1:],
+            eager.engine.executor.sampler.routes[1:],
         )
 
         def spoil():
@@ -365,7 +365,7 @@ def run_routes(path):
     with simulated() as device:
         for options in ({}, {"enforce_eager": True}):
             llm = LLM(path, device="sim", kv_cache_memory=2**20, attention_backend="reference", **SETTINGS, **options)
-            routes = getattr(llm.engine.executor.sampler.sampler, "routes", ())
+            routes = getattr(llm.engine.executor.sampler, "routes", ())
             assert [type(route).__name__ for route in routes] == ["FewLogits"][: not options]
             device.reset_counts()
             assert tokens_of(llm) == expected_tokens(path)

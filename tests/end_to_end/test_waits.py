@@ -54,7 +54,7 @@ def waits_of(path, run, *, token_id=1, **settings):
 
 def test_all_graphs_are_captured_while_the_model_is_loaded(qwen3_path):
     def run(llm):
-        tables = llm.engine.executor.runner.graphs.table, llm.engine.executor.sampler.sampler.routes[0].table
+        tables = llm.engine.executor.runner.graphs.table, llm.engine.executor.sampler.routes[0].table
         before = [dict(table.graphs) for table in tables]
         generating(params())(llm)
         assert [table.graphs for table in tables] == before

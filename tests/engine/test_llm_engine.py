@@ -210,9 +210,9 @@ def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(mode
 @pytest.mark.parametrize("has_routes", [False, True])
 def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model, has_routes):
     engine = engine_for(model)
-    assert isinstance(engine.executor.sampler.sampler, RoutedSampler)
+    assert isinstance(engine.executor.sampler, RoutedSampler)
     if not has_routes:
-        engine.executor.sampler.sampler = Sampler()
+        engine.executor.sampler = Sampler()
     requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
     ours = engine.executor.runner.model
     compute_logits = ours.compute_logits

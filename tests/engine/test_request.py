@@ -10,7 +10,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.features.logprobs.token_logprobs import RowReport, TokenLogprobs
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import Constraint, Sequence
 from tests.helpers.byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
 from tests.helpers.growing import grow
 
@@ -280,6 +280,18 @@ def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids
     assert "".join(delta.text for delta in one.deltas) == completion.text  # so nothing shown was taken back
     assert [token_id for delta in one.deltas for token_id in delta.token_ids] == completion.token_ids
     assert [delta.output for delta in one.deltas] == [None] * (len(one.deltas) - 1) + [one.output]
+
+
+class Complete(Constraint):
+    """Nothing can follow its first token."""
+
+    is_complete = True
+
+
+def test_the_token_that_completes_a_constraint_without_eos_stays_in_the_text():
+    one = Request([Sequence("r", PROMPT, SamplingParams(), 0, 99, constraints=(Complete(),))], None, byte_tokenizer())
+    advance(one, one.sequences[0], ord("x"))
+    assert (one.output.outputs[0].text, one.output.outputs[0].finish_reason) == ("x", "stop")
 
 
 FOX = [256, 0xF0, 0x9F, 0x98, 0x80, 257]  # th😀the

@@ -85,7 +85,9 @@ def test_a_plan_may_bring_its_own_sampler(executor, expected):
     executor.sampler = ReportingSampler(executor.sampler, "raw_logits")  # which a beam search does not want
     seq = sequence(logprobs=3)
     for plan, returns_logprobs in (({}, False), ({"sampler": ReportingSampler(Sampler())}, True)):
-        [found] = run(executor, ScheduledSequence(seq, 6), **plan)[1].sequences
+        step, output = run(executor, ScheduledSequence(seq, 6), **plan)
+        [found] = output.sequences
+        assert step.must_sync  # the logits of a step are read before the next step
         top = expected[-1].topk(3)
         [report] = found.reports
         assert report.logprobs.ids == top.indices.tolist()

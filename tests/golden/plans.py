@@ -333,7 +333,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         planner=planner,
         block_manager=make_block_manager(executor.info, config, observer, store),
         observer=observer,
-        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, VOCAB_SIZE)],
+        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)],
     )
 
 

@@ -182,3 +182,9 @@ def test_a_dtype_without_a_name_here_is_refused(changed):
         resolve_dtype("auto", changed(dtype="float8_e4m3fn"), CPU)
     with pytest.raises(InvalidValueError, match="dtype must be one of auto, float32"):
         resolve_dtype("int3", changed(), CPU)
+
+
+def test_a_table_shared_with_a_rounded_head_keeps_its_numbers_where_torch_alone_computes():
+    config = EngineConfig(model="tiny-gpt2", device="cpu", quantization="int8", enforce_eager=True)
+    table = load_model(Checkpoint.open("tiny-gpt2"), "bfloat16").wte.weight
+    assert torch.equal(load(config)[0].model.wte.weight, table)

@@ -10,7 +10,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.loading.folders import BUNDLED
 from nanoinfer.sampling import draw
 from tests.one_file.compare import FAMILIES, answers_of_file, answers_of_package, assert_nothing_is_left, requests, save
-from tests.one_file.module import load
+from tests.one_file.module import FILE, load
 
 ROOMY = {"block_size": 16, "num_blocks": 200, "chunk_size": 1024, "max_num_batched_tokens": 4096, "max_num_seqs": 256}
 STORIES = [
@@ -97,6 +97,8 @@ def test_the_defaults_are_the_packages(engine):
     )
     assert ours == theirs
     assert len(names) >= 14
+    text = FILE.read_text(encoding="utf-8")
+    assert [name for name in names if f".{name}" not in text] == [], "what the file takes and does not read"
 
 
 def test_a_stream_yields_the_text_in_pieces_and_an_early_end_frees_the_blocks(engine):

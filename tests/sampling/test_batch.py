@@ -80,6 +80,7 @@ def test_columns_are_reused_while_the_rows_stay_the_same():
     greedy, drawn = sequence(temperature=0), sequence(top_k=5)
     first = build([greedy, drawn], None)
     drawn.token_ids.append(4)
+    drawn.num_tokens += 1
     second = build([greedy, drawn], first)
     assert second.columns is first.columns
     assert second.u.tolist() != first.u.tolist()  # of another position

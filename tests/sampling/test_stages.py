@@ -425,7 +425,7 @@ def test_top_k_keeps_what_transformers_keeps_ties_included():
         num_ties.append(int(ours.isfinite().sum() > params.top_k))
 
     num_ties = []
-    compare(keep_top_k, lambda params, seq: params.top_k and not params.is_greedy, check)
+    compare(keep_top_k, lambda params, seq: params.top_k and params.temperature > 0, check)
     assert sum(num_ties) > 200  # the comparison saw ties
 
 
@@ -438,7 +438,7 @@ def compare_min_p(stage):
         excused = (ratio / params.min_p - 1).abs() < 1e-6
         assert torch.equal(ours.masked_fill(excused, 0), theirs.masked_fill(excused, 0))
 
-    compare(stage, lambda params, seq: params.min_p and not params.is_greedy, check)
+    compare(stage, lambda params, seq: params.min_p and params.temperature > 0, check)
 
 
 def compare_top_p(stage):
@@ -459,7 +459,7 @@ def compare_top_p(stage):
             sums = falling.double().softmax(-1).cumsum(-1)[min(num_ours, num_theirs) - 1 : max(num_ours, num_theirs) - 1]
             assert (sums - params.top_p).abs().max() < 1e-6
 
-    compare(stage, lambda params, seq: params.top_p < 1 and not params.is_greedy, check)
+    compare(stage, lambda params, seq: params.top_p < 1 and params.temperature > 0, check)
 
 
 def test_min_p_keeps_what_transformers_keeps():

@@ -181,3 +181,15 @@ def test_a_sequence_has_its_next_slot_if_allocating_would_change_nothing():
     assert manager.next_slots([child, prompt]) is None  # no block is free
     child.num_computed_tokens -= 1
     assert manager.next_slots([child]) is None  # two new tokens
+
+
+def test_the_blocks_of_a_sequence_that_failed_are_found_by_nobody():
+    manager = BlockManager(num_blocks=8, block_size=2)
+    other, failed = start(manager, sequence([5, 6, 7, 8, 9])), start(manager, sequence([5, 6, 1, 2, 3]))
+    assert failed.block_table[0] == other.block_table[0]
+    manager.forget_cached(failed)
+    assert manager.match_prefix([5, 6, 7, 8, 9]) == manager.match_prefix([5, 6, 1, 2, 3]) == []
+    assert len(other.block_table) == 3
+    manager.free(failed)
+    manager.free(other)
+    assert manager.num_free_blocks == 8

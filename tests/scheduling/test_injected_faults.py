@@ -129,19 +129,19 @@ def test_each_injected_fault_is_of_one_place_and_there_are_twenty():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A folder with a copy of the package and of these tests."""
+    """A folder with a copy of the package and of the tests in FILES."""
     folder = tmp_path_factory.mktemp("tree")
     copy_package(folder)
-    for name in FILES:
+    shutil.copytree(ROOT / "tests/helpers", folder / "tests/helpers", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*FILES, "docs/vllm.md", "pyproject.toml"):  # a test reads that page
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
 
 def run_tests(tree, file=""):
     """Run the tests with the package of a tree, a file's own first, up to one that fails. Returns the finished process."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
     files = sorted(FILES, key=lambda name: Path(file).parent.name not in name)
     return subprocess.run([*arguments, *files], env=environment, cwd=tree, capture_output=True, text=True)

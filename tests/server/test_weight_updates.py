@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save, save_file
 
 from nanoinfer import AsyncLLM
-from nanoinfer.features.training import rollouts
+from nanoinfer.features.training.methods import refuse_requests
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
@@ -98,7 +98,7 @@ def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monke
 
     def prepared_before_the_pause(*args, **kwargs):
         prepared = prepare_prompt(*args, **kwargs)
-        rollouts.refuse_requests(llm.engine, "wait")
+        refuse_requests(llm.engine, "wait")
         return prepared
 
     monkeypatch.setattr(inputs, "prepare_prompt", prepared_before_the_pause)

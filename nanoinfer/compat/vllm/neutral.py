@@ -143,10 +143,7 @@ METHODS = {
 def argument_of_vllm(owner: str, name: str, value: object) -> str | None:
     """Return nanoinfer's name for an argument of vLLM, or "" if its value changes nothing. None: vLLM has no such argument.
 
-    Args:
-        owner: the class or the call that was given the argument, a key of NEUTRAL.
-
-    Raises: UnsupportedError: the value would change something.
+    owner: the class or the call that was given the argument, a key of NEUTRAL. Raises: UnsupportedError for any other value.
     """
     accepted = NEUTRAL.get(owner, {}).get(name)
     if accepted is None or isinstance(accepted, str):

@@ -36,12 +36,13 @@ class ChatMethods:
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations, through the checkpoint's chat template.
 
+        use_tqdm, lora_request and priority are as in generate.
+
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
                 parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
             sampling_params: as in generate. A structured output follows the reasoning that the template has begun, if any.
                 parse_chat_answer(text, output.prompt) separates them.
-            use_tqdm, lora_request, priority: as in generate.
             chat_template: a Jinja template. None: the checkpoint's.
             add_generation_prompt: whether the rendered text ends with the beginning of an answer.
             continue_final_message: whether the rendered text ends inside the last message, which the answer continues. Requires

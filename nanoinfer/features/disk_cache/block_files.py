@@ -36,7 +36,7 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.features.disk_cache.stored_blocks import Entry
-from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.cache import HybridCache, states_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.features.quantization.rounding import QuantizedLinear
@@ -268,8 +268,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     # The keys and values of a fixed prompt, whose bits change with the processor, compiler, library or kernel.
     num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
     seq = Sequence("probe", [i % info.vocab_size for i in range(num)], SamplingParams(), seed=0, max_num_tokens=num)
-    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
-    manager = HybridBlockManager(info.num_blocks, info.block_size, layout=layout)
+    manager = HybridBlockManager(info.num_blocks, info.block_size, windows=info.windows, num_state_slots=info.num_state_slots)
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device))

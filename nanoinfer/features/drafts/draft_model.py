@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution.local_executor import LocalExecutor
-from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.tables import NAME, HybridTables, tables_of
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
@@ -86,8 +86,9 @@ class DraftModelProposer(DrafterProposer):
     def __init__(self, executor: LocalExecutor, config: SchedulerConfig) -> None:
         super().__init__(executor)
         info = executor.info
-        layout = CacheLayout(info.windows, config.chunk_grid)
-        self.block_manager = HybridBlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False, layout=layout)
+        self.block_manager = HybridBlockManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=False, windows=info.windows, chunk_size=config.chunk_grid
+        )
         self._max_model_len, self._config = info.max_model_len, config
 
     def forget(self, seq: Sequence) -> None:

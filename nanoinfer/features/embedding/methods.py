@@ -56,10 +56,9 @@ class EmbeddingMethods:
         """Compute how well each document fits its query. There is one query for all documents, or a query for each.
 
         A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other checkpoint
-        is a reranker, which reads each pair.
+        is a reranker, which reads each pair. use_tqdm, pooling_params and truncate_prompt_tokens are as in embed.
 
         Args:
-            use_tqdm, pooling_params, truncate_prompt_tokens: As in embed.
             instruction: The criterion by which a reranker judges. None: INSTRUCTION of features/embedding/pooling.py.
 
         Raises: As embed does.

@@ -14,7 +14,6 @@ What a sequence has in addition to Sequence.block_table is in Sequence.extras["h
 """
 
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 
 from nanoinfer.features.hybrid.prefix_index import CacheGroup, HybridIndex, first_reached, tables_in
 from nanoinfer.features.hybrid.sizes import most_blocks
@@ -25,21 +24,6 @@ from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.pool import Pool
 from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """What the layers of a model keep.
-
-    Attributes:
-        windows: the window of each KV group, in tokens. None: every token is kept.
-        chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
-        num_state_slots: the number of slots for states. 0: no layer keeps a state.
-    """
-
-    windows: tuple[int | None, ...] = (None,)
-    chunk_size: int = 1
-    num_state_slots: int = 0
 
 
 class HybridBlockManager(BlockManager):
@@ -59,18 +43,26 @@ class HybridBlockManager(BlockManager):
         block_size: int,
         enable_prefix_caching: bool = True,
         observer: SchedulingObserver = NOBODY,
-        layout: CacheLayout = CacheLayout(),
+        windows: ListLike[int | None] = (None,),
+        chunk_size: int = 1,
+        num_state_slots: int = 0,
     ) -> None:
+        """
+        Args:
+            windows: the window of each KV group, in tokens. None: every token is kept.
+            chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
+            num_state_slots: the number of slots for states. 0: no layer keeps a state.
+        """
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
-        self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
-        groups = [CacheGroup(window, self.blocks) for window in layout.windows]
-        if layout.num_state_slots:
-            groups.append(CacheGroup(WINDOW, Pool(layout.num_state_slots)))
+        self.windows, self._chunk_size, self._has_windows = windows, chunk_size, any(windows)
+        groups = [CacheGroup(window, self.blocks) for window in windows]
+        if num_state_slots:
+            groups.append(CacheGroup(WINDOW, Pool(num_state_slots)))
         self.index = HybridIndex(groups, block_size)
-        self.state_slots = StateSlots(self.index) if layout.num_state_slots else None
+        self.state_slots = StateSlots(self.index) if num_state_slots else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return most_blocks(num_tokens, self.windows, self.block_size, self._layout.chunk_size)
+        return most_blocks(num_tokens, self.windows, self.block_size, self._chunk_size)
 
     def num_blocks_for_forks(self, num_forks: int, num_shared_tokens: int, num_tokens: int) -> int:
         # windows leave shared blocks

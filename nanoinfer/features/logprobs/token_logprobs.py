@@ -6,6 +6,7 @@ Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at tem
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,9 @@ from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler
 from nanoinfer.system.transfer import on_device
 from nanoinfer.tokenization.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
 
 CACHED = 2**17  # numbers of which a processor's cache holds the exponentials
 
@@ -96,6 +100,12 @@ class ReportingSampler(Sampler):
 
         tokens.must_sync, tokens.report = True, report
         return tokens
+
+
+def report_by(executor: "LocalExecutor", logprobs_mode: str) -> None:
+    """Let an executor's sampler make reports, from the first request on that asks for one."""
+    if not isinstance(executor.sampler, ReportingSampler):
+        executor.sampler = ReportingSampler(executor.sampler, logprobs_mode)
 
 
 def token_logprobs(

@@ -111,7 +111,7 @@ class TracingObserver(Observer):
 
     def scheduling_begun(self) -> None:
         self._start_of_schedule = time.perf_counter()
-        self._preempted.clear()  # what a failed step has requeued
+        self._preempted.clear()  # those that a failed step has requeued
 
     def sequence_preempted(self, seq: Sequence) -> None:
         self._preempted.append(seq)

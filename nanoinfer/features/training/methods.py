@@ -1,20 +1,49 @@
-"""The methods of LLM for training. rollouts.py does what they say, and is imported when it is needed."""
+"""The methods of LLM for training: new weights in place, pauses, memory given back, log-probabilities of given tokens.
 
+An answer has the weights with which its request began: weights change only while no request runs. Then the prefix cache,
+which holds results of the old weights, is reset. What they need besides the engine is imported when they are called.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from nanoinfer.arguments import check_argument_names
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
+from nanoinfer.errors import (
+    EnginePausedError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+    WeightsError,
+    check_number,
+    is_one_of,
+    shown,
+)
 from nanoinfer.features import LoadedLLM
 
 if TYPE_CHECKING:
-    from nanoinfer.features.training.rollouts import Tag
+    from nanoinfer.loading.weights import Weights
+
+Tag = Literal["weights", "kv_cache"]
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+
+_GIVE_ALL = "give it all of them by update_weights(pairs) or update_weights_from_path(folder) first"
+
+
+class EngineAsleepError(EnginePausedError):
+    """The memory that requests and updates need was freed by sleep()."""
+
+
+class WeightsMissingError(EnginePausedError):
+    """The engine has no weights, or a mix of two versions, until an update with all of them."""
 
 
 class WeightMethods:
-    """The part of LLM that trainers use: new weights in place, pauses, memory given back, log-probabilities of given tokens."""
+    """The part of LLM that trainers use."""
 
     def update_weights(self: LoadedLLM, pairs: Iterable[tuple[str, Tensor]]) -> int:
         """Replace weights in place, all or some of them, and forget the cached prefixes.
@@ -34,9 +63,15 @@ class WeightMethods:
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The weights are rounded, or have adapters merged into them.
         """
-        from nanoinfer.features.training import rollouts
+        from nanoinfer.features.training import update
+        from nanoinfer.loading.weights import divided
 
-        return rollouts.update_weights(self.engine, pairs)
+        runner = update.runner_of(self.engine)
+        weights = divided(update.GivenWeights(pairs), update.origin_of(runner).rules)
+        _begin_update(self.engine, weights)
+        for name in weights:
+            runner.on_all_ranks(update.fill, name, weights.read(name))
+        return _finish_update(self.engine)
 
     def update_weights_from_path(self: LoadedLLM, path: str) -> int:
         """Replace weights in place by those in files, of which each rank reads its part.
@@ -47,9 +82,13 @@ class WeightMethods:
 
         Returns, Raises: As update_weights, and as LLM() does for missing and corrupted files.
         """
-        from nanoinfer.features.training import rollouts
+        from nanoinfer.features.training import update
 
-        return rollouts.update_weights_from_path(self.engine, path)
+        runner = update.runner_of(self.engine)
+        weights = update.open_path(update.origin_of(runner), path)
+        _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
+        runner.on_all_ranks(update.fill_from, path)
+        return _finish_update(self.engine)
 
     def pause(self: LoadedLLM, mode: Literal["wait", "abort"] = "wait") -> None:
         """Accept no further requests until resume(), and end those that run.
@@ -58,9 +97,7 @@ class WeightMethods:
             mode: What happens to running requests. "wait" completes their answers, which open streams then yield. "abort" ends
                 them with finish_reason "abort".
         """
-        from nanoinfer.features.training import rollouts
-
-        rollouts.refuse_requests(self.engine, mode)
+        refuse_requests(self.engine, mode)
         while self.engine.num_unfinished:
             self.engine.step()
 
@@ -79,25 +116,41 @@ class WeightMethods:
             NanoinferError: Requests run. pause() ends them.
             UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
         """
-        from nanoinfer.features.training import rollouts
+        from nanoinfer.features.training import update
 
-        rollouts.sleep(self.engine, level)
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidValueError(f"level must be 1 or 2, got {shown(level)}; 1 frees the KV cache, 2 the weights as well")
+        engine = self.engine
+        if engine.num_unfinished:
+            raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
+        if not update.can_release or engine.executor.info.device != "cpu":
+            raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
+        if level == 2:
+            update.origin_of(update.runner_of(engine))  # raises if the weights cannot be replaced
+        engine.reset_prefix_cache()
+        for tag in TAGS[2 - level :]:
+            without = "weights" if tag == "weights" else "KV cache"
+            engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
+            update.release_all(engine, weights=tag == "weights")
 
-    def wake_up(self: LoadedLLM, tags: "Sequence[Tag] | None" = None) -> None:
+    def wake_up(self: LoadedLLM, tags: Sequence[Tag] | None = None) -> None:
         """End sleep(). Linux provides the memory when it is first written.
 
         Args:
             tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
         """
-        from nanoinfer.features.training import rollouts
-
-        rollouts.wake_up(self.engine, tags)
+        refusals, wanted = self.engine.refusals, TAGS if tags is None else tags
+        if not all(is_one_of(tag, TAGS) for tag in wanted):
+            raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
+        for tag in wanted:
+            if tag == "weights" and tag in refusals:
+                refusals[tag] = WeightsMissingError(f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}")
+            else:
+                refusals.pop(tag, None)
 
     def is_sleeping(self: LoadedLLM) -> bool:
         """Whether sleep() has freed memory that wake_up() has not taken back."""
-        from nanoinfer.features.training import rollouts
-
-        return rollouts.is_sleeping(self.engine)
+        return any(isinstance(refusal, EngineAsleepError) for refusal in self.engine.refusals.values())
 
     @check_argument_names("compute_logprobs()")
     def compute_logprobs(
@@ -122,6 +175,54 @@ class WeightMethods:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for a prompt with too many tokens.
             NanoinferError: The model's numbers are not finite.
         """
-        from nanoinfer.features.training import rollouts
+        from nanoinfer.features.logprobs import reading
+        from nanoinfer.features.logprobs.prompt_logprobs import PromptLogprobsReader
 
-        return rollouts.compute_logprobs(self, prompts, temperature)
+        check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
+        inputs, max_model_len = self.engine.inputs, self.engine.max_model_len
+        prepared = reading.prepare_all(
+            prompts, lambda prompt: reading.prepare(inputs, prompt, PromptLogprobsReader(0, float(temperature)), max_model_len)
+        )
+        reading.check(request.output for request in self._complete(prepared, use_tqdm=False))
+        return [[next(iter(position.values())).logprob for position in item.reader.positions[1:]] for item in prepared]
+
+
+def refuse_requests(engine: LLMEngine, mode: str) -> None:
+    """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
+    if not is_one_of(mode, ("wait", "abort")):
+        raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
+    engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
+    if mode == "abort":
+        engine.abort(*engine.unfinished_request_ids)
+
+
+def _begin_update(engine: LLMEngine, weights: "Weights", *, must_be_whole: bool = False) -> None:
+    """Check everything, then refuse requests until _finish_update is called."""
+    from nanoinfer.features.training import update
+
+    origin = update.origin_of(update.runner_of(engine))
+    if engine.num_unfinished:
+        raise NanoinferError(
+            f"the weights cannot be replaced while {engine.num_unfinished} requests run; wait for their end, or call "
+            "pause(mode='wait') or pause(mode='abort') first"
+        )
+    refusal = engine.refusals.get("weights")
+    if isinstance(refusal, EngineAsleepError):
+        raise EngineAsleepError(*refusal.args)
+    if not update.check(origin, weights) and (must_be_whole or refusal is not None):
+        raise WeightsError(
+            f"{len(weights)} tensors are not all weights of the model, and all are needed here; none was changed"
+        )
+    engine.reset_prefix_cache()
+    half_updated = f"an update of this LLM's weights failed after some were replaced; {_GIVE_ALL}"
+    engine.refusals["weights"] = WeightsMissingError(half_updated)
+
+
+def _finish_update(engine: LLMEngine) -> int:
+    """Accept requests again. Returns the new weights_version."""
+    from nanoinfer.features.training import update
+
+    update.runner_of(engine).on_all_ranks(update.finish)
+    engine.refusals.pop("weights", None)
+    engine.weights_version += 1
+    return engine.weights_version

@@ -8,13 +8,16 @@ other values. Names, shapes, transposed matrices, tied heads and parts of ranks 
 import os.path
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, first_ten, shown
+from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -50,13 +53,17 @@ class GivenWeights(Weights):
         return self._tensors[name][rows]
 
 
+def runner_of(engine: LLMEngine) -> ModelRunner:
+    return cast(LocalExecutor, engine.executor).runner
+
+
 def weights_of(runner: ModelRunner) -> LoadedWeights:
     return cast(LoadedWeights, runner.weights)  # build.py has made it
 
 
-def origin_of(weights: LoadedWeights) -> Origin:
-    """Return how a model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
-    origin = weights.origin
+def origin_of(runner: ModelRunner) -> Origin:
+    """Return how a runner's model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
+    origin = weights_of(runner).origin
     if origin is None:
         raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
     config = origin.config
@@ -116,12 +123,12 @@ def open_path(origin: Origin, path: str) -> Weights:
 
 def fill(runner: ModelRunner, name: str, tensor: Tensor) -> None:
     """Replace a weight on this rank. Call `finish` after the last weight."""
-    _fill(weights_of(runner), GivenWeights([(name, tensor)]))
+    _fill(runner, GivenWeights([(name, tensor)]))
 
 
 def fill_from(runner: ModelRunner, path: str) -> None:
     """Replace the weights on this rank by its part of those of a file or a checkpoint. Call `finish` afterwards."""
-    _fill(weights_of(runner), open_path(origin_of(weights_of(runner)), path))
+    _fill(runner, open_path(origin_of(runner), path))
 
 
 def finish(runner: ModelRunner) -> None:
@@ -129,13 +136,22 @@ def finish(runner: ModelRunner) -> None:
     weights_of(runner).finish()
 
 
-def _fill(held: LoadedWeights, weights: Weights) -> None:
-    origin = origin_of(held)
+def _fill(runner: ModelRunner, weights: Weights) -> None:
+    held, origin = weights_of(runner), origin_of(runner)
     if origin.shards is not None:
         weights = origin.shards.shard_of(weights, origin.model_class, origin.sizes)
     for name in weights:
         values = weights.read(name)
         held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)
+
+
+def release_all(engine: LLMEngine, *, weights: bool) -> None:
+    """Give the memory of the KV caches, or of the weights, back to the system on all ranks. The contents are lost."""
+    executor = cast(LocalExecutor, engine.executor)
+    executor.runner.on_all_ranks(partial(release, weights=weights))
+    for owner in () if weights else executor.graph_owners:
+        if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
+            release(owner.runner, weights=False)
 
 
 def release(runner: ModelRunner, *, weights: bool) -> None:

@@ -173,6 +173,17 @@ def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait(
     assert num_passes(30) == num_passes(1)
 
 
+def test_the_extras_of_other_features_reach_the_other_ranks(qwen3):
+    base, requests = qwen3
+    llm = LLM(base, **ADAPTED)
+    adapters = next(feature for feature in llm.engine.inputs.features if isinstance(feature, Adapters))
+    mine, others = {"adapter": adapters.get(requests[0]), "hybrid": 1}, {"hybrid": 2}
+    adapter, digest = mine["adapter"], mine["adapter"].digest
+    for sent in (adapter, digest):  # an active adapter is not sent again
+        for_others = ({"adapter": sent, "hybrid": 1}, 0, 3), (others, 3, 4)
+        assert adapters.begin_step(((mine, 0, 3), (others, 3, 4)), 4) == for_others
+
+
 def test_the_least_recently_used_adapter_is_replaced(qwen3):
     base, adapters = qwen3
     llm = LLM(base, **ADAPTED | {"max_loras": 2})

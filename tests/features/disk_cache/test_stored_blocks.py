@@ -9,7 +9,6 @@ from hypothesis.stateful import precondition, rule
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.features.disk_cache.stored_blocks import with_store
-from nanoinfer.features.hybrid.block_manager import CacheLayout
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY
@@ -76,8 +75,8 @@ class DictStore:
         self.is_open = False
 
 
-def manager_with(contents=None, num_blocks=8, base=BlockManager, layout=None, **store):
-    return with_store(base)(num_blocks, 2, True, NOBODY, layout or CacheLayout(), store=DictStore(contents=contents, **store))
+def manager_with(contents=None, num_blocks=8, base=BlockManager, **store):
+    return with_store(base)(num_blocks, 2, store=DictStore(contents=contents, **store))
 
 
 def keys_of(seq):
@@ -288,8 +287,7 @@ class StoredStates(StoredMemory, States):
 @pytest.mark.slow
 def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
     def with_states(*sizes):
-        layout, store = CacheLayout(num_state_slots=4), DictStore(max_tokens_per_step=3)
-        return with_store(BlockManager)(*sizes, True, NOBODY, layout, store=store)
+        return with_store(BlockManager)(*sizes, True, NOBODY, (None,), 1, 4, store=DictStore(max_tokens_per_step=3))
 
     classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
     machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)

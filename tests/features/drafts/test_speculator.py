@@ -39,7 +39,7 @@ def engine_with(proposer, *, num_drafts=3, adaptive=False, num_blocks=16, max_mo
         cache=CacheConfig(),
     )
     executor = FakeExecutor(num_blocks=num_blocks, max_model_len=max_model_len)
-    planner, features = Speculator(proposer, config.speculative), [ParameterFeatures(None, executor.info.vocab_size)]
+    planner, features = Speculator(proposer, config.speculative), [ParameterFeatures(None, executor)]
     return LLMEngine(executor, config, eos_token_ids=frozenset([900]), planner=planner, features=features)
 
 

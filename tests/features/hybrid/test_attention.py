@@ -7,8 +7,10 @@ import torch
 
 from nanoinfer.attention import dense
 from nanoinfer.attention.cpu import num_blocks_before
-from nanoinfer.features.hybrid.attention import HybridDenseAttention, causal_attention
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.features.hybrid.attention import HybridDenseAttention, HybridReferenceBackend, causal_attention
 from tests.attention.test_dense import heads
+from tests.helpers.paged_cases import compare, metadata_for
 
 
 def test_weights_by_hand():
@@ -47,3 +49,18 @@ def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
 @pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])
 def test_the_blocks_before_a_window(position, window, expected):
     assert num_blocks_before(position, window, 4) == expected
+
+
+def test_the_paged_definition_has_windows_and_sinks_and_reads_no_freed_block():
+    sizes = {"block_size": 4, "num_kv_heads": 1, "group": 2, "head_dim": 8}
+    for window, has_sinks in ((5, False), (None, True), (5, True)):
+        assert compare("reference", [(20, 1), (9, 6)], window=window, has_sinks=has_sinks, **sizes) < 1e-5
+
+
+def test_a_block_before_the_window_is_not_read_by_the_paged_definition():
+    cache = KVCache(num_layers=1, num_blocks=3, block_size=4, num_kv_heads=1, head_dim=8)
+    metadata = metadata_for([(9, 1)], 4, 3, torch.Generator().manual_seed(0))
+    for pages in cache.pages:
+        pages[metadata.block_tables[0, 0]] = float("nan")  # another sequence may have the block
+    attend = HybridReferenceBackend().begin_step(cache, metadata)
+    assert attend(0, *(heads(1, 1, 8, seed=seed) for seed in range(3)), window=4).isfinite().all()

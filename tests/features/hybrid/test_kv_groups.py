@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize
 
 from nanoinfer.attention.cpu import num_blocks_before
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager, with_groups
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager, with_groups
 from nanoinfer.features.hybrid.prefix_index import first_reached
 from nanoinfer.features.hybrid.sizes import most_blocks
 from nanoinfer.features.hybrid.tables import NO_BLOCK, tables_of
@@ -56,7 +56,7 @@ class GroupedMemory(Memory):
 
 @pytest.mark.parametrize("windows", [(3,), (None, 3), (5, None, 2)], ids=str)
 def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(windows):
-    manager = partial(HybridBlockManager, layout=CacheLayout(windows, 7))
+    manager = partial(HybridBlockManager, windows=windows, chunk_size=7)
     machine = type(
         "Grouped",
         (BlockMachine,),
@@ -79,7 +79,7 @@ class GroupedLoad(machines.Load):
     def begin(self, windows, block_size, max_num_seqs, budget, chunk_size, spare):
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
         num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
-        manager = HybridBlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
+        manager = HybridBlockManager(num_blocks, block_size, windows=windows, chunk_size=config.chunk_grid)
         self.begin_with(config, manager)
 
 
@@ -107,7 +107,7 @@ def computed(manager, token_ids, chunk=1000, cache_salt=None):
 
 @pytest.mark.parametrize("chunk", [1, 64, 100, 512])
 def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_chunk(chunk):
-    manager = HybridBlockManager(4000 // 64 + 1, 64, layout=CacheLayout((512,), chunk))
+    manager = HybridBlockManager(4000 // 64 + 1, 64, windows=(512,), chunk_size=chunk)
     seq, most = computed(manager, range(4000), chunk)
     assert 512 <= most <= 512 + 64 + chunk
     assert manager.num_free_blocks == manager.num_blocks - manager.num_held_blocks(seq)  # the others can be taken at once
@@ -116,13 +116,13 @@ def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_
 
 def test_full_attention_would_hold_every_block():
     """The negative control: what the test above counts can be more."""
-    _, most = computed(HybridBlockManager(63, 64, layout=CacheLayout((None,), 64)), range(4000), 64)
+    _, most = computed(HybridBlockManager(63, 64, windows=(None,), chunk_size=64), range(4000), 64)
     assert most == 4000
 
 
 def test_the_example_of_the_docstring():
     recorder = Recorder()
-    manager = HybridBlockManager(8, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 6), 14))
+    manager = HybridBlockManager(8, 4, True, observer := TracingObserver(recorder, 4), (None, 6), 14)
     seq, _ = computed(manager, range(14))
     assert seq.block_table == [0, 1, 2, 3]
     assert tables_of(seq).block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
@@ -131,7 +131,7 @@ def test_the_example_of_the_docstring():
 
 
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
-    manager = HybridBlockManager(12, 4, layout=CacheLayout((None, 6), 100))
+    manager = HybridBlockManager(12, 4, windows=(None, 6), chunk_size=100)
     seq, _ = computed(manager, range(21))
     manager.free(seq)
     tokens = [*range(20), 99]
@@ -146,7 +146,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
 
 
 def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
-    manager = HybridBlockManager(12, 4, layout=CacheLayout((6,), 100))
+    manager = HybridBlockManager(12, 4, windows=(6,), chunk_size=100)
     seq, _ = computed(manager, range(21))
     [(_, first)] = manager.match_prefix([0, 1, 2, 3, 99])
     manager.evict(first)
@@ -155,7 +155,7 @@ def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
 
 
 def test_prompts_with_different_salts_share_no_block_of_any_group():
-    manager = HybridBlockManager(24, 4, layout=CacheLayout((None, 6), 100))
+    manager = HybridBlockManager(24, 4, windows=(None, 6), chunk_size=100)
     first, _ = computed(manager, range(13), cache_salt="a")
     assert len(manager.match_prefix([*range(13)], "a")) == 3
     assert len(manager.match_prefix([*range(13)])) == len(manager.match_prefix([*range(13)], "b")) == 0
@@ -163,7 +163,7 @@ def test_prompts_with_different_salts_share_no_block_of_any_group():
 
 
 def test_a_prompt_that_changed_is_another_one():
-    manager = HybridBlockManager(12, 4, layout=CacheLayout((6,), 100))
+    manager = HybridBlockManager(12, 4, windows=(6,), chunk_size=100)
     seq, _ = computed(manager, range(21))
     tokens = [*range(20), 99]
     assert [len(manager.match_prefix(tokens)) for _ in range(3)] == [5, 5, 5]
@@ -176,7 +176,7 @@ def test_a_prompt_that_changed_is_another_one():
 
 
 def test_a_sequence_with_windows_has_no_next_slot_that_is_known():
-    manager = HybridBlockManager(num_blocks=8, block_size=2, layout=CacheLayout((None, 4)))
+    manager = HybridBlockManager(num_blocks=8, block_size=2, windows=(None, 4))
     seq = Sequence("r", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=9)
     manager.allocate(seq, 3)
     seq.num_computed_tokens = 3
@@ -191,7 +191,7 @@ def test_a_users_class_decides_for_every_group():
 
     def first_evicted(manager_cls):
         recorder = Recorder()
-        manager = with_groups(manager_cls)(6, 4, True, observer := TracingObserver(recorder, 4), CacheLayout((None, 4), 8))
+        manager = with_groups(manager_cls)(6, 4, True, observer := TracingObserver(recorder, 4), (None, 4), 8)
         manager.free(computed(manager, range(8))[0])
         computed(manager, range(50, 59), chunk=8)
         observer.flush()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.features.hybrid.block_manager import CacheLayout, HybridBlockManager
+from nanoinfer.features.hybrid.block_manager import HybridBlockManager
 from nanoinfer.features.hybrid.sizes import num_states_in
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from tests.helpers.growing import grow
 
 
 def make(num_state_slots, num_blocks=8, **more):
-    return HybridBlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_state_slots), **more)
+    return HybridBlockManager(num_blocks, 2, num_state_slots=num_state_slots, **more)
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -193,7 +193,7 @@ class States(Memory):
 
 def with_states(num_state_slots):
     """A block manager for the machines, which call it as a class."""
-    return staticmethod(partial(HybridBlockManager, layout=CacheLayout(num_state_slots=num_state_slots)))
+    return staticmethod(partial(HybridBlockManager, num_state_slots=num_state_slots))
 
 
 BITS = st.integers(0, 1)

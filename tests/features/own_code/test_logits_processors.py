@@ -130,7 +130,7 @@ def test_the_list_of_output_ids_grows_with_the_answer(monkeypatch):
 def test_an_argmax_invariant_one_runs_after_the_temperature_and_min_p_and_the_others_before_them(monkeypatch):
     monkeypatch.setattr(Doubling, "seen", [])
     llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=7, logits_processors=[Doubling, Target])
-    names = [getattr(stage, "__name__", "") for stage in llm.engine.executor.sampler.sampler.stages]
+    names = [getattr(stage, "__name__", "") for stage in llm.engine.executor.sampler.stages]
     assert names[-7:] == ["apply_logits_processors", "Target", "apply_temperature", "keep_min_p", "Doubling", *names[-2:]]
     [(config, device, is_pinned)] = Doubling.seen
     assert config.model_config.get_vocab_size() == llm.info.vocab_size

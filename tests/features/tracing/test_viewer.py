@@ -49,10 +49,10 @@ def looking_on(llm):
 
     def commit_and_look(plan):
         commit(plan)
-        seen[plan.step] = SimpleNamespace(
+        seen[len(seen)] = SimpleNamespace(
             tables={seq.sequence_id: list(seq.block_table) for seq in scheduler.running if seq.block_table},
             num_tokens={seq.sequence_id: seq.num_computed_tokens for seq in scheduler.running},
-            content={block: key for key, block in manager.index.groups[0].ids.items()},
+            content={block: key for key, block in manager.index.ids.items()},
             num_free=manager.num_free_blocks,
         )
 

@@ -5,7 +5,7 @@
     python -m tests.lab.testing.mutants --only _start        those of a function
 
 A change turns a comparison, + or -, and or or, not, or a number, or it removes a statement. Code that no world reaches is
-left out: windows, states, stores and tracing, the size of the cache and the choice of the classes, whose tests are elsewhere.
+left out: what is told to observers and users, and the blocks of beams, whose tests are elsewhere.
 UNSEEN lists the changes that change no schedule.
 Exit code 1: one of them is found, or fewer than 95% of the others are.
 """
@@ -24,13 +24,10 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).parents[3] / "nanoinfer"
-FILES = "scheduling/scheduler.py", "scheduling/block_manager.py"
+FILES = "scheduling/scheduler.py", "scheduling/policies.py", "scheduling/block_manager.py"
 SECONDS = 60  # of the CPU, after which a loop is taken to be endless. All worlds take 10
-FEATURES = {"observer", "_has_windows", "state_slots", "num_state_slots", "stored"}
-FUNCTIONS = {
-    "explain", "close", "most_blocks", "num_blocks_for_forks", "tables", "_blocks_of", "_others_run", "_release",
-    "_take_for", "most_that_fit", "scheduling_classes",
-}  # fmt: skip
+FEATURES = {"observer"}
+FUNCTIONS = {"explain", "named_tables", "close", "num_blocks_for_forks", "scheduling_classes"}
 PAIRS = (
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot), (ast.Add, ast.Sub),
     (ast.And, ast.Or),
@@ -39,21 +36,18 @@ OTHER = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 UNSEEN = {
     (
-        "__init__",
-        "layout.windows != (None,) -> layout.windows == (None,)",
-    ): "the code for windows does the same without windows",
-    (
-        "schedule",
+        "_start_waiting",
         "not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks -> not self.running or "
         "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
     ): "without a store, all blocks are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
+    ("PriorityScheduler", "True -> False"): "the same",
+    ("PriorityScheduler", "reads_priority = True -> pass"): "the same",
     (
         "cache_finished_blocks",
         "num_full > num_cached -> num_full >= num_cached",
     ): "without new full blocks there is nothing to add",
-    ("can_start", "0 -> 1"): "without windows, a prefix never has all blocks, because the last token is computed",
-    ("free", "True -> False"): "the tables of a sequence are equally long",
+    ("BlockManager", "False -> True"): "cache_finished_blocks does nothing if no block was filled",
 }
 
 

@@ -6,8 +6,7 @@ import gc
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Free the memory of LLMs to which nothing refers. It is vLLM's function of this name. LLM.close() does so at once.
 
-    Args:
-        shutdown_ray: has no effect, because an LLM starts no Ray.
+    shutdown_ray: has no effect, because an LLM starts no Ray.
     """
     import torch
 
