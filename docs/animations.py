@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention, Keys, Queries
-from nanoinfer.cli.demos import DEMOS
 from nanoinfer.features.tracing import (
     BatchBuilt,
     BlocksAllocated,
@@ -31,6 +30,7 @@ from nanoinfer.features.tracing import (
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer_lab.cli.demos import DEMOS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 from drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, PURPLE, RED, TINT

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer import LLM, Recorder
-from nanoinfer.cli.demos import DEMOS, STORY, Demo, Moment
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer_lab.cli.demos import DEMOS, STORY, Demo, Moment
 
 
 @dataclass(frozen=True)

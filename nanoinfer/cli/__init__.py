@@ -1,1 +1,1 @@
-"""The command `nanoinfer`: generate, chat, explain, serve, batch, models, inspect and doctor."""
+"""The command `nanoinfer`: generate, chat, serve, batch, models, inspect and doctor."""

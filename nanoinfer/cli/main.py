@@ -28,7 +28,7 @@ git diff | nanoinfer chat "Write a commit message" -m Qwen/Qwen3-0.6B""",
     ),
     "serve": ("nanoinfer.cli.serve:serve", "nanoinfer serve Qwen/Qwen3-0.6B --port 8000"),
     "explain": (
-        "nanoinfer.cli.explain:explain",
+        "nanoinfer_lab.cli.explain:explain",
         """\
 nanoinfer explain "Once upon a time" --top-k 5 --seed 1
 nanoinfer explain --demo preemption""",

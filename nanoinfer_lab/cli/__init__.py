@@ -1,1 +1,1 @@
-"""The commands bench, simulate, verify and check-scheduler."""
+"""The commands explain, bench, simulate, verify and check-scheduler."""

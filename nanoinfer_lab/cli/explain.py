@@ -16,10 +16,10 @@ from rich.text import Text
 
 from nanoinfer.cli import options
 from nanoinfer.cli.commands import complete_from, print_error
-from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer_lab.cli.demos import DEMOS, Demo
 
 
 @options.expand_options

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, Recorder
-from nanoinfer.cli.demos import DEMOS, num_new_tokens
 from nanoinfer.cli.main import app
 from nanoinfer.features.tracing import (
     BlocksFreed,
@@ -19,6 +18,7 @@ from nanoinfer.features.tracing import (
     TokenAppended,
     TokensDrafted,
 )
+from nanoinfer_lab.cli.demos import DEMOS, num_new_tokens
 from tests.helpers.replay_page import events_of
 
 pytestmark = pytest.mark.slow
