@@ -109,10 +109,12 @@ class LLM:
     def texts(self, request: Request) -> Iterator[str]:
         """Yield the text of a request's first answer. Of several threads, the one with the lock makes the step of all."""
         try:
-            while request.is_running:
+            is_running = True
+            while is_running:
                 with self.lock:
                     if request.is_running:
                         self.step()
+                    is_running = request.is_running  # after the yield, another thread may have ended it
                 yield request.new_text()
         finally:
             with self.lock:
@@ -123,8 +125,11 @@ class LLM:
         ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"a prompt must have 1 .. {self.max_model_len - 1} tokens, got {len(ids)}")
+        known = range(self.model.config.vocab_size)
+        if wrong := [each for each in (*ids, *(params.stop_token_ids or ())) if type(each) is not int or each not in known]:
+            raise ValueError(f"token ids must be integers in 0 .. {len(known) - 1}, got {wrong[0]!r}")
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        end = min(len(ids) + params.max_tokens, self.max_model_len)
+        end = min(len(ids) + (params.max_tokens or self.max_model_len), self.max_model_len)
         shared = {"max_num_tokens": end, "eos_token_ids": self.eos_token_ids, "cache_salt": cache_salt}
         name, seeds = str(self.num_requests), [(seed + i) % 2**64 for i in range(params.n)]
         first, *forks = [Sequence(name, ids, params, each, **shared) for each in seeds]
@@ -787,7 +792,8 @@ class ModelRunner:
     def __init__(self, model: Any, block_size: int | None, num_blocks: int | None, max_graph_rows: int | None) -> None:
         """max_graph_rows: the most rows of a decode step that runs as a CUDA graph. None: none does."""
         self.model, weight = model, next(model.parameters())
-        self.device, has_flash = weight.device, weight.is_cuda and flash_attn_varlen_func is not None
+        can_flash = flash_attn_varlen_func is not None and weight.dtype in FLASH_DTYPES
+        self.device, has_flash = weight.device, weight.is_cuda and can_flash
         self.begin_step = FlashAttend if has_flash else partial(partial, paged_attention)
         sizes = {"num_layers": model.config.num_hidden_layers, "num_kv_heads": model.config.num_key_value_heads}
         sizes |= {"head_dim": model.config.head_dim, "block_size": block_size or (256 if has_flash else 16)}
@@ -1289,7 +1295,7 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: ConfigJson) -> GPT2Config:
-        """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
+        """Read config.json."""
         refuse_others(
             config,
             activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
@@ -1335,7 +1341,7 @@ def refuse_others(config: ConfigJson, **supported: tuple[Any, ...]) -> None:
 
 # ---- 11. Loading a folder
 def load(folder: Path, device: str, dtype: str) -> tuple[Any, Tokenizer, frozenset[int]]:
-    """Return the model with its weights, its tokenizer and its EOS ids. Every tensor must fit a parameter, and is used once."""
+    """Return the model with its weights, its tokenizer and its EOS ids. Tensors without a parameter are left out."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] not in MODELS:
         raise ValueError(f"model_type must be one of {', '.join(MODELS)}, got {config['model_type']}")
@@ -1352,7 +1358,7 @@ def load(folder: Path, device: str, dtype: str) -> tuple[Any, Tokenizer, frozens
                 tensor = tensor.T  # GPT-2 stores [in, out]
             target = name.removeprefix("transformer.").removeprefix("model.")
             weights[target] = tensor.to(device, chosen).contiguous()
-    model.load_state_dict(weights, strict=False, assign=True)  # leaves out causal masks
+    model.load_state_dict(weights, strict=False, assign=True)  # leaves out GPT-2's causal masks
     if model.config.tie_word_embeddings:
         model.lm_head.weight = next(model.children()).weight  # the embedding's
     if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
@@ -1383,8 +1389,8 @@ class SamplingParams:
     seed: int | None = None  # The same seed and the same logits give the same tokens, in any batch
     max_tokens: int | None = 16  # Maximum length of the output in tokens
     min_tokens: int = 0  # EOS and stop_token_ids cannot be drawn before the output has this many tokens
-    stop: str | Sequence[str] | None = None  # A string or several, of which the first to complete ends the text
-    stop_token_ids: Sequence[int] | None = None  # Ids that end the output as EOS does
+    stop: str | ListLike[str] | None = None  # A string or several, of which the first to complete ends the text
+    stop_token_ids: ListLike[int] | None = None  # Ids that end the output as EOS does
     ignore_eos: bool = False  # EOS does not stop
     n: int = 1  # Number of answers to the prompt
     repetition_penalty: float = 1.0  # Logits of ids in prompt or output are divided by it if positive, else multiplied
@@ -1401,8 +1407,9 @@ class SamplingParams:
         ranges |= {"temperature": (0, 1e6), "top_p": (1e-9, 1), "repetition_penalty": (1e-6, 1e6)}
         ranges |= {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
         for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} must be in {low} .. {high}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not (low <= value <= high if value is not None else name == "max_tokens"):
+                raise ValueError(f"{name} must be in {low} .. {high}, got {value!r}")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
             raise ValueError("stop must have no empty string")
@@ -1649,7 +1656,7 @@ def _uniform(seed: Word, position: Word) -> Word:
     return ((high >> 5 << 26) + (low >> 6)) * 2.0**-53
 
 
-def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
+def philox(counter: ListLike[Word], key: ListLike[Word]) -> tuple[Word, Word, Word, Word]:
     """Compute Philox 4x32-10: ten rounds of multiply and mix turn a counter of four words and a key of two into four words."""
     (a, b, c, d), (left, right) = counter, key
     for _ in range(10):
@@ -1664,6 +1671,7 @@ try:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 except ImportError:  # paged_attention runs on a GPU too
     flash_attn_varlen_func = None
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

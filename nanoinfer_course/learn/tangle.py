@@ -12,8 +12,8 @@ Three rules decide what is taken:
 1. A definition that something taken mentions by name, unless the template has a definition of this name. A class has its
    mentioned fields and methods.
 2. Nobody observes the module, so what the package tells its observer is left out, with assignments that only this reads.
-3. Of a docstring the first line. Names of types in annotations lose their quotes, and of a declared parameter its meaning
-   becomes a comment.
+3. Of a docstring the first line, without what it raises. Names of types in annotations lose their quotes, and of a declared
+   parameter its meaning becomes a comment.
 """
 
 import ast
@@ -102,7 +102,8 @@ def tangle(template: str, bodies: Mapping[tuple[str, str], str], used: set[str])
                 lines += [""] * num_empty
             lines += [*headers[number], ""] if '"""' in "".join(headers.get(number, ())) else []
             lines.append(textwrap.indent(join(taken, num_empty), indent))
-    return spaced("\n".join(lines))
+    # collections.abc.Sequence has another name in the module, because Sequence is a class of it.
+    return spaced("\n".join(lines)).replace("Sequence[", "ListLike[")
 
 
 def spaced(text: str) -> str:
@@ -232,11 +233,11 @@ def _edited(text: str) -> str:
             if ast.unparse(decorator).startswith("wrap_torch_function("):  # which is for traces
                 return _with_lines(text, decorator.lineno - 1, decorator.end_lineno, [])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
-            first, kept = node.body[0], doc.splitlines()[:1]
+            first, kept = node.body[0], [doc.splitlines()[0].partition(" Raises: ")[0]]
             if isinstance(node, ast.ClassDef):
                 kept = re.split(r"\n+(?=Args|Attributes|Returns|Raises|Source|>>>|$)", doc)[0].splitlines()
                 kept[1:] = textwrap.dedent("\n".join(kept[1:])).splitlines()
-            if len(kept) < len(doc.splitlines()) or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
+            if kept != doc.splitlines() or (first.end_lineno or 0) - first.lineno >= len(kept) + 1:
                 quoted = ['"""' + kept[0], *kept[1:-1], *([kept[-1], '"""'] if kept[1:] else [])]
                 quoted[-1] += '"""' * (not kept[1:])
                 new = [(" " * first.col_offset + line).rstrip() for line in quoted]

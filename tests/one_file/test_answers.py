@@ -111,6 +111,15 @@ def test_a_stream_yields_the_text_in_pieces_and_an_early_end_frees_the_blocks(en
     assert_nothing_is_left(llm)
 
 
+def test_a_stream_yields_what_others_have_computed_while_it_waited(engine):
+    llm, params = engine.LLM(num_blocks=32), engine.SamplingParams(seed=3, max_tokens=20)
+    [expected, _] = llm.generate(TEXTS[:2], params)
+    stream = llm.stream(TEXTS[0], params)
+    begin = next(stream)
+    llm.generate([TEXTS[1]], params)
+    assert begin + "".join(stream) == expected.outputs[0].text
+
+
 def test_an_aborted_request_ends_and_the_others_go_on(engine):
     llm = engine.LLM(num_blocks=32, max_num_seqs=2)
     params = engine.SamplingParams(temperature=0, max_tokens=12)
@@ -136,9 +145,13 @@ def test_a_value_out_of_its_range_is_refused(engine, params):
         engine.SamplingParams(**params)
 
 
-def test_a_prompt_that_cannot_fit_is_refused(engine):
+def test_a_prompt_that_cannot_run_is_refused(engine):
     llm = engine.LLM(num_blocks=2, block_size=4)
-    for prompt in ([], [5] * 8):
-        with pytest.raises(ValueError, match="tokens"):
+    for prompt in ([], [5] * 8, [-1], [10**6], ["a text"]):
+        with pytest.raises(ValueError, match="token"):
             llm.add_request(prompt, engine.SamplingParams())
-    assert len(llm.generate([[5] * 7], engine.SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 1
+    with pytest.raises(ValueError, match="token ids must be"):
+        llm.add_request([5], engine.SamplingParams(stop_token_ids=[10**6]))
+    for params in ({}, {"max_tokens": None}):
+        [output] = llm.generate([[5] * 7], engine.SamplingParams(ignore_eos=True, **params))
+        assert len(output.outputs[0].token_ids) == 1

@@ -31,15 +31,19 @@ def generate(engine, llm, max_tokens=10):
     return outputs, [plan for plan in plans if plan.rows]
 
 
-@pytest.mark.parametrize(("family", "has_flash_attn"), [("qwen3", True), ("qwen3", False), ("gpt2", True)])
-def test_a_step_reads_its_tokens_alone(family, has_flash_attn, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "dtype", "has_flash_attn"),
+    [("qwen3", "bfloat16", True), ("qwen3", "bfloat16", False), ("qwen3", "float32", True), ("gpt2", "bfloat16", True)],
+)
+def test_a_step_reads_its_tokens_alone(family, dtype, has_flash_attn, tmp_path):
+    """The library has no fp32, which is the dtype of the bundled models."""
     engine = load()
     if has_flash_attn:
         install_flash_attn(engine)
     folder = save(family, tmp_path, **HEADS.get(family, {}))
     with fake_cuda(str(FOLDER)) as gpu:
-        llm = engine.LLM(folder, device="cuda:0", dtype="bfloat16", num_blocks=16, **SIZES)
-        assert (llm.runner.graphs is not None) == has_flash_attn
+        llm = engine.LLM(folder, device="cuda:0", dtype=dtype, num_blocks=16, **SIZES)
+        assert (llm.runner.graphs is not None) == (has_flash_attn and dtype == "bfloat16")
         gpu.waits.clear()
         outputs, steps = generate(engine, llm, max_tokens=4)
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
@@ -58,7 +62,7 @@ def run_on_simulated_device(family, folder, source=None):
     save(family, folder, **HEADS.get(family, {}))
     on_cpu = engine.LLM(folder, device="cpu", block_size=4, **SIZES)
     expected = facts(generate(engine, on_cpu)[0])
-    with simulated(engine) as device:
+    with simulated(engine) as device, mock.patch.object(engine, "FLASH_DTYPES", (torch.float32, torch.bfloat16)):
         for dtype in ("float32", "bfloat16"):
             with lenient() if dtype == "float32" else ExitStack():
                 llm = engine.LLM(folder, device="sim", dtype=dtype, num_blocks=16, **SIZES)
