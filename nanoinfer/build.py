@@ -1,6 +1,6 @@
 """Build an LLMEngine from a model with its weights: make_engine, and a function for each of its parts.
 
-Each function imports torch when it is called, so that the rest of this folder runs without it.
+Each function imports torch and the features when it is called, so that importing this file takes no time.
 """
 
 from collections.abc import Sequence

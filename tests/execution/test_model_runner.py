@@ -98,7 +98,7 @@ def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
 
 
 def test_draws_are_replayed_behind_replayed_steps(path):
-    """A step is read when the next has been launched, as on a GPU. (sampling/test_cuda_graphs.py has draws alone.)"""
+    """A step is read when the next has been launched, as on a GPU. (fast/sampling/test_cuda_graphs.py has draws alone.)"""
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
     params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **given) for given in asking]
     llm = llm_with(path, record, async_scheduling=True)

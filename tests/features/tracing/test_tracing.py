@@ -117,7 +117,7 @@ def test_every_kind_of_event_is_emitted_and_becomes_a_line_of_json(recorded, tmp
     llm = llm_with(drafting, speculative_config={"method": "ngram", "adaptive": False})
     assert answers_of(llm) == answers[0]
     kinds = {type(event) for event in recorder.events + drafting.events}
-    assert kinds | {tracing.BlocksReleased} == set(tracing.Event.__args__)  # that one: tests/scheduling/test_kv_groups.py
+    assert kinds | {tracing.BlocksReleased} == set(tracing.Event.__args__)  # that one: tests/features/hybrid/test_kv_groups.py
     recorder.to_jsonl(tmp_path / "run.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["event"] for row in rows] == [type(event).__name__ for event in recorder.events]
