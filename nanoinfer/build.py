@@ -141,7 +141,7 @@ def make_runtime(
     from nanoinfer.features.training.loaded_weights import LoadedWeights
 
     weights = weights or LoadedWeights()
-    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "num_state_layers")):
+    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "state_shapes")):
         from nanoinfer.features.hybrid.runtime import hybrid_runtime
 
         runtime: Runtime = hybrid_runtime(model, config, weights)
