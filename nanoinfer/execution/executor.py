@@ -66,7 +66,7 @@ class StepOutput:
 
 
 class PromptReader:
-    """Reads the hidden rows of one prompt (Sequence.reader). features/logprobs/, training/ and embedding/ have subclasses."""
+    """Reads the hidden rows of one prompt (Sequence.reader). features/logprobs/ and features/embedding/ have subclasses."""
 
     def read(self, executor: "LocalExecutor", hidden: "Tensor", chunk: PromptRows, ends: "HeadRows", row: int | None) -> None:
         """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.

@@ -2,7 +2,7 @@
 
 In: the rows of a step before the LM head has been applied, so that a route may fuse the head with the choice of the token or
 divide the vocabulary among ranks. Out: token ids, or None for a step that the route does not support. The core has no routes.
-Those that exist are in fast/sampling/ and distributed/.
+Those that exist are in fast/sampling/ and features/distributed/.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-// The recurrence of Gated DeltaNet, for prompts and decode steps alike. models/gated_delta.py defines it.
+// The recurrence of Gated DeltaNet, for prompts and decode steps alike. features/hybrid/gated_delta.py defines it.
 //
 // A task is a key head of a sequence, with its value heads: it has its own channels of the convolution and its own part of the
 // memory, which stays in the processor's cache while the tokens pass, one after the other (delta.py).
