@@ -11,11 +11,8 @@ Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), 
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from nanoinfer.compat.moved_modules import MovedModules
 
 if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
@@ -105,5 +102,4 @@ def __dir__() -> list[str]:
 
 
 # So that vLLM's modules, and those that have moved, are found after those of the package.
-__path__.append(f"{__path__[0]}/compat/vllm/modules")
-sys.meta_path.append(MovedModules)
+__path__ += [f"{__path__[0]}/compat/vllm/modules", f"{__path__[0]}/compat/moved"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING
-from weakref import proxy
+from weakref import ref
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
@@ -84,16 +84,16 @@ class ParameterFeatures(RequestFeature):
 
     def __init__(self, tokenizer: Tokenizer | None, executor: "LocalExecutor", logprobs_mode: str = "raw") -> None:
         self._tokenizer, self._vocab_size, self._logprobs_mode = tokenizer, executor.info.vocab_size, logprobs_mode
-        self._executor = proxy(executor)  # LLM.close frees what the executor holds
+        self._executor = ref(executor)  # LLM.close frees what the executor holds
         self._lock = Lock()  # threads of an AsyncLLM prepare requests at the same time
 
     def prepare(self, prepared: PreparedRequest, options: dict[str, object]) -> PreparedRequest:
         params, constraints = prepared.params, list(prepared.constraints)
-        if params.reports:
+        if params.reports and (executor := self._executor()) is not None:  # None: the LLM was closed meanwhile
             from nanoinfer.features.logprobs.token_logprobs import report_by
 
             with self._lock:
-                report_by(self._executor, self._logprobs_mode)
+                report_by(executor, self._logprobs_mode)
         if params.prompt_logprobs is not None:
             from nanoinfer.features.logprobs.prompt_logprobs import reader_of
 
@@ -141,7 +141,7 @@ def make_runtime(
     from nanoinfer.features.training.loaded_weights import LoadedWeights
 
     weights = weights or LoadedWeights()
-    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "num_state_layers")):
+    if any(getattr(model.config, name, False) for name in ("layer_windows", "has_sinks", "state_shapes")):
         from nanoinfer.features.hybrid.runtime import hybrid_runtime
 
         runtime: Runtime = hybrid_runtime(model, config, weights)

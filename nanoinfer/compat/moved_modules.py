@@ -1,13 +1,12 @@
 """The old paths of modules that have moved. One version passes them on, with a DeprecationWarning that says the new path.
 
-MovedModules is the last entry of sys.meta_path, so Python asks it for modules that it finds nowhere else.
+moved/ has a file for each of them. It is a folder of nanoinfer.__path__, so moved/tracing.py is found as nanoinfer.tracing.
 """
 
+import sys
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from pkgutil import walk_packages
 from types import ModuleType
 
 # Old path -> new path. A package brings its modules with it, unless the table has them as well.
@@ -45,30 +44,17 @@ class _OldModule(ModuleType):
         if name.startswith("__"):  # the import system asks for these
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         warnings.warn(f"{self.__name__} has moved to {self._new}", DeprecationWarning, stacklevel=2)
-        self.__dict__[name] = value = getattr(import_module(self._new), name)  # `from old import name` asks for it twice
-        return value
+        return getattr(import_module(self._new), name)
 
 
-class MovedModules:
-    """A finder and loader of old paths, whose modules are imported when a name of theirs is used."""
-
-    @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        new = new_path(name)
-        if not new or find_spec(new) is None:
-            return None
-        return ModuleSpec(name, cls, is_package=True)  # type: ignore[arg-type]  # has a loader's methods
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> ModuleType:
-        return _OldModule(spec.name, new_path(spec.name))
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        """Nothing has to run."""
-
-
-def new_path(old: str) -> str:
-    """Return the new path of a module, or "" if it has not moved."""
-    known = max((each for each in MOVED if f"{old}.".startswith(f"{each}.")), key=len, default=None)
-    return "" if known is None else MOVED[known] + old.removeprefix(known)
+def pass_on(old: str) -> None:
+    """Pass on a module at its old path. Its submodules are imported when a name of theirs is used."""
+    paths = {old: MOVED[old]}
+    for each, new in [(each, new) for each, new in MOVED.items() if f"{each}.".startswith(f"{old}.")]:
+        found = walk_packages(getattr(import_module(new), "__path__", ()), f"{new}.")
+        paths |= {each: new} | {each + one.name.removeprefix(new): one.name for one in found}
+    for each, new in paths.items():
+        sys.modules[each] = module = _OldModule(each, new)
+        if each != old:
+            parent, _, name = each.rpartition(".")
+            setattr(sys.modules[parent], name, module)

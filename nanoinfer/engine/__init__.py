@@ -2,4 +2,4 @@
 
 from pkgutil import extend_path
 
-__path__ = extend_path(__path__, __name__)  # by compat/vllm/modules/engine
+__path__ = extend_path(__path__, __name__)  # by compat/vllm/modules/engine and compat/moved/engine

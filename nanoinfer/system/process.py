@@ -1,7 +1,6 @@
 """Every effect of this package on the whole process, and the functions that apply three of them.
 
-Importing nanoinfer only adds a finder of old paths to sys.meta_path (compat/moved_modules.py). When an engine is made, it
-applies these effects, and logs the first three:
+Importing a module changes nothing. When an engine is made, it applies these effects, and logs the first three:
 
     allocator       glibc keeps freed memory until the process ends: `keep_freed_memory`, for attention/cpu.py. A server returns
                     what large requests freed: `return_freed_memory`.

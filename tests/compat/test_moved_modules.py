@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer.compat.moved_modules import MOVED, new_path
+from nanoinfer.compat.moved_modules import MOVED
 
 # What docs, notebooks and examples imported from, with a name of each.
 OLD = {
@@ -33,6 +33,11 @@ OLD = {
     "sampling.grammar": "GrammarCompiler",
     "sampling.logits_processors": "LogitsProcessor",
 }
+
+
+def new_path(old):
+    known = max((each for each in MOVED if f"{old}.".startswith(f"{each}.")), key=len)
+    return MOVED[known] + old.removeprefix(known)
 
 
 @pytest.mark.parametrize(("module", "name"), OLD.items())
@@ -61,10 +66,12 @@ def test_a_submodule_is_an_attribute_of_its_package_and_an_unknown_one_is_no_mod
         importlib.import_module("nanoinfer.lab.nothing")
 
 
-def test_no_old_path_is_that_of_a_module():
+def test_every_old_path_of_the_table_has_its_file_and_no_other_module():
     folder = Path(nanoinfer.__file__).parent
-    places = [folder.joinpath(*old.split(".")[1:]) for old in MOVED]
-    assert [place for place in places if place.exists() or place.with_suffix(".py").exists()] == []
+    files = {path.relative_to(folder / "compat/moved").with_suffix("") for path in folder.glob("compat/moved/**/*.py")}
+    found = {"nanoinfer." + ".".join(path.parts) for path in files}
+    assert found == {old for old in MOVED if not any(old.startswith(f"{each}.") for each in MOVED)}
+    assert [path for path in files if (folder / path).exists() or (folder / path).with_suffix(".py").exists()] == []
 
 
 def test_what_stays_says_nothing():

@@ -177,7 +177,7 @@ def test_running_a_model_imports_no_modelling_code_of_transformers_no_cuda_libra
     names = "LLM, AsyncLLM, EngineArgs, SamplingParams"
     imported = run_python(f"import sys; from nanoinfer import {names}; {run}; print(*sys.modules)").split()
     assert "nanoinfer.models.qwen" in imported
-    assert not [name for name in imported if name.startswith(("nanoinfer.compat.vllm", "nanoinfer_course.learn"))]
+    assert not [name for name in imported if "compat" in name.split(".") or name.startswith("nanoinfer_course.learn")]
     assert "transformers.modeling_utils" not in imported
     assert not [name for name in imported if re.match(r"transformers\.models\.(gpt2|qwen\d)\.modeling", name)]
     assert not [name for name in imported if name.split(".")[0] in ("triton", "flash_attn", "nvidia")]

@@ -134,11 +134,11 @@ def test_rows_that_return_more_are_read_together(tmp_path):
     """The ids, values and ranks of all rows are a tensor each. They are there when the first has been read."""
     path = tiny_models.save("qwen3", tmp_path)
     waits, num_steps = waits_of(path, generating(params(logprobs=2)))
-    assert waits == {READ: num_steps, "logprobs.<genexpr>": 3 * num_steps}
+    assert waits == {READ: num_steps, "token_logprobs.<genexpr>": 3 * num_steps}
     waits, num_steps = waits_of(path, generating(params(prompt_logprobs=2)), chunk_size=32)
-    assert waits == {READ: num_steps, "logprobs.<genexpr>": 3 * len(PROMPTS)}
+    assert waits == {READ: num_steps, "token_logprobs.<genexpr>": 3 * len(PROMPTS)}
     waits, num_steps = waits_of(path, lambda llm: llm.embed(PROMPTS))
-    assert waits == {READ: num_steps, "pooling.<listcomp>": len(PROMPTS)}
+    assert waits == {READ: num_steps, "methods.<listcomp>": len(PROMPTS)}
 
 
 # ---- what the tests above would notice

@@ -8,7 +8,6 @@ from tests.helpers import tiny_models
 pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.fast.cuda.graphs import StepGraphs, StepSize
@@ -39,13 +38,9 @@ def llm_with(path, capture, **options):
         device=DEVICE, **options,
     )  # fmt: skip
     engine = llm.engine
-    pages, _ = engine.executor.runner.cache.layer(0)
-    _, block_size, num_kv_heads, head_dim = pages.shape
-    cache = KVCache(
-        num_layers=engine.executor.runner.cache.num_layers, num_blocks=engine.executor.info.num_blocks + 1,
-        block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE,
-    )  # fmt: skip
-    graphs = StepGraphs(engine.executor.info, 5, capture)
+    runtime = engine.executor.runner.begin_step.__self__
+    cache = runtime.make_cache(engine.executor.info.num_blocks + 1, engine.executor.info.num_state_slots)
+    graphs = StepGraphs(engine.executor.info, 5, capture, num_groups=len(engine.executor.info.windows))
     engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.begin_step, graphs)
     return llm
 

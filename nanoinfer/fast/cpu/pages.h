@@ -1,7 +1,7 @@
 // Heads in the pages of the KV cache, for paged_decode.cpp and paged_prefill.cpp. Both are compiled with these constants:
 //
 //     HEAD_DIM     numbers of a head
-//     INT8_PAGES   defined if pages have heads in 8 bits, as attention/kv_cache.py (`quantized_heads`) defines them: HEAD_DIM
+//     INT8_PAGES   defined if pages have heads in 8 bits, as int8_cache/cache.py (`quantized_heads`) defines them: HEAD_DIM
 //                  integers, then their scale, a float
 
 #pragma once

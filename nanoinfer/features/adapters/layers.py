@@ -27,9 +27,8 @@ class AdapterMapping:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.num_rows = 0  # of the step, without padding
         self.rows: dict[int, Tensor] = {}  # adapter index -> the numbers of the rows that use it
-        self.kernels: Any = (
-            None  # a CPUMapping (fast/cpu/lora.py) gets each step's indices. None: no kernel computes such layers
-        )
+        # a CPUMapping (fast/cpu/lora.py), which gets the indices of each step. None: no kernel computes layers with adapters
+        self.kernels: Any = None
 
     def set(self, indices: list[int], device: torch.device) -> None:
         """Note the step's rows. indices: the adapter index of each row. -1: the row has no adapter."""

@@ -1,4 +1,4 @@
-"""Merge LoRA adapters in peft's format into the weights while they are read. features/adapters has those of single requests.
+"""Merge LoRA adapters in peft's format into the weights while they are read. adapters.py has those of single requests.
 
     merged = weight + strength * scale * B @ A,  scale = alpha / r, or alpha / sqrt(r) with use_rslora
 

@@ -1,6 +1,6 @@
 """The block manager of models whose layers keep less than every token: windows, states, or both.
 
-- Windows: a sequence has a table for each KV group, with blocks of the same pool (`kv_groups` in attention/cache_sizes.py). A
+- Windows: a sequence has a table for each KV group, with blocks of the same pool (`kv_groups` in sizes.py). A
   group with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their
   places in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
 

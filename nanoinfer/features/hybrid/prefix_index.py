@@ -106,5 +106,5 @@ class HybridIndex(PrefixIndex):
 
 
 def first_reached(position: int, window: int | None, block_size: int) -> int:
-    """Return the index of the first block that a query at this position reaches. It equals KVCache.num_blocks_before."""
+    """Return the index of the first block that a query at this position reaches. It equals attention.cpu.num_blocks_before."""
     return 0 if window is None else max(position - window + 1, 0) // block_size

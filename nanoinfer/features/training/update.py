@@ -1,6 +1,6 @@
 """Replace the weights of a loaded model, while its compiled programs and their addresses stay as they are.
 
-In: a runner whose weights came from load_configured, and tensors under the names of its checkpoint. Out: the same model with
+In: a runner whose weights load.py has placed, and tensors under the names of its checkpoint. Out: the same model with
 other values. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
 `check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
 """
