@@ -1,6 +1,7 @@
 """From a runtime to an engine: which runtime, adapters and drafts a config asks for."""
 
 import copy
+import gc
 
 import pytest
 
@@ -34,6 +35,13 @@ def test_an_engine_of_a_model_answers(model):
         engine.step()
     assert len(request.output.outputs[0].token_ids) == 2
     assert engine.eos_token_ids == {3}
+
+
+def test_a_request_can_be_prepared_while_the_engine_is_closed(model):
+    engine = make_engine(model, EngineConfig(cache=CACHE, enforce_eager=True))
+    engine.close()
+    gc.collect()
+    assert engine.inputs.prepare([1], SamplingParams(logprobs=1, detokenize=False)).params.logprobs == 1
 
 
 def test_an_eager_engine_runs_the_models_file(model):

@@ -148,6 +148,15 @@ def test_experts_draft_as_well(family, tmp_path):
     assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
+@pytest.mark.slow
+def test_a_model_whose_layers_all_have_attention_drafts_as_well(tmp_path):
+    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path, layer_types=["full_attention"] * 3))
+    prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=20, detokenize=False)
+    llm = LLM(path, enforce_eager=True, speculative_config=MTP, **SETTINGS)
+    assert generate(llm, prompts, params) == generate(LLM(path, enforce_eager=True, **SETTINGS), prompts, params)
+    assert llm.engine.planner.counts.num_draft_tokens > 0
+
+
 def unfused(tensors):
     """The experts of the module by name, as published checkpoints have them."""
     prefix = "mtp.layers.0.mlp.experts."
