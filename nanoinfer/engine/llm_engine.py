@@ -75,9 +75,10 @@ class LLMEngine:
         self.max_model_len = info.max_model_len
         scheduler_cls, block_manager_cls = scheduling_classes(config)
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, features=features)
-        self.block_manager = block_manager or block_manager_cls(
-            info.num_blocks, info.block_size, config.cache.enable_prefix_caching, observer
-        )
+        if block_manager is None:
+            caching = config.cache.enable_prefix_caching
+            block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, observer)
+        self.block_manager = block_manager
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
         for feature in features:
             self.scheduler.limits = {**self.scheduler.limits, **feature.limits}

@@ -207,3 +207,14 @@ def test_a_users_class_decides_for_every_group():
 def test_attention_skips_the_blocks_that_are_freed_and_no_other(block_size, window):
     for position in range(20):
         assert num_blocks_before(position, window, block_size) == first_reached(position, window, block_size)
+
+
+def test_a_key_goes_with_its_last_block():
+    manager = HybridBlockManager(8, 2, windows=(None, 3), chunk_size=4)
+    seq = Sequence("r0", [5, 6, 7, 8], SamplingParams(), seed=0, max_num_tokens=9)
+    manager.allocate(seq, 4)
+    manager.cache_finished_blocks(seq, 4)
+    assert len(manager.index.keys) == 2
+    manager.free(seq)
+    manager.reset_prefix_cache()
+    assert not manager.index.keys
