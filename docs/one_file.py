@@ -20,7 +20,8 @@ STEP = re.compile(r"(<!-- python docs/one_file.py -->\n\n```python\n).*?(```\n)"
 # Sentences of pages with sizes. In place of {file}, {first}, {machine} and {all} stands a number.
 PAGES = {
     "one_file/README.md": "It has {file} lines, and parts 1 to 8, which are the engine, have {first}",
-    "README.md": "has {file} lines, the machine that grew from it {machine}, and all of it,\nwith features, kernels, lab and course, {all}.",
+    "README.md": "has {file} lines, the machine that grew from it {machine}, and all of it,\n"
+    "with features, kernels, lab and course, {all}.",
     "README.zh.md": "{file} 行，由它长成的核心代码 {machine} 行，连同各项功能、内核、测量工具和课程共 {all} 行",
     "docs/reading.md": "The one file has {file} lines, parts 1 to 8 have {first}, and the folders of the machine {machine}",
 }
