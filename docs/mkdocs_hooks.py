@@ -3,9 +3,9 @@
 docs/ with index.md as the first page, notebooks/, BENCHMARKS and CHANGELOG are pages, the solutions with what they print, and
 the one file in chapters. The API reference is made from the docstrings, the gallery by gallery.py, the data of interactive
 parts by interactive.py. A link to another file of the repository leads to its public address, and is text where there is none.
-A link to README leads to the first page. Formulas become MathML, which needs no script. The search reads no code of notebooks, solutions, the API and the one file. llms.txt lists
-the pages for language models. python/ has Pyodide and the package, for browser.py. At the end every link inside the site is
-checked.
+A link to README leads to the first page. Formulas become MathML, which needs no script. The search reads no code of notebooks,
+solutions, the API and the one file. llms.txt lists the pages for language models. python/ has Pyodide and the package, for
+browser.py. At the end every link inside the site is checked.
 """
 
 import html
