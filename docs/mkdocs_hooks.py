@@ -196,6 +196,11 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Name the theme's dialog for screen readers."""
+    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+
+
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
     """Add llms.txt (https://llmstxt.org): the title and address of every page, by the parts of the navigation."""
     page, parts = files.src_uris[HOME].page, {}
