@@ -223,9 +223,7 @@ def perplexity() -> str:
         row = rows.setdefault((one.model, one.text, f"{one.float32:,}", one.date), {})
         row[one.variant] = f"{one.perplexity:,} ({one.perplexity / one.float32:.3f})"
     head = ("model", "text", "float32", *variants, "measured")
-    return _markdown(
-        head, [[*what, *(row.get(name, "") for name in variants), date] for (*what, date), row in rows.items()]
-    )
+    return _markdown(head, [[*what, *(row.get(name, "") for name in variants), date] for (*what, date), row in rows.items()])
 
 
 def forms() -> str:

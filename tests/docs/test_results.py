@@ -108,8 +108,8 @@ def test_a_row_that_was_measured_again_moves_to_the_history(monkeypatch):
     assert "0.33" in results.current()
     assert "0.32" not in results.current()
     history = results.history()
-    assert "0.32" in history
-    assert "0.33" not in history
+    assert "vLLM 0.32 | 2026-01-01" in history
+    assert "vLLM 0.33" not in history
     titles = re.findall("^## (.+)", history, re.MULTILINE)
     assert len(titles) > 10
     assert results.history("the SAMPLER").startswith("## The sampler\n\nZen 5, 2026-11-21, on a busy machine")

@@ -167,7 +167,18 @@ def table(refusals: dict[Pair, str], runs: list[Run]) -> str:
         rows.append(f"| {most} | {', '.join(value for pair in left if most in pair for value in pair if value != most)} |")
         left = [pair for pair in left if most not in pair]
     compared = f"With batch_invariant the bits of log-probabilities are compared, too, but not with: {bits}."
-    return "\n".join([f"The features: {', '.join(FEATURES)}.", "", compared, "", "| feature | refused together with |", "|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            f"The features: {', '.join(FEATURES)}.",
+            "",
+            compared,
+            "",
+            "| feature | refused together with |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def with_table(page: str, refusals: dict[Pair, str], runs: list[Run]) -> str:
