@@ -1,4 +1,4 @@
-"""docs/structure.md has a line for each folder, from its docstring or README. `python tests/docs/test_structure.py` writes it."""
+"""docs/structure.md has a line for each folder, from its docstring or README: `python tests/docs/test_structure.py`."""
 
 import ast
 import glob
