@@ -86,17 +86,18 @@ def figures() -> str:
         shares = [f"{all_reduce_share(name, ranks, **step):.0%}" for step in (user, prompt) for ranks in (2, 8)]
         latency.append([name, *times, *shares])
     return f"""
-**Users** of {CONTEXT:,} and of {LONG_CONTEXT:,} tokens that fit beside the weights, on one GPU and on eight that share one copy:
+**Users** of {CONTEXT:,} and of {LONG_CONTEXT:,} tokens that fit beside the weights, on one GPU and on eight that
+share one copy:
 
 {table(["Qwen3", "weights, GB", "cache, KB/token", "users, 1", "users, 8", "long, 1", "long, 8"], memory)}
 
-**Tokens per second of a node** whose memory is full of users of {CONTEXT:,} tokens. "4 x 2" is four replicas, each split over two
-GPUs. Prefill is of prompts of {CONTEXT:,} tokens, one replica per GPU.
+**Tokens per second of a node** whose memory is full of users of {CONTEXT:,} tokens. "4 x 2" is four replicas, each split over
+two GPUs. Prefill is of prompts of {CONTEXT:,} tokens, one replica per GPU.
 
 {table(["Qwen3", *(f"{NUM_GPUS // ranks} x {ranks}" for ranks in RANKS), "prefill"], throughput)}
 
-**Milliseconds per token of one user** with {CONTEXT:,} tokens, by the number of ranks, and the share of the all_reduces in the time of
-this step and of a prefill of {CONTEXT:,} tokens:
+**Milliseconds per token of one user** with {CONTEXT:,} tokens, by the number of ranks, and the share of the all_reduces in the
+time of this step and of a prefill of {CONTEXT:,} tokens:
 
 {table(["Qwen3", *map(str, RANKS), "share, 2", "share, 8", "prefill, 2", "prefill, 8"], latency)}
 

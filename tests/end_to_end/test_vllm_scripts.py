@@ -25,10 +25,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
 WING = Path(nanoinfer.__file__).parent / "compat" / "vllm"
 SCRIPTS = {path.stem: path for path in sorted(Path(__file__).with_name("vllm_scripts").glob("*.py"))}
-# The scripts of the list of examples, with what must be left out of each, and the examples that are refused, with the hint.
-LISTED = re.findall(r"^- [^\n]+?: \[(\w+)\]\(.+?\)(?: without `(.+)`)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-ROWS = dict(LISTED)
-NOT_RUN = dict(re.findall(r"^\| (\w+)(?:, .+?)? \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+EXAMPLES = PAGE.read_text(encoding="utf-8").split("## Names")[0]
+# script -> what must be left out of it
+ROWS = dict(re.findall(r"^- [^\n]+?: \[(\w+)\]\(.+?\)(?: without `(.+)`)?$", EXAMPLES, re.MULTILINE))
+# example -> the hint with which it is refused
+NOT_RUN = dict(re.findall(r"^\| (\w+)(?:, .+?)? \| (.+) \|$", EXAMPLES, re.MULTILINE))
 
 # What each script must print: lines that only a right run can print.
 SAYS = {
@@ -278,7 +279,8 @@ def lists() -> dict[str, str]:
 
 def with_lists(text: str) -> str:
     for name, one in lists().items():
-        text, count = re.subn(rf"(<!-- {name} -->\n)[\s\S]*?(<!-- end -->)", lambda m, one=one: f"{m[1]}\n{one}\n\n{m[2]}", text)
+        between = rf"(?<=<!-- {name} -->\n)[\s\S]*?(?=<!-- end -->)"
+        text, count = re.subn(between, lambda _, one=one: f"\n{one}\n\n", text)
         assert count == 1, name
     return text
 
