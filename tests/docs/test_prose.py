@@ -99,6 +99,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
     ROOT / "one_file" / "README.md",
+    ROOT / "notebooks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
