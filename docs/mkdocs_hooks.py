@@ -181,7 +181,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
-    content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
+    content = content.replace("Open in Colab</a> Colab", "Open in Colab</a>. Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)

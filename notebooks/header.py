@@ -1,4 +1,4 @@
-"""Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
+"""Write the header of every notebook's first cell: what it answers, minutes, prerequisites, picture, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
@@ -293,32 +293,30 @@ def known_parts(stem: str) -> list[str]:
 
 def alt_of(stem: str) -> str:
     """The picture at the head of a notebook in words."""
-    lit = NOTEBOOKS[stem].parts
-    others = [part for part in known_parts(stem) if part not in lit]
-    return f"The engine so far. In this notebook: {', '.join(lit)}. From earlier ones: {', '.join(others) or 'nothing yet'}."
+    return f"The parts of the engine. In this notebook: {', '.join(NOTEBOOKS[stem].parts)}."
 
 
 def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
-    header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
+    header, order, track = NOTEBOOKS[stem], list(NOTEBOOKS), TRACK.get(stem)
     at = order.index(stem)
-    before = [link_to(one) for one in order if number_of(one) in header.needs]
+    before = [f"[{number_of(one)}]({one}.ipynb)" for one in order if number_of(one) in header.needs]
     sources = [f"[`{path}`](../{'' if path.startswith('nanoinfer') else 'nanoinfer/'}{path})" for path in header.sources]
-    neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
-    neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
-    track = [TRACK[stem]] if stem in TRACK else []
+    neighbours = [(order[at - 1], "Previous")] if at else []
+    neighbours += [(order[at + 1], "Next")] if at + 1 < len(order) else []
     lines = [
-        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
-        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes."
-        + "".join(f" **In three hours** (see README): {what}, {num} minutes." for what, num in track),
-        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** [`{stem}.py`](../notebooks/solutions/{stem}.py).",
-        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary](../docs/glossary.md).",
+        f"**Time:** {header.minutes} minutes. **Needs:** {', '.join(before) or 'no other notebook'}, a CPU, no network."
+        + (f" **In three hours:** {track[0]}, {track[1]} minutes." if track else ""),
+        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
+        f"**Sources:** {', '.join(sources)}. **Exercises:** [solutions](../notebooks/solutions/{stem}.py)."
+        f" **Terms:** [glossary](../docs/glossary.md)."
+        + "".join(f" **{name}:** [{number_of(one)}]({one}.ipynb)." for one, name in neighbours),
     ]
     if repository is not None:
         folder = repository.rsplit("/", 1)[1]
         install = f'`!git clone -q {repository} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`'
-        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} In Colab, run this first: {install}.")
+        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} Colab opens this file alone. Run in a new cell first: {install}.")
     return with_links("\n\n".join(lines), repository)
 
 
