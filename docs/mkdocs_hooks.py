@@ -186,6 +186,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = re.sub(r'href="[^"]*/notebooks/solutions/(\w+)\.py"', r'href="../solutions/\1/"', content)
+    content = re.sub(r'href="[^"]*/notebooks/README\.md"', 'href="../"', content)
     content = re.sub(r'<a href="\.\./(?:nanoinfer\w*|tests)/[^>]*>(.*?)</a>', r"\1", content)  # without a public address
     content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)

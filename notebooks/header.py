@@ -62,28 +62,28 @@ NOTEBOOKS = {
     ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
-        50,
+        45,
         ("tokenization/tokenizer.py", "models/gpt2.py", "models/layers.py", "sampling/sampler.py"),
         ("tokenizer", "model", "LM head", "sampler", "text"),
         ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
-        45,
+        40,
         ("attention/kv_cache.py", "attention/reference.py"),
         ("model", "KV cache"),
         ("01",),
     ),
     "03_pages": Header(
         "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
-        50,
+        45,
         ("scheduling/block_manager.py", "attention/kv_cache.py"),
         ("block tables", "KV cache"),
         ("02",),
     ),
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs far less than 4 steps of 1, where that ends, and what a smaller dtype gains.",
-        50,
+        35,
         ("nanoinfer_lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
@@ -91,7 +91,7 @@ NOTEBOOKS = {
     "05_scheduling": Header(
         "what TTFT, TPOT and ITL are, what chunked prefill does to them, what happens when blocks run out, and why it cannot "
         "loop for ever.",
-        50,
+        45,
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
         ("scheduler", "batch"),
         ("03", "04"),
@@ -99,7 +99,7 @@ NOTEBOOKS = {
     "06_serving": Header(
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
-        55,
+        50,
         ("server/async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
         ("server",),
         ("05",),
@@ -108,7 +108,7 @@ NOTEBOOKS = {
     "07_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
-        60,
+        50,
         ("sampling/stages.py", "sampling/draw.py"),
         ("sampler",),
         ("01",),
@@ -116,7 +116,7 @@ NOTEBOOKS = {
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
-        35,
+        30,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
         ("text", "stop rules"),
         ("01",),
@@ -131,7 +131,7 @@ NOTEBOOKS = {
     ),
     "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
-        50,
+        45,
         ("features/drafts/speculator.py", "features/drafts/ngram.py", "features/drafts/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "07"),
@@ -299,24 +299,24 @@ def alt_of(stem: str) -> str:
 def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
     header, order, track = NOTEBOOKS[stem], list(NOTEBOOKS), TRACK.get(stem)
-    at = order.index(stem)
     before = [f"[{number_of(one)}]({one}.ipynb)" for one in order if number_of(one) in header.needs]
     sources = [f"[`{path}`](../{'' if path.startswith('nanoinfer') else 'nanoinfer/'}{path})" for path in header.sources]
-    neighbours = [(order[at - 1], "Previous")] if at else []
-    neighbours += [(order[at + 1], "Next")] if at + 1 < len(order) else []
+    following = order[order.index(stem) + 1 :][:1]
     lines = [
         f"**You will be able to say** {header.answers}",
         f"**Time:** {header.minutes} minutes. **Needs:** {', '.join(before) or 'no other notebook'}, a CPU, no network."
         + (f" **In three hours:** {track[0]}, {track[1]} minutes." if track else ""),
         f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**Sources:** {', '.join(sources)}. **Exercises:** [solutions](../notebooks/solutions/{stem}.py)."
-        f" **Terms:** [glossary](../docs/glossary.md)."
-        + "".join(f" **{name}:** [{number_of(one)}]({one}.ipynb)." for one, name in neighbours),
+        " **Terms:** [glossary](../docs/glossary.md). **All notebooks:** [map](../notebooks/README.md)."
+        + "".join(f" **Next:** [{number_of(one)}]({one}.ipynb)." for one in following),
     ]
     if repository is not None:
         folder = repository.rsplit("/", 1)[1]
         install = f'`!git clone -q {repository} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`'
-        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} Colab opens this file alone. Run in a new cell first: {install}.")
+        lines.append(
+            f"{badge_of(repository, f'{stem}.ipynb')} Colab opens this file alone. Run in a new cell first: {install}."
+        )
     return with_links("\n\n".join(lines), repository)
 
 
