@@ -83,7 +83,7 @@ def learn(context: typer.Context) -> None:
         list_tasks()
 
 
-@app.command("list", cls=Command)
+@app.command("list", cls=Command, epilog="nanoinfer learn list")
 def list_tasks() -> None:
     """List the tasks of this folder's workbook, and what is done, as `nanoinfer learn` alone does."""
     workbook = Workbook.here(NAMES)
@@ -114,7 +114,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn watch")
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
@@ -177,7 +177,7 @@ def run(
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn ladder")
 def ladder() -> None:
     """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
     from torch import device
