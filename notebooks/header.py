@@ -352,7 +352,7 @@ tests and measures the GPU of Colab or Kaggle, or your own, and prints a block o
 def with_tables(text: str) -> str:
     """The text of README.md with the tables of the notebooks: question, minutes, what to read first, tasks to write then."""
     tasks = tomllib.loads((FOLDER.parent / "nanoinfer_course" / "learn" / "tasks.toml").read_text(encoding="utf-8"))
-    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if name != "groups"}
+    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if "notebook" in task}
 
     def row(stem: str) -> str:
         names = ", ".join(f"`{name}`" for name, lesson in lessons.items() if lesson == stem.partition("_")[2])
