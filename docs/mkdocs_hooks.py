@@ -200,7 +200,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Name the theme's dialog for screen readers."""
-    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
 
 
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
