@@ -151,7 +151,7 @@ class LLM:
         sampling = SamplingBatch.build([seq for seq, _ in plan.rows], logits.shape[-1], logits.device)
         token_ids = sample(logits, sampling).tolist()  # the one time that the host waits for the device
         self.scheduler.commit(plan)  # count the plan's tokens as cached
-        for seq, rows in plan.accepted_rows(token_ids):
+        for seq, rows in accepted_rows(plan, token_ids):
             answer = self.answers[seq]
             for token_id in token_ids[rows.start : rows.stop]:
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
@@ -256,15 +256,6 @@ class StepPlan:
     rows: tuple[tuple[Sequence, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()  # the (from, to) blocks that are copied before the forward pass
 
-    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
-        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
-        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
-        for first, (seq, _) in enumerate(self.rows):
-            if first >= end:  # else the row belongs to a draft of the sequence before
-                item = items.get(seq, ScheduledSequence(seq, 1))
-                end = first + 1 + len(item.draft_token_ids)
-                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
-
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
     """Return the sequences whose last known token this step computes, and their forks, with that token's packed index."""
@@ -332,7 +323,7 @@ class Scheduler:
 
     def _start_waiting(self, selection: Selection) -> None:
         """Start waiting sequences in their order, until one does not fit."""
-        selection.num_kept_free = sum(map(self._num_kept_free, self.running))
+        selection.num_kept_free = sum(self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running)
         while self.waiting and self._has_place() and self._start(selection, self.waiting[0]):
             self.waiting.popleft()
 
@@ -356,7 +347,7 @@ class Scheduler:
         self.block_manager.start(seq, prefix)
         seq.num_computed_tokens = num_cached
         self._select(selection, seq, num_new)
-        selection.num_kept_free += self._num_kept_free(seq)
+        selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)
         return True
 
     def next_chunk(self, seq: Sequence, start: int) -> int:
@@ -387,7 +378,9 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Requeue a running sequence."""
-        self._stop(seq)
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
         self.waiting.appendleft(seq)
 
     def commit(self, plan: StepPlan) -> None:
@@ -436,14 +429,6 @@ class Scheduler:
         limits = seq.num_tokens + self.block_manager.block_size, seq.max_num_tokens - 1
         return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
 
-    def _stop(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.block_manager.free(seq)
-        seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
-
-    def _num_kept_free(self, seq: Sequence) -> int:
-        return self.num_reserved_blocks(seq) + len(seq.forks)
-
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue those forks of prompts that end in this step for which max_num_seqs leaves no room."""
         num_startable = self.config.max_num_seqs - len(self.running)
@@ -451,9 +436,9 @@ class Scheduler:
         for item in scheduled:
             seq = item.sequence
             if seq.forks and item.num_new_tokens == seq.num_new_tokens:
-                too_many += seq.forks[num_startable:]
-                seq.forks = seq.forks[:num_startable]
+                seq.forks, waiting = seq.forks[:num_startable], seq.forks[num_startable:]
                 num_startable -= len(seq.forks)
+                too_many += waiting
         self.waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING
@@ -882,12 +867,12 @@ def sample(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     for stage in STAGES:
         logits = stage(logits, batch)
     greedy, drawn = argmax(logits), draw(logits, batch.u)
-    return torch.where(is_finite, torch.where(batch.columns.greedy | (greedy < 0), greedy, drawn), -1)
+    return torch.where(is_finite, torch.where(batch.greedy | (greedy < 0), greedy, drawn), -1)
 
 
 def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
     """Divide by the temperature: below 1 the distribution becomes sharper, above 1 flatter."""
-    return logits if batch.columns.temperature is None else divided(logits, batch.columns.temperature)
+    return logits if batch.temperature is None else divided(logits, batch.temperature)
 
 
 def divided(logits: Logits, temperature: Float[Tensor, " batch"]) -> Logits:
@@ -1476,7 +1461,7 @@ class RequestOutput:
 # ---- 13. Penalties and filters
 def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid EOS and stop ids in rows with fewer than min_tokens output tokens."""
-    return _forbid(logits, batch.entries.min_tokens)
+    return _forbid(logits, batch.min_tokens)
 
 
 def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
@@ -1487,7 +1472,7 @@ def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
 
 def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Make ids of prompt and output less likely, once each: divide positive logits by the penalty, multiply all others."""
-    counts, penalties = batch.entries.token_counts, batch.columns.repetition_penalty
+    counts, penalties = batch.token_counts, batch.repetition_penalty
     if counts is None or penalties is None:
         return logits
     old, penalty = counts.read(logits), penalties[counts.rows]  # [entries]
@@ -1498,7 +1483,7 @@ def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Subtract the penalty from an id's logit once for each occurrence in the output."""
-    counts, penalties = batch.entries.token_counts, batch.columns.frequency_penalty
+    counts, penalties = batch.token_counts, batch.frequency_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * counts.values)
     return logits
@@ -1506,7 +1491,7 @@ def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Subtract the penalty from an id's logit once if the id is in the output."""
-    counts, penalties = batch.entries.token_counts, batch.columns.presence_penalty
+    counts, penalties = batch.token_counts, batch.presence_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * (counts.values > 0))
     return logits
@@ -1514,7 +1499,7 @@ def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """Drop tokens with p < min_p * p_max, so that a flat distribution keeps more tokens than a sharp one."""
-    if (min_p := batch.columns.min_p) is None:
+    if (min_p := batch.min_p) is None:
         return logits
     ratio = integer_weights(logits).float() / ONE  # p / p_max, without the sum of a softmax
     return logits.masked_fill(ratio < min_p.unsqueeze(-1), float("-inf"))
@@ -1522,7 +1507,7 @@ def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
     """Keep the k largest logits, and all that equal the k-th."""
-    if batch.columns.top_k is None:
+    if batch.top_k is None:
         return logits
     smallest = smallest_of_top_k(logits, batch, logits.shape[-1])
     return logits.masked_fill(logits < smallest.unsqueeze(-1), float("-inf"))
@@ -1530,18 +1515,18 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def smallest_of_top_k(logits: Float[Tensor, "batch columns"], batch: SamplingBatch, vocab_size: int) -> Float[Tensor, " batch"]:
     """Return the k-th largest logit of each row, -inf for a row without top_k. The columns contain the k largest."""
-    assert batch.columns.top_k is not None
-    is_on = batch.columns.top_k < vocab_size
-    k = torch.where(is_on, batch.columns.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
-    largest = logits.topk(max(batch.columns.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
+    assert batch.top_k is not None
+    is_on = batch.top_k < vocab_size
+    k = torch.where(is_on, batch.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
+    largest = logits.topk(max(batch.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
     return torch.where(is_on, largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1), float("-inf"))
 
 
 def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """Keep the smallest set of tokens whose probabilities sum to at least top_p."""
-    if batch.columns.top_p is None:
+    if batch.top_p is None:
         return logits
-    return drop_beyond(logits, batch.columns.top_p)
+    return drop_beyond(logits, batch.top_p)
 
 
 def drop_beyond(logits: Logits, top_p: Float[Tensor, " batch"], total: Int[Tensor, " batch"] | None = None) -> Logits:
@@ -1559,29 +1544,6 @@ STAGES = (
     mask_min_tokens, apply_repetition_penalty, apply_frequency_penalty, apply_presence_penalty,
     apply_temperature, keep_min_p, keep_top_k, keep_top_p,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterColumns:
-    """A number per row and parameter. Greedy rows hold temperature 1 and the off values of min_p, top_k and top_p."""
-
-    greedy: Bool[Tensor, " batch"] | None = None  # None: no row is greedy
-    temperature: Float[Tensor, " batch"] | None = None
-    min_p: Float[Tensor, " batch"] | None = None
-    top_k: Int[Tensor, " batch"] | None = None  # off: the vocabulary's size
-    max_top_k: int = 0  # the largest top_k that is on, known on the host
-    top_p: Float[Tensor, " batch"] | None = None  # float64, to be compared with integer sums
-    repetition_penalty: Float[Tensor, " batch"] | None = None
-    frequency_penalty: Float[Tensor, " batch"] | None = None
-    presence_penalty: Float[Tensor, " batch"] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEntries:
-    """The logits that the stages before the temperature read or write: single logits, except for a mask of the vocabulary."""
-
-    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
-    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -1603,8 +1565,17 @@ class TokenEntries:
 class SamplingBatch:
     """The parameters of each row of a step as tensors: the only input of the stages besides the logits. None: not used."""
 
-    columns: ParameterColumns
-    entries: StageEntries = StageEntries()
+    greedy: Bool[Tensor, " batch"] | None = None  # None: no row is greedy
+    temperature: Float[Tensor, " batch"] | None = None
+    min_p: Float[Tensor, " batch"] | None = None
+    top_k: Int[Tensor, " batch"] | None = None  # off: the vocabulary's size
+    max_top_k: int = 0  # the largest top_k that is on, known on the host
+    top_p: Float[Tensor, " batch"] | None = None  # float64, to be compared with integer sums
+    repetition_penalty: Float[Tensor, " batch"] | None = None
+    frequency_penalty: Float[Tensor, " batch"] | None = None
+    presence_penalty: Float[Tensor, " batch"] | None = None
+    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
+    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
     u: Float[Tensor, " batch"]  # float64: a random number in [0, 1) for each row
 
     @classmethod
@@ -1619,7 +1590,15 @@ class SamplingBatch:
             return None if set(values) <= {off} else on_device(values, device, dtype)
 
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        columns = ParameterColumns(
+        counted, forbidden = [], []
+        for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
+            if seq.params.has_penalty:
+                counts = Counter(seq.output_token_ids)
+                counted += [(row, token_id, counts[token_id]) for token_id in dict.fromkeys(seq.token_ids)]
+            if position - len(seq.prompt_token_ids) < seq.params.min_tokens:
+                forbidden += [(row, token_id, 0) for token_id in seq.stop_ids]
+        u = [_uniform(seq.seed, position) for seq, position in zip(sequences, positions, strict=True)]
+        return cls(
             greedy=on_device([p.temperature == 0 for p in params], device, torch.bool),
             temperature=column([max(p.temperature, tiny) for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
@@ -1629,20 +1608,10 @@ class SamplingBatch:
             repetition_penalty=on_device([min(max(p.repetition_penalty, tiny), huge) for p in params], device, torch.float32),
             frequency_penalty=on_device([p.frequency_penalty for p in params], device, torch.float32),
             presence_penalty=on_device([p.presence_penalty for p in params], device, torch.float32),
-        )
-        counted, forbidden = [], []
-        for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
-            if seq.params.has_penalty:
-                counts = Counter(seq.output_token_ids)
-                counted += [(row, token_id, counts[token_id]) for token_id in dict.fromkeys(seq.token_ids)]
-            if position - len(seq.prompt_token_ids) < seq.params.min_tokens:
-                forbidden += [(row, token_id, 0) for token_id in seq.stop_ids]
-        entries = StageEntries(
             token_counts=TokenEntries(*on_device(counted, device).T) if counted else None,
             min_tokens=TokenEntries(*on_device(forbidden, device).T) if forbidden else None,
+            u=on_device(u, device, torch.float64),
         )
-        u = [_uniform(seq.seed, position) for seq, position in zip(sequences, positions, strict=True)]
-        return cls(columns=columns, entries=entries, u=on_device(u, device, torch.float64))
 
 
 # ---- 14. The random number of a token
@@ -1841,6 +1810,16 @@ class Drafts:
                 self._block_manager.allocate(seq, 1 + len(drafts))
                 item.draft_token_ids = tuple(drafts)
         return replace(plan, rows=rows_of(plan.scheduled))
+
+
+def accepted_rows(plan: StepPlan, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+    """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
+    items, end = {item.sequence: item for item in plan.scheduled if item.draft_token_ids}, 0
+    for first, (seq, _) in enumerate(plan.rows):
+        if first >= end:  # else the row belongs to a draft of the sequence before
+            item = items.get(seq, ScheduledSequence(seq, 1))
+            end = first + 1 + len(item.draft_token_ids)
+            yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
 
 
 class NGramIndex:

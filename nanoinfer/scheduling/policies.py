@@ -91,13 +91,15 @@ class PreemptingScheduler(Scheduler):
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
         prefix = self._prefix_of(seq)
         num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
-        num_kept_free = selection.num_kept_free - self._num_kept_free(victim)
+        num_kept_free = selection.num_kept_free - self.num_reserved_blocks(victim) - len(victim.forks)
         num_missing = num_kept_free - self.block_manager.num_freed_blocks(victim, prefix)
         if num_new > 1 and selection.budget < num_new:  # a victim has a single new token, which leaves no budget
             return False
         if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
             return False
-        self._stop(victim)
+        waiting, self.waiting = self.waiting, deque()  # not into the queue over which the policy iterates
+        self._preempt(victim)
+        self.waiting = waiting
         selection.drop(victim)
         selection.num_kept_free = num_kept_free
         assert super()._start(selection, seq), "there is room, as was computed"

@@ -219,7 +219,7 @@ class Scheduler:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""
         if not self._has_place():
             return
-        selection.num_kept_free = sum(map(self._num_kept_free, self.running))
+        selection.num_kept_free = sum([self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running])
         in_use = {name: {seq.extras.get(name) for seq in self.running} for name in self.limits}
         started: list[Sequence] = []
         try:
@@ -262,7 +262,7 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         self.observer.sequence_started(seq, num_cached)
         self._select(selection, seq, num_new)
-        selection.num_kept_free += self._num_kept_free(seq)
+        selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
@@ -287,17 +287,11 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Requeue a running sequence."""
-        self._stop(seq)
-        self.waiting.appendleft(seq)
-
-    def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
         self.observer.sequence_preempted(seq)
-
-    def _num_kept_free(self, seq: Sequence) -> int:
-        return self.num_reserved_blocks(seq) + len(seq.forks)
+        self.waiting.appendleft(seq)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue those forks of prompts that end in this step for which max_num_seqs leaves no room."""
@@ -306,9 +300,9 @@ class Scheduler:
         for item in scheduled:
             seq = item.sequence
             if seq.forks and item.num_new_tokens == seq.num_new_tokens:
-                too_many += seq.forks[num_startable:]
-                seq.forks = seq.forks[:num_startable]
+                seq.forks, waiting = seq.forks[:num_startable], seq.forks[num_startable:]
                 num_startable -= len(seq.forks)
+                too_many += waiting
         self.waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING

@@ -50,7 +50,11 @@ INJECTED = {
             "num_startable = self.config.max_num_seqs - len(self.running)",
             "num_startable = max(self.config.max_num_seqs - len(self.running) - 1, 0)",
         ),
-        ("what starts in a step keeps nothing free", "selection.num_kept_free += self._num_kept_free(seq)", "pass"),
+        (
+            "what starts in a step keeps nothing free",
+            "selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)",
+            "pass",
+        ),
         (
             "the youngest runs first",
             "[seq for seq in self.running if seq.num_tokens <",
