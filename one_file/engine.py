@@ -97,9 +97,14 @@ class LLM:
         """Answer all prompts in one batch, and return the outputs in the order of the prompts."""
         prompts, params = [prompts] if isinstance(prompts, str) else prompts, sampling_params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        requests = [self.add_request(*pair) for pair in zip(prompts, each, strict=True)]
-        while self.answers:
-            self.step()
+        requests: list[Request] = []
+        try:
+            requests.extend(self.add_request(*pair) for pair in zip(prompts, each, strict=True))
+            while self.answers:
+                self.step()
+        finally:  # also after a prompt that was refused
+            for request in requests:
+                self.abort(request)
         return [request.output() for request in requests]
 
     def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
@@ -232,8 +237,8 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int
-    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
-    # newest token. Only a decode step has drafts
+    # a guess at the tokens that follow. Each is computed as another single-token row after the sequence's newest token. Only a
+    # decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     def num_accepted(self, sampled_token_ids: list[int]) -> int:
@@ -273,13 +278,14 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 # ---- 3. The scheduler: who runs, and how many tokens of each
 class Scheduler:
-    """Owns the two queues, and which tokens of a sequence are known and cached.
+    """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
     1. First come, first served. A running sequence is older than every waiting one.
     2. A sequence with one new token always runs. max_num_batched_tokens limits the tokens of all others.
-    3. A prompt is cut at multiples of the chunk grid. A chunk runs as a whole or waits, and no younger one passes it.
-    4. When blocks run out, the sequence that started last is preempted: its blocks are freed, it waits at the head of the
-       queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
+    3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
+       move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
+    4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of
+       the queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -475,7 +481,6 @@ class BlockManager:
     acts_each_step = False
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        """Subclasses must pass all arguments on, also further ones."""
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.blocks = Pool(num_blocks)
         self.index = PrefixIndex(self.blocks, block_size)
@@ -777,8 +782,8 @@ class ModelRunner:
     def __init__(self, model: Any, block_size: int | None, num_blocks: int | None, max_graph_rows: int | None) -> None:
         """max_graph_rows: the most rows of a decode step that runs as a CUDA graph. None: none does."""
         self.model, weight = model, next(model.parameters())
-        can_flash = flash_attn_varlen_func is not None and weight.dtype in FLASH_DTYPES
-        self.device, has_flash = weight.device, weight.is_cuda and can_flash
+        self.device, can_flash = weight.device, weight.is_cuda and weight.itemsize == 2  # in fp16 and bf16
+        has_flash = can_flash and flash_attn_varlen_func is not None
         self.begin_step = FlashAttend if has_flash else partial(partial, paged_attention)
         sizes = {"num_layers": model.config.num_hidden_layers, "num_kv_heads": model.config.num_key_value_heads}
         sizes |= {"head_dim": model.config.head_dim, "block_size": block_size or (256 if has_flash else 16)}
@@ -1017,17 +1022,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add an id and return the text that it releases, or "" while a character is incomplete."""
         self._held.append(token_id)
-        try:
-            text = self._stream.step(self._backend, token_id)
-        except Exception:  # "Invalid prefix": an id changed the text before it. Start a new stream after the released text.
-            # The recursion ends: a new stream cannot raise before it has released text, and then fewer ids are held.
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            held, self._held = self._held, []
-            return "".join(self.push(held_id) for held_id in held)
-        if not text:
-            return ""
-        self._held.clear()
-        return text
+        if text := self._stream.step(self._backend, token_id):
+            self._held.clear()
+        return text or ""
 
     def finish(self) -> str:
         """Return the text of the held ids when no id follows. An incomplete character is left out."""
@@ -1281,31 +1278,22 @@ class GPT2Config:
     @classmethod
     def from_hf(cls, config: ConfigJson) -> GPT2Config:
         """Read config.json."""
-        refuse_others(
-            config,
-            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
-            scale_attn_weights=(True,),
-            scale_attn_by_inverse_layer_idx=(False,),
-            add_cross_attention=(False,),
-        )
+        supported = {
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
+        refuse_others(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), **supported)  # two names of one function
         # As in transformers, the file may have the names of the newer families, which take precedence.
-        newer = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-        newer |= {"max_position_embeddings": "n_positions"}
-        config = config | {newer[name]: value for name, value in config.items() if name in newer}
-        width, num_heads = config["n_embd"], config["n_head"]
+        older = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        older |= {"max_position_embeddings": "n_positions", "vocab_size": "vocab_size"}
+        fields = {name: config[name if name in config else old] for name, old in older.items()}
+        width, num_heads = fields["hidden_size"], fields["num_attention_heads"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=width,
-            intermediate_size=config.get("n_inner") or 4 * width,
-            num_hidden_layers=config["n_layer"],
-            num_attention_heads=num_heads,
-            head_dim=width // num_heads,
-            max_position_embeddings=config["n_positions"],
-            layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=config.get("tie_word_embeddings", True),
-        )
+        fields |= {"intermediate_size": config.get("n_inner") or 4 * width, "head_dim": width // num_heads}
+        fields |= {"layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5)}
+        return cls(**fields, tie_word_embeddings=config.get("tie_word_embeddings", True))
 
     @property
     def num_key_value_heads(self) -> int:
@@ -1398,6 +1386,8 @@ class SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
             raise ValueError("stop must have no empty string")
+        if not isinstance(self.seed, int | None):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         object.__setattr__(self, "stop", tuple(stops))
 
 
@@ -1640,7 +1630,6 @@ try:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 except ImportError:  # paged_attention runs on a GPU too
     flash_attn_varlen_func = None
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -1798,13 +1787,15 @@ class Drafts:
 
     def __init__(self, block_manager: BlockManager, num_drafts: int) -> None:
         self._block_manager, self._num_drafts = block_manager, num_drafts
+        self._indices: dict[Sequence, NGramIndex] = {}  # of the sequences that run
 
     def complete(self, plan: StepPlan) -> StepPlan:
+        self._indices = {each.sequence: self._indices.get(each.sequence) or NGramIndex(range(1, 4)) for each in plan.scheduled}
         for item in plan.scheduled:
             seq = item.sequence
             limit = min(self._num_drafts, seq.max_num_tokens - seq.num_tokens - 1)
             if limit > 0 and seq.num_new_tokens == 1 and not seq.forks and not seq.params.has_penalty:
-                drafts = NGramIndex(range(1, 4)).continuation(seq.token_ids, limit)
+                drafts = self._indices[seq].continuation(seq.token_ids, limit)
                 while drafts and not self._block_manager.can_allocate(seq, 1 + len(drafts)):
                     drafts.pop()
                 self._block_manager.allocate(seq, 1 + len(drafts))

@@ -1,7 +1,7 @@
 """Decide which sequences run in a step, and how many tokens of each. This is pure bookkeeping, without tensors.
 
 In: sequences, as they arrive. Out: a StepPlan per step. Scheduler has the rules 1 to 4, in the order in which they are applied.
-Two more are about several answers and about what waits:
+Two more are about several answers and about what waits, and qualify rule 1:
 
 5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
@@ -58,9 +58,8 @@ class Selection:
 class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
-    1. First come, first served. A running sequence is older than every waiting one, but for what rules 5 and 6 say.
-    2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
-       max_num_batched_tokens limits the tokens of all others.
+    1. First come, first served. A running sequence is older than every waiting one.
+    2. A sequence with one new token always runs. max_num_batched_tokens limits the tokens of all others.
     3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
        move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
     4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of

@@ -13,8 +13,8 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int
-    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
-    # newest token. Only a decode step has drafts
+    # a guess at the tokens that follow. Each is computed as another single-token row after the sequence's newest token. Only a
+    # decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     @property
