@@ -148,8 +148,7 @@ class LLM:
     def step(self) -> None:
         """Compute some tokens of some sequences, and append the sampled tokens to their answers."""
         plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-        if self.planner is not None:
-            plan = self.planner.complete(plan)  # guesses at the tokens that follow, computed in the same pass
+        plan = self.planner.complete(plan) if self.planner else plan  # guesses at the tokens that follow, in the same pass
         batch = ForwardBatch.build(plan, self.runner.cache.block_size, self.runner.device)  # their new tokens in a row
         hidden = self.runner.forward(batch)  # [num_tokens, hidden]. Attention reads and writes the paged cache
         logits = self.model.compute_logits(hidden[batch.logits_indices]).float()  # of the rows that need a next token
@@ -782,8 +781,8 @@ class ModelRunner:
     def __init__(self, model: Any, block_size: int | None, num_blocks: int | None, max_graph_rows: int | None) -> None:
         """max_graph_rows: the most rows of a decode step that runs as a CUDA graph. None: none does."""
         self.model, weight = model, next(model.parameters())
-        self.device, can_flash = weight.device, weight.is_cuda and weight.itemsize == 2  # in fp16 and bf16
-        has_flash = can_flash and flash_attn_varlen_func is not None
+        can_flash = flash_attn_varlen_func is not None and weight.dtype in FLASH_DTYPES
+        self.device, has_flash = weight.device, weight.is_cuda and can_flash
         self.begin_step = FlashAttend if has_flash else partial(partial, paged_attention)
         sizes = {"num_layers": model.config.num_hidden_layers, "num_kv_heads": model.config.num_key_value_heads}
         sizes |= {"head_dim": model.config.head_dim, "block_size": block_size or (256 if has_flash else 16)}
@@ -1630,6 +1629,7 @@ try:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 except ImportError:  # paged_attention runs on a GPU too
     flash_attn_varlen_func = None
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

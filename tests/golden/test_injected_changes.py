@@ -27,7 +27,11 @@ INJECTED = {
         ("a chunk that waits is passed", "selection.budget = 0  # it waits", "pass  # it waits"),
         ("a preempted sequence waits at the end", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
         ("forks are the youngest", "index = self.running.index(parent) + 1", "index = len(self.running)"),
-        ("no block is kept free for forks", "self.num_reserved_blocks(seq) + len(seq.forks)", "self.num_reserved_blocks(seq)"),
+        (
+            "no block is kept free for forks",
+            "sum([self.num_reserved_blocks(seq) + len(seq.forks) for",
+            "sum([self.num_reserved_blocks(seq) for",
+        ),
         (
             "none starts beside others",
             "if self.waiting and not selection.preempted:",

@@ -20,7 +20,9 @@ class Int8Cache(KVCache):
     """A KVCache of dtype torch.int8, whose heads have head_dim bytes, of which the last SCALE_BYTES are the scale."""
 
     def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
-        super().write(layer, slot_mapping, *map(quantized_heads, finite_values(k, v)))
+        blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
+        for pages, values in zip(self.by_slot(layer), finite_values(k, v), strict=True):
+            pages[blocks, offsets] = quantized_heads(values)
 
     def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:
         k, v = (numbers_of(pages[block_table].flatten(0, 1)[:seq_len]) for pages in self.by_slot(layer))
