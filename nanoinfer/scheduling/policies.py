@@ -7,9 +7,6 @@ sequence. Under constant load a request may wait forever.
 
 from collections import deque
 
-from nanoinfer.config import EngineConfig
-from nanoinfer.errors import InvalidTypeError
-from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler, Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 
@@ -108,17 +105,3 @@ class PreemptingScheduler(Scheduler):
     def finish(self, seq: Sequence) -> None:
         super().finish(seq)
         self._num_tokens_at_start.pop(seq, None)
-
-
-def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
-    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
-    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
-    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
-        if not issubclass(given, base):
-            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
-    if hasattr(scheduler, "to_preempt") and not issubclass(scheduler, PreemptingScheduler):
-        raise InvalidTypeError(
-            f"scheduler_cls must be a subclass of PreemptingScheduler (nanoinfer/scheduling/policies.py), because it has "
-            f"to_preempt, got {scheduler}"
-        )
-    return POLICIES.get(config.scheduler.scheduling_policy, scheduler), block_manager

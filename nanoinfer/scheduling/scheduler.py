@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidTypeError, NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.prefix_index import Prefix
@@ -315,3 +315,21 @@ class Scheduler:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens
             fork.status = SequenceStatus.RUNNING
+
+
+def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
+    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
+    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
+    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
+        if not issubclass(given, base):
+            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
+    if config.scheduler.scheduling_policy == "fcfs" and not hasattr(scheduler, "to_preempt"):
+        return scheduler, block_manager
+    from nanoinfer.scheduling.policies import POLICIES, PreemptingScheduler
+
+    if hasattr(scheduler, "to_preempt") and not issubclass(scheduler, PreemptingScheduler):
+        raise InvalidTypeError(
+            f"scheduler_cls must be a subclass of PreemptingScheduler (nanoinfer/scheduling/policies.py), because it has "
+            f"to_preempt, got {scheduler}"
+        )
+    return POLICIES.get(config.scheduler.scheduling_policy, scheduler), block_manager
