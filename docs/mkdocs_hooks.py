@@ -182,11 +182,12 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
-    content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
+    content = content.replace("Open in Colab</a> Colab", "Open in Colab</a>. Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = re.sub(r'href="[^"]*/notebooks/solutions/(\w+)\.py"', r'href="../solutions/\1/"', content)
+    content = re.sub(r'href="[^"]*/notebooks/README\.md"', 'href="../"', content)
     content = re.sub(r'<a href="\.\./(?:nanoinfer\w*|tests)/[^>]*>(.*?)</a>', r"\1", content)  # without a public address
     content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)

@@ -1,4 +1,4 @@
-"""Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
+"""Write the header of every notebook's first cell: what it answers, minutes, prerequisites, picture, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
@@ -64,28 +64,28 @@ NOTEBOOKS = {
     ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
-        50,
+        45,
         ("tokenization/tokenizer.py", "models/gpt2.py", "models/layers.py", "sampling/sampler.py"),
         ("tokenizer", "model", "LM head", "sampler", "text"),
         ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
-        45,
+        40,
         ("attention/kv_cache.py", "attention/reference.py"),
         ("model", "KV cache"),
         ("01",),
     ),
     "03_pages": Header(
         "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
-        50,
+        45,
         ("scheduling/block_manager.py", "attention/kv_cache.py"),
         ("block tables", "KV cache"),
         ("02",),
     ),
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs far less than 4 steps of 1, where that ends, and what a smaller dtype gains.",
-        50,
+        35,
         ("nanoinfer_lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
@@ -93,7 +93,7 @@ NOTEBOOKS = {
     "05_scheduling": Header(
         "what TTFT, TPOT and ITL are, what chunked prefill does to them, what happens when blocks run out, and why it cannot "
         "loop for ever.",
-        50,
+        45,
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
         ("scheduler", "batch"),
         ("03", "04"),
@@ -101,7 +101,7 @@ NOTEBOOKS = {
     "06_serving": Header(
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
-        55,
+        50,
         ("server/async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
         ("server",),
         ("05",),
@@ -110,7 +110,7 @@ NOTEBOOKS = {
     "07_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
-        60,
+        50,
         ("sampling/stages.py", "sampling/draw.py"),
         ("sampler",),
         ("01",),
@@ -118,7 +118,7 @@ NOTEBOOKS = {
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
-        35,
+        30,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
         ("text", "stop rules"),
         ("01",),
@@ -133,7 +133,7 @@ NOTEBOOKS = {
     ),
     "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
-        50,
+        45,
         ("features/drafts/speculator.py", "features/drafts/ngram.py", "features/drafts/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "07"),
@@ -295,32 +295,30 @@ def known_parts(stem: str) -> list[str]:
 
 def alt_of(stem: str) -> str:
     """The picture at the head of a notebook in words."""
-    lit = NOTEBOOKS[stem].parts
-    others = [part for part in known_parts(stem) if part not in lit]
-    return f"The engine so far. In this notebook: {', '.join(lit)}. From earlier ones: {', '.join(others) or 'nothing yet'}."
+    return f"The parts of the engine. In this notebook: {', '.join(NOTEBOOKS[stem].parts)}."
 
 
 def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
-    header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
-    at = order.index(stem)
-    before = [link_to(one) for one in order if number_of(one) in header.needs]
+    header, order, track = NOTEBOOKS[stem], list(NOTEBOOKS), TRACK.get(stem)
+    before = [f"[{number_of(one)}]({one}.ipynb)" for one in order if number_of(one) in header.needs]
     sources = [f"[`{path}`](../{'' if path.startswith('nanoinfer') else 'nanoinfer/'}{path})" for path in header.sources]
-    neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
-    neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
-    track = [TRACK[stem]] if stem in TRACK else []
+    following = order[order.index(stem) + 1 :][:1]
     lines = [
-        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
-        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes."
-        + "".join(f" **In three hours** (see README): {what}, {num} minutes." for what, num in track),
-        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** [`{stem}.py`](../notebooks/solutions/{stem}.py).",
-        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary](../docs/glossary.md).",
+        f"**Time:** {header.minutes} minutes. **Needs:** {', '.join(before) or 'no other notebook'}, a CPU, no network."
+        + (f" **In three hours:** {track[0]}, {track[1]} minutes." if track else ""),
+        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
+        f"**Sources:** {', '.join(sources)}. **Exercises:** [solutions](../notebooks/solutions/{stem}.py)."
+        " **Terms:** [glossary](../docs/glossary.md). **All notebooks:** [map](../notebooks/README.md)."
+        + "".join(f" **Next:** [{number_of(one)}]({one}.ipynb)." for one in following),
     ]
     if repository is not None:
         folder = repository.rsplit("/", 1)[1]
         install = f'`!git clone -q {repository} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`'
-        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} In Colab, run this first: {install}.")
+        lines.append(
+            f"{badge_of(repository, f'{stem}.ipynb')} Colab opens this file alone. Run in a new cell first: {install}."
+        )
     return with_links("\n\n".join(lines), repository)
 
 
@@ -354,7 +352,7 @@ tests and measures the GPU of Colab or Kaggle, or your own, and prints a block o
 def with_tables(text: str) -> str:
     """The text of README.md with the tables of the notebooks: question, minutes, what to read first, tasks to write then."""
     tasks = tomllib.loads((FOLDER.parent / "nanoinfer_course" / "learn" / "tasks.toml").read_text(encoding="utf-8"))
-    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if name != "groups"}
+    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if "notebook" in task}
 
     def row(stem: str) -> str:
         names = ", ".join(f"`{name}`" for name, lesson in lessons.items() if lesson == stem.partition("_")[2])
