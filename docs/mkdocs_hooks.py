@@ -71,7 +71,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     chapters = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if not stem.startswith("d")]
     solutions = [f"notebooks/solutions/{stem}.md" for stem in NOTEBOOKS]
     course: list[Any] = [{"The course": chapters}, {"Deep dives": deep_dives}, {"Solutions": solutions}]
-    parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
+    parts["Learn"] = [{"Map": "notebooks/README.md"}, *course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
     in_one_file = {"The engine in one file": ["one_file/README.md", "one_file/engine.md"]}
     parts["Understand"] = [in_one_file, *parts["Understand"], {"API": "api.md"}]
     parts["Project"] += [
@@ -101,6 +101,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/pictures/*.*",
         "docs/site.css",
         "docs/*.js",
+        "notebooks/README.md",
         "notebooks/[0-9d]*.ipynb",
         "notebooks/pictures/*.svg",
     ]

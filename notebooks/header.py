@@ -2,12 +2,13 @@
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
-rewrites the cells, and a test compares them. It also folds the cells that draw, and writes links to files of the repository,
-and gpu.ipynb, as the repository's address says (tools/address.py).
+rewrites the cells, and a test compares them. It also folds the cells that draw, and writes the tables of README.md, the map of
+the notebooks, and links to files of the repository, and gpu.ipynb, as the repository's address says (tools/address.py).
 """
 
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(FOLDER.parent))
 from tools.address import REPOSITORY, colab_of, with_links  # noqa: E402
 
 MARK = "\n\n<!-- header -->\n"
+TABLES = "<!-- python notebooks/header.py -->"
 FOLDED = {
     "cellView": "form",
     "jupyter": {"source_hidden": True},
@@ -155,7 +157,7 @@ NOTEBOOKS = {
     ),
     "d2_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
-        60,
+        55,
         ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
         ("kernels",),
         ("05", "07"),
@@ -171,7 +173,7 @@ NOTEBOOKS = {
     ),
     "d4_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
-        45,
+        40,
         ("fast/sampling/few_logits.py", "sampling/stages.py", "fast/cpu/screen.py"),
         ("sampler",),
         ("07", "d2"),
@@ -224,7 +226,7 @@ NOTEBOOKS = {
     ),
     "d7_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
-        70,
+        65,
         (
             "features/hybrid/block_manager.py",
             "features/hybrid/state_slots.py",
@@ -237,7 +239,7 @@ NOTEBOOKS = {
     ),
     "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
-        40,
+        35,
         ("features/policy/policy.py", "features/policy/functions.py", "features/training/methods.py"),
         ("weights", "sampler", "kernels"),
         ("07", "d2"),
@@ -245,7 +247,7 @@ NOTEBOOKS = {
     ),
     "d9_inside_a_gpu_kernel": Header(
         "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
-        60,
+        55,
         ("attention/triton.py",),
         ("kernels",),
         ("02", "04"),
@@ -261,7 +263,7 @@ NOTEBOOKS = {
     ),
 }
 
-TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README
+TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README.md
     "00a_attention_primer": ("sections 1 to 5 and 8", 25),
     "00b_an_engine_in_60_lines": ("all of it", 45),
     "03_pages": ('to the end of "The life of blocks"', 30),
@@ -347,6 +349,22 @@ tests and measures the GPU of Colab or Kaggle, or your own, and prints a block o
     return with_links(text, repository), f"{start}\n%pip install -e . pytest hypothesis"
 
 
+def with_tables(text: str) -> str:
+    """The text of README.md with the tables of the notebooks: question, minutes, what to read first, tasks to write then."""
+    tasks = tomllib.loads((FOLDER.parent / "nanoinfer_course" / "learn" / "tasks.toml").read_text(encoding="utf-8"))
+    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if "notebook" in task}
+
+    def row(stem: str) -> str:
+        names = ", ".join(f"`{name}`" for name, lesson in lessons.items() if lesson == stem.partition("_")[2])
+        return f"| {link_to(stem)} | {NOTEBOOKS[stem].minutes} | {', '.join(NOTEBOOKS[stem].needs)} | {names} |"
+
+    head = "| question | minutes | needs | tasks |\n|---|---|---|---|"
+    course, dives = ([row(stem) for stem in NOTEBOOKS if stem.startswith("d") == is_dive] for is_dive in (False, True))
+    lines = ["", "## The course", "", head, *course, "", "## Deep dives", "", head, *dives, "", "<!-- end -->"]
+    start, _, rest = text.partition(TABLES)
+    return start + "\n".join([TABLES, *lines]) + rest.partition(lines[-1])[2]
+
+
 def with_header(stem: str, source: str) -> str:
     """The source of a first cell with its header replaced, or added."""
     return source.split(MARK)[0].rstrip() + MARK + header_of(stem)
@@ -369,6 +387,8 @@ def main() -> None:
     gpu = nbformat.read(FOLDER / "gpu.ipynb", as_version=4)
     gpu.cells[0].source, gpu.cells[1].source = gpu_cells()
     nbformat.write(gpu, FOLDER / "gpu.ipynb")
+    page = FOLDER / "README.md"
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
