@@ -8,7 +8,7 @@ these names, and so are the values that change nothing.
 import difflib
 from collections.abc import Collection, Mapping
 
-from nanoinfer.compat.vllm.neutral import NEUTRAL
+from nanoinfer.compat.vllm.neutral import NEUTRAL, SUCCESSORS
 from nanoinfer.errors import is_one_of, shown
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
@@ -37,10 +37,9 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "max_completion_tokens": ((), "use max_tokens, or max_output_tokens in /v1/responses"),
     # vLLM's
     **{name: one for name, one in NEUTRAL["SamplingParams"].items() if not isinstance(one, str) and name not in _FIELDS},
-    "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
-    **{f"guided_{kind}": ((), f"use structured_outputs={{'{kind}': ...}}") for kind in ("json", "regex", "choice", "grammar")},
+    **SUCCESSORS,
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
     "mm_processor_kwargs": ((), "only text is read"),
