@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from nanoinfer.cli import options
-from nanoinfer.cli.commands import complete_from, print_error
+from nanoinfer.cli.commands import complete_from
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 from nanoinfer.sampling_params import SamplingParams
@@ -58,9 +58,6 @@ def explain(
     else:
         raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
     outputs = llm.generate(texts, params, use_tqdm=False)
-    errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
-    for index, error in errors.items():
-        print_error(f"prompt {index}: {error}")
     tokens = token_rows(recorder)
     if as_json:
         print(json.dumps(tokens, indent=1))
@@ -75,7 +72,7 @@ def explain(
         print("What to look at:", file=remarks)
         for step, sequence_id, description in prepared.find(recorder):
             print(f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}", file=remarks)
-    if errors:
+    if any(output.outputs[0].error for output in outputs):  # generate() has said which
         raise typer.Exit(1)
 
 

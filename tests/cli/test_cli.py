@@ -239,7 +239,7 @@ def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path
     page = tmp_path / "page.html"
     result = run("explain", "Lily", "a " * 600, "--max-tokens", "2", "--html", str(page))
     assert (result.exit_code, page.exists()) == (1, True)
-    assert result.stderr.startswith("error: prompt 1: This model's maximum context length")
+    assert result.stderr.startswith("1 of 2 requests failed: This model's maximum context length")
     page.unlink()
     result = run("explain", "a " * 600, "--html", str(page))
     assert (result.exit_code, page.exists()) == (1, False)  # nothing ran
