@@ -1,5 +1,8 @@
 """Read results.jsonl, and write its tables between the marks of pages: `python -m benchmarks.results`.
 
+`python -m benchmarks.results history` prints the rows of older builds, and what history.jsonl has: sections of figures that no
+page shows any more, each with how they were measured. `history SAMPLER` prints the sections with this word in their title.
+
 A line is a row that was measured on one machine. Of kind "speed": nanoinfer and another engine on a workload, each as [median,
 lowest, highest]. `python -m benchmarks.compare --results` appends it. Of kind "perplexity": a variant of a model, and the model
 in float32. Of kind "form": the perplexities of one form of a model's GGUF file here and in llama.cpp. `release` is the version
@@ -9,7 +12,8 @@ python -m benchmarks.results: TABLE -->` before a table and `<!-- end -->` after
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,8 @@ import nanoinfer
 
 ROOT = Path(__file__).parents[1]
 LINES = ROOT / "benchmarks" / "results.jsonl"
-PAGES = ("README.md", "README.zh.md", "BENCHMARKS.md", "docs/benchmarks_history.md", "docs/supported.md")
+HISTORY = LINES.with_name("history.jsonl")
+PAGES = ("README.md", "README.zh.md", "BENCHMARKS.md", "docs/supported.md")
 BLOCK = re.compile(r"(<!-- python -m benchmarks\.results: ([\w ]+) -->\n\n)(?:(?!python -m ).)*?(<!-- end -->)", re.DOTALL)
 LEAST_RUNS = 5  # of each engine, for a ratio in bold
 RELEASE = nanoinfer.__version__.partition(".dev")[0]
@@ -156,7 +161,7 @@ def _newest(kind: type) -> dict[tuple[str, ...], Any]:
     return {one.key: one for one in read() if isinstance(one, kind)}
 
 
-def _markdown(head: tuple[str, ...], rows: list[list[str]]) -> str:
+def _markdown(head: Sequence[str], rows: list[list[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
@@ -191,37 +196,51 @@ def current() -> str:
     return _speeds(lambda one: not one.is_older_build and one in newest)
 
 
-def history() -> str:
-    """The rows of older builds, and those that were measured again."""
+def history(words: str = "") -> str:
+    """The rows of older builds and those that were measured again, and the sections of history.jsonl.
+
+    Args:
+        words: words of a section's title, in any case. Empty: all sections.
+    """
     newest = list(_newest(Speed).values())
-    return _speeds(lambda one: one.is_older_build or one not in newest)
+    rows = _speeds(lambda one: one.is_older_build or one not in newest)
+    sections = [json.loads(line) for line in HISTORY.read_text(encoding="utf-8").splitlines()]
+    sections[0]["parts"].append(rows)
+    shown = [
+        "\n\n".join(part if isinstance(part, str) else _markdown(part["columns"], part["rows"]) for part in section["parts"])
+        for section in sections
+    ]
+    found = zip(sections, shown, strict=True)
+    return "\n\n".join(f"## {one['title']}\n\n{text}" for one, text in found if words.lower() in one["title"].lower())
 
 
 def perplexity() -> str:
-    """The perplexity of every variant, divided by that of float32."""
-    head = ("model", "text", "variant", "perplexity", "of float32", "ratio", "measured")
-    rows = []
-    for one in _newest(Perplexity).values():
-        ratio = f"{one.perplexity / one.float32:.3f}"
-        rows.append([one.model, one.text, one.variant, f"{one.perplexity:,}", f"{one.float32:,}", ratio, one.date])
-    return _markdown(head, rows)
+    """The perplexity of every variant, and in brackets its ratio to that of float32. A row for each model and text."""
+    newest = list(_newest(Perplexity).values())
+    variants = list(dict.fromkeys(one.variant for one in newest))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in newest:
+        row = rows.setdefault((one.model, one.text, f"{one.float32:,}", one.date), {})
+        row[one.variant] = f"{one.perplexity:,} ({one.perplexity / one.float32:.3f})"
+    head = ("model", "text", "float32", *variants, "measured")
+    return _markdown(head, [[*what, *(row.get(name, "") for name in variants), date] for (*what, date), row in rows.items()])
 
 
 def forms() -> str:
-    """The perplexity of each form of GGUF files, in llama.cpp and here."""
-    head = ("form", "text", "llama.cpp", "as in the file, bfloat16", "int8", "int4", "int4 to llama.cpp", "measured")
-    rows = []
+    """The perplexity of each form of GGUF files, in llama.cpp and here. A table for each text and date."""
+    head = ("form", "llama.cpp", "as in the file, bfloat16", "int8", "int4", "int4 to llama.cpp")
+    tables: dict[str, list[list[str]]] = {}
     for one in _newest(Form).values():
         figures = [f"{figure:.3f}" for figure in (one.llama_cpp, one.bfloat16, one.int8, one.int4)]
-        rows.append([one.form, one.text, *figures, f"{one.int4 / one.llama_cpp:.2f}", one.date])
-    return _markdown(head, rows)
+        rows = tables.setdefault(f"Perplexity of {one.text}, measured on {one.date}:", [])
+        rows.append([one.form, *figures, f"{one.int4 / one.llama_cpp:.2f}"])
+    return "\n\n".join(f"{caption}\n\n{_markdown(head, rows)}" for caption, rows in tables.items())
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "readme zh": lambda: readme("zh"),
     "current": current,
-    "history": history,
     "perplexity": perplexity,
     "forms": forms,
 }
@@ -232,11 +251,14 @@ def with_tables(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
-def main() -> None:
+def main(*words: str) -> None:
+    if words[:1] == ("history",):
+        print(history(" ".join(words[1:])))
+        return
     for name in PAGES:
         page = ROOT / name
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

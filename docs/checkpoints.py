@@ -13,7 +13,7 @@ from typing import Any
 PAGE = Path(__file__).with_suffix(".md")
 LINES = PAGE.with_suffix(".jsonl")
 MARKED = re.compile(r"(<!-- python docs/checkpoints.py -->\n)[\s\S]*?(\n<!-- end -->)")
-COLUMNS = ("model", "form", "revision", "date", "machine")
+COLUMNS = ("model", "revision", "date", "machine")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -27,12 +27,14 @@ def merged(lines: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Write the lines as a table of Markdown."""
-    rows = ["| model | form | revision | date | machine | tokens equal | perplexity |", "|---|---|---|---|---|---|---|"]
+    """Write the lines as Markdown: a table for each model, revision, date and machine."""
+    groups: dict[str, list[str]] = {}
     for line in lines:
+        rows = groups.setdefault(", ".join(line[name] for name in COLUMNS), [])
         perplexity = ", ".join(f"{name} {value:.2f}" for name, value in line["perplexity"].items())
-        rows.append("| " + " | ".join([*(line[name] for name in COLUMNS), line["equal"], perplexity]) + " |")
-    return "\n".join(rows)
+        rows.append(f"| {line['form']} | {line['equal']} | {perplexity} |")
+    head = "| form | tokens equal | perplexity |\n|---|---|---|\n"
+    return "\n\n".join(f"{caption}:\n\n{head}" + "\n".join(rows) for caption, rows in groups.items())
 
 
 def with_table(text: str, lines: list[dict[str, Any]]) -> str:

@@ -71,7 +71,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     chapters = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if not stem.startswith("d")]
     solutions = [f"notebooks/solutions/{stem}.md" for stem in NOTEBOOKS]
     course: list[Any] = [{"The course": chapters}, {"Deep dives": deep_dives}, {"Solutions": solutions}]
-    parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
+    parts["Learn"] = [{"Map": "notebooks/README.md"}, *course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
     in_one_file = {"The engine in one file": ["one_file/README.md", "one_file/engine.md"]}
     parts["Understand"] = [in_one_file, *parts["Understand"], {"API": "api.md"}]
     parts["Project"] += [
@@ -101,6 +101,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/pictures/*.*",
         "docs/site.css",
         "docs/*.js",
+        "notebooks/README.md",
         "notebooks/[0-9d]*.ipynb",
         "notebooks/pictures/*.svg",
     ]
@@ -181,11 +182,12 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
-    content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
+    content = content.replace("Open in Colab</a> Colab", "Open in Colab</a>. Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     content = re.sub(r'href="\.\./((?:docs/)?\w+)\.md"', r'href="../../\1/"', content)
     content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
     content = re.sub(r'href="[^"]*/notebooks/solutions/(\w+)\.py"', r'href="../solutions/\1/"', content)
+    content = re.sub(r'href="[^"]*/notebooks/README\.md"', 'href="../"', content)
     content = re.sub(r'<a href="\.\./(?:nanoinfer\w*|tests)/[^>]*>(.*?)</a>', r"\1", content)  # without a public address
     content = folded(FIGURE.sub(named, content))
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)

@@ -1,4 +1,4 @@
-"""The tables of parameters, made of their declarations: one in supported.md, and those of the API reference.
+"""The tables of parameters, made of their declarations: a short one in supported.md, and those of the API reference.
 
 `python docs/parameters.py` writes the table of supported.md.
 """
@@ -25,6 +25,15 @@ def table(arguments: type) -> str:
     return "\n".join(["| parameter | default | what it does |", "|---|---|---|", *rows])
 
 
+def short_table(arguments: type) -> str:
+    """The same in two columns, with the first sentence and the range of each parameter."""
+    rows = []
+    for name, one in declarations(arguments).items():
+        default = "" if one.default in (None, MISSING) else f"={one.default!s}"
+        rows.append(f"| `{name}{default}` | {one.sentences[0]} |")
+    return "\n".join(["| parameter and default | what it does |", "|---|---|", *rows])
+
+
 def reference() -> list[str]:
     """The parts of the API reference: each public name, whose docstring mkdocstrings reads, and the table of its arguments."""
     parts = []
@@ -38,7 +47,7 @@ def reference() -> list[str]:
 
 def with_table(text: str) -> str:
     """The text of supported.md with its table."""
-    text, count = MARKED.subn(lambda found: found[1] + table(SamplingParams) + found[2], text)
+    text, count = MARKED.subn(lambda found: found[1] + short_table(SamplingParams) + found[2], text)
     assert count == 1
     return text
 

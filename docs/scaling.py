@@ -1,4 +1,4 @@
-"""The figures of scaling.md: what a node of 8 H200 and a cluster of 100 nodes can give on paper. `python docs/scaling.py`
+"""The figures of scaling.md: what a node of 8 H200 can give on paper. `python docs/scaling.py`
 writes them into the page.
 
 The sizes, the steps and the all_reduces are those of `nanoinfer simulate` (nanoinfer_lab/simulate/costs.py), without what is
@@ -19,7 +19,7 @@ MARKED = re.compile(r"(?<=<!-- python docs/scaling.py -->\n).*?(?=<!-- end -->)"
 
 DTYPE, H200 = FORMATS["bfloat16"], HARDWARE["H200"]
 MEMORY = H200.memory_bytes * CacheConfig.gpu_memory_utilization  # bytes for weights and cache
-NUM_GPUS, NUM_NODES = 8, 100
+NUM_GPUS = 8
 RANKS = (1, 2, 4, 8)
 CONTEXT, LONG_CONTEXT = 4096, 32768
 
@@ -33,6 +33,7 @@ MODELS = {  # name -> what differs from Qwen3-0.6B. Source: config.json of Qwen/
     "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
 }
 UNTIED = ("8B", "14B", "32B")
+SHOWN = ("0.6B", "8B", "14B", "32B")  # on the page
 
 
 @cache
@@ -72,45 +73,40 @@ def node_prefill(name: str) -> float:
 
 def figures() -> str:
     """The tables of the page."""
-    steps = ({"num_seqs": 1, "num_new": 1}, {"num_seqs": 64, "num_new": 1}, {"num_seqs": 1, "num_new": CONTEXT})
-    memory, throughput, latency, shares = [], [], [], []
-    for name in MODELS:
+    user, prompt = {"num_seqs": 1, "num_new": 1}, {"num_seqs": 1, "num_new": CONTEXT}
+    memory, throughput, latency = [], [], []
+    for name in SHOWN:
         sizes_of = costs_of(name, 1).sizes
         weights, per_token = sizes_of.num_weight_bytes(DTYPE), sizes_of.cache.bytes_per_token(DTYPE)
-        sizes = [f"{weights / 1e9:.1f}", f"{per_token / 1e3:.0f}", f"{CONTEXT * per_token / 1e9:.2f}"]
+        sizes = [f"{weights / 1e9:.1f}", f"{per_token / 1e3:.0f}"]
         memory.append([name, *sizes, *(num_users(sizes_of, n, context) for context in (CONTEXT, LONG_CONTEXT) for n in (1, 8))])
-        decode, prefill = [node_decode(name, ranks) for ranks in RANKS], node_prefill(name)
-        millions = (prefill, NUM_NODES * max(decode), NUM_NODES * prefill)
-        throughput.append([name, *(f"{rate / 1e3:.1f} k" for rate in decode), *(f"{rate / 1e6:.1f} M" for rate in millions)])
-        latency.append([name, *(f"{step_s(name, ranks, **steps[0]) * 1e3:.2f}" for ranks in RANKS)])
-        shares.append([name, *(f"{all_reduce_share(name, ranks, **step):.0%}" for step in steps for ranks in (2, 8))])
-    ways = [f"decode {NUM_GPUS // ranks} x {ranks}" for ranks in RANKS]
+        decode = [f"{node_decode(name, ranks) / 1e3:.1f} k" for ranks in RANKS]
+        throughput.append([name, *decode, f"{node_prefill(name) / 1e6:.1f} M"])
+        times = [f"{step_s(name, ranks, **user) * 1e3:.2f}" for ranks in RANKS]
+        shares = [f"{all_reduce_share(name, ranks, **step):.0%}" for step in (user, prompt) for ranks in (2, 8)]
+        latency.append([name, *times, *shares])
     return f"""
-**Memory.** How many users of {CONTEXT:,} and of {LONG_CONTEXT:,} tokens fit beside the weights, on one GPU and on
-eight GPUs that hold the weights once:
+**Users** of {CONTEXT:,} and of {LONG_CONTEXT:,} tokens that fit beside the weights, on one GPU and on eight that
+share one copy:
 
-{table(["Qwen3", "weights, GB", "cache, KB/token", "GB/user", "users, 1", "users, 8", "long, 1", "long, 8"], memory)}
+{table(["Qwen3", "weights, GB", "cache, KB/token", "users, 1", "users, 8", "long, 1", "long, 8"], memory)}
 
-**Tokens per second of a node** whose memory is full of users of {CONTEXT:,} tokens. "4 x 2" is four replicas, each split
-over two GPUs. Prefill is of prompts of {CONTEXT:,} tokens, one replica per GPU. The cluster is {NUM_NODES} nodes of the
-best arrangement:
+**Tokens per second of a node** whose memory is full of users of {CONTEXT:,} tokens. "4 x 2" is four replicas, each split over
+two GPUs. Prefill is of prompts of {CONTEXT:,} tokens, one replica per GPU.
 
-{table(["Qwen3", *ways, "prefill", "cluster: decode", "cluster: prefill"], throughput)}
+{table(["Qwen3", *(f"{NUM_GPUS // ranks} x {ranks}" for ranks in RANKS), "prefill"], throughput)}
 
-**Milliseconds per token of a single user** with {CONTEXT:,} tokens, by the number of ranks:
+**Milliseconds per token of one user** with {CONTEXT:,} tokens, by the number of ranks, and the share of the all_reduces in the
+time of this step and of a prefill of {CONTEXT:,} tokens:
 
-{table(["Qwen3", *RANKS], latency)}
-
-**The share of the all_reduces in a step's time**, over 2 and over 8 ranks, in a decode step of one user, in one of 64
-users, and in a prefill of {CONTEXT:,} tokens:
-
-{table(["Qwen3", "1 user, 2", "1 user, 8", "64, 2", "64, 8", "prefill, 2", "prefill, 8"], shares)}
+{table(["Qwen3", *map(str, RANKS), "share, 2", "share, 8", "prefill, 2", "prefill, 8"], latency)}
 
 """
 
 
 def table(header: list[object], rows: list[list[object]]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
 def with_figures(page: str) -> str:

@@ -138,7 +138,7 @@ class SamplingParams(CheckedParams):
     no_repeat_ngram_size: Annotated[int, Ge(0), Allowed(">= 1, or 0 to turn it off"), Option(),
         Doc("No run of this many tokens occurs twice in prompt + output.")] = 0
     logit_bias: Annotated[Mapping[int, float] | None, Option(),
-        Doc("{token id: -100 .. 100}, added to the logits.")] = None  # kept as a copy
+        Doc("{token id: -100 to 100}, added to the logits.")] = None  # kept as a copy
     allowed_token_ids: Annotated[Sequence[int] | None, Option(),
         Doc("Only these ids can be drawn. At least one.")] = None  # kept as a tuple of ids
     bad_words: Annotated[Sequence[str | Sequence[int]] | None, Option(), Doc(

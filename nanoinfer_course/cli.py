@@ -30,10 +30,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
     help="Write the engine's functions yourself, in a workbook that checks them.",
+    epilog="nanoinfer learn start my-engine && cd my-engine\nnanoinfer learn check 1",
 )
 
 SECONDS = 20.0  # for all cases of a task together, after which the running case gets a TimeoutError
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them, or its file.")]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's number, name or file.")]
 YOURS: dict[str, Any] = {
     "enforce_eager": True,
     "attention_backend": "reference",
@@ -82,7 +83,7 @@ def learn(context: typer.Context) -> None:
         list_tasks()
 
 
-@app.command("list", cls=Command)
+@app.command("list", cls=Command, epilog="nanoinfer learn list")
 def list_tasks() -> None:
     """List the tasks of this folder's workbook, and what is done, as `nanoinfer learn` alone does."""
     workbook = Workbook.here(NAMES)
@@ -94,15 +95,17 @@ def list_tasks() -> None:
     print(f"{_what_next(workbook)}\nnanoinfer learn check TASK, hint TASK, solve TASK, watch, run PROMPT")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer learn start my-engine")
 def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
     """Write a workbook into a new folder: one file per task."""
     workbook = Workbook(folder, NAMES)
     workbook.write({task.name: task.text for task in TRACK})
-    print(f"{len(TRACK)} tasks in {folder}. Go there, open {workbook.file(NAMES[0]).name}, and call: nanoinfer learn watch")
+    first = workbook.file(NAMES[0]).name
+    print(f"{len(TRACK)} tasks in {folder}. README.md there says how to work on them.")
+    print(f"Next: cd {folder}, open {first}, and call: nanoinfer learn watch")
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn check 1")
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
     workbook = Workbook.here(NAMES)
@@ -111,7 +114,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn watch")
 def watch() -> None:
     """Check each file when you save it, until you press Ctrl-C."""
     workbook = Workbook.here(NAMES)
@@ -126,7 +129,7 @@ def watch() -> None:
         sys.stdout.flush()
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer learn hint 1")
 def hint(task: TaskName) -> None:
     """Show a hint, and another hint at each further call."""
     found = find(task)
@@ -137,7 +140,7 @@ def hint(task: TaskName) -> None:
         print("There are no more.")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer learn solve 1")
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
     found, workbook = find(task), Workbook.here(NAMES)
@@ -150,7 +153,7 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     print(f"{file.name} has the engine's version.")
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog='nanoinfer learn run "Once upon a time"')
 def run(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
@@ -174,11 +177,12 @@ def run(
         print(filled(f"Passed, but not needed here: {', '.join(unused)}."))
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn ladder")
 def ladder() -> None:
     """Measure the engine with your passed functions beside the engine itself, on the requests of `bench ladder`."""
     from torch import device
 
+    from nanoinfer.cli.options import busy
     from nanoinfer_lab.bench.ladder import ENGINE, WORKLOAD, engine_rung
     from nanoinfer_lab.bench.roofline import measure_bandwidth
 
@@ -191,16 +195,17 @@ def ladder() -> None:
     }
     print(f"{'version':<16}{'tok/s':>8}{'bandwidth':>11}   of {bandwidth / 1e9:.1f} GB/s")
     for version, arguments in versions.items():
-        with _your_engine() if version == "your engine" else nullcontext():
+        with _your_engine() if version == "your engine" else nullcontext(), busy(f"Measuring {version}, about a minute"):
             rung = engine_rung(version, None, WORKLOAD, bandwidth, repeats=1, **arguments)
         print(f"{version:<16}{rung.tokens_per_s:>8.1f}{rung.bandwidth_share:>11.1%}", flush=True)
 
 
-@app.command(cls=ChildProcessCommand)
+@app.command(cls=ChildProcessCommand, epilog="nanoinfer learn speed 1")
 def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of the five. Default: all.")] = None) -> None:
     """Measure five functions that you make faster, beside the engine's own. The first call writes their files."""
     from torch import device
 
+    from nanoinfer.cli.options import busy
     from nanoinfer_course.learn.speed import SPEED, grade
     from nanoinfer_lab.bench.roofline import measure_bandwidth
 
@@ -208,12 +213,15 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
     found = SPEED if task is None else [named(SPEED, task)]
     bandwidth, all_passed = measure_bandwidth(device("cpu")), True
     print(f"Shares of this machine's memory bandwidth, {bandwidth / 1e9:.1f} GB/s:")
-    for each in found:
+    for number, each in enumerate(found, 1):
         file = workbook.file(each.name)
         if not file.exists():
             file.write_text(each.text, encoding="utf-8")
         try:
-            result = grade(each, workbook.load(each.name, each.name), bandwidth)
+            version = workbook.load(each.name, each.name)
+            is_changed = each.is_changed(file.read_text(encoding="utf-8-sig"))
+            with busy(f"Measuring {file.stem}, {number} of {len(found)}, some seconds each"):
+                result = grade(each, version, bandwidth)
         except (Exception, SystemExit, GeneratorExit) as error:
             print(f"  {file.stem:<19} {describe_error(error, str(file))}")
             all_passed = False
@@ -221,6 +229,8 @@ def speed(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One
         ratio = result.share / result.engine_share
         if not result.is_right:
             verdict = "its result is wrong"
+        elif not is_changed:
+            verdict = f"not changed yet: {each.wanted:.2f} is wanted"
         elif ratio < each.wanted:
             verdict = f"not yet: {each.wanted:.2f} is wanted"
         else:
@@ -241,7 +251,7 @@ def _your_engine() -> Iterator[dict[Function, int]]:
         yield calls
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer learn export ../my-repository")
 def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
     *,
@@ -249,6 +259,7 @@ def export(
     prompts: Annotated[int, typer.Option(min=1, help="Compare the answers to this many prompts, of each bundled model.")] = 50,
 ) -> None:
     """Make a repository of your engine: one file that runs without nanoinfer, its tests and what was measured."""
+    from nanoinfer.cli.options import busy
     from nanoinfer_course.learn.export import export as write_repository  # imports torch
 
     files: dict[str, Path] = {}
@@ -260,7 +271,8 @@ def export(
                 "nanoinfer learn check, take the engine's version by: nanoinfer learn solve TASK, or use --solved"
             )
         files = {task.name: workbook.file(task.name) for task in TRACK}
-    report = write_repository(folder, TRACK, files, prompts)
+    with busy(f"Comparing {4 * prompts} answers, and measuring, which takes a minute or two"):
+        report = write_repository(folder, TRACK, files, prompts)
     num_differ = len(report["differ"])
     print(f"{folder}: engine.py has {report['lines']} lines. {num_differ} of {report['answers']} answers differ.")
     for name, failure in report["refused"].items():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanoinfer.cli.options import busy, print_table
 from nanoinfer.config import BITS
@@ -169,11 +170,11 @@ def examine(
     if against is not None and (other := checkpoint.load_tokenizer()) is not None:
         has_same_ids = prompts == [other.encode(text) for text in PROMPTS]
     readings = {}
-    for name in names:
-        with busy(f"Running {model} in {name}"):
+    for number, name in enumerate(names, 1):
+        with busy(f"{model} in {name}, {number} of {len(names)}; then transformers reads the answers"):
             readings[name] = _run(str(checkpoint.path), name, prompts, on)
     bounds = {} if _is_quantised(checkpoint) else {"float32": Differences(FLOAT32_BOUND, FLOAT32_BOUND)}
-    with busy(f"Running {reference.path} with transformers"):
+    with busy(f"{reference.path} in transformers"):
         expected = _read_with_transformers(reference, torch.float32, on, chain(*readings.values()))
         for name in {"bfloat16", "float16"} & readings.keys() if bounds else ():
             rounded = _read_with_transformers(reference, getattr(torch, name), on, readings[name])
@@ -294,7 +295,7 @@ def _run(path: str, name: str, prompts: list[list[int]], device: torch.device) -
     with LLM(path, dtype=dtype, quantization=quantization, device=str(device), seed=0, skip_tokenizer_init=True) as llm:
         limit = min(MAX_PROMPT_TOKENS, llm.info.max_model_len - NUM_NEW_TOKENS)
         cut = [prompt[:limit] for prompt in prompts]
-        outputs = [llm.generate([prompt], greedy, use_tqdm=False)[0] for prompt in cut]
+        outputs = [llm.generate([prompt], greedy, use_tqdm=False)[0] for prompt in tqdm(cut, name, leave=False, disable=None)]
         outputs += llm.generate(cut, reported, use_tqdm=False)
     for number, output in enumerate(outputs):
         [answer] = output.outputs
@@ -317,8 +318,8 @@ def _read_with_transformers(
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.path, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval()
-    expected = {}
-    for ids, group in groupby(sorted(readings, key=attrgetter("ids")), key=attrgetter("ids")):
+    expected, sequences = {}, groupby(sorted(readings, key=attrgetter("ids")), key=attrgetter("ids"))
+    for ids, group in tqdm(sequences, "reading in transformers", delay=2, leave=False, disable=None):
         logits = model(torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
         rows = logits.float().log_softmax(-1).cpu()
         own = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -1,13 +1,14 @@
-"""Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
+"""Write the header of every notebook's first cell: what it answers, minutes, prerequisites, picture, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
-rewrites the cells, and a test compares them. It also folds the cells that draw, and writes links to files of the repository,
-and gpu.ipynb, as the repository's address says (tools/address.py).
+rewrites the cells, and a test compares them. It also folds the cells that draw, and writes the tables of README.md, the map of
+the notebooks, and links to files of the repository, and gpu.ipynb, as the repository's address says (tools/address.py).
 """
 
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(FOLDER.parent))
 from tools.address import REPOSITORY, colab_of, with_links  # noqa: E402
 
 MARK = "\n\n<!-- header -->\n"
+TABLES = "<!-- python notebooks/header.py -->"
 FOLDED = {
     "cellView": "form",
     "jupyter": {"source_hidden": True},
@@ -62,28 +64,28 @@ NOTEBOOKS = {
     ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
-        50,
+        45,
         ("tokenization/tokenizer.py", "models/gpt2.py", "models/layers.py", "sampling/sampler.py"),
         ("tokenizer", "model", "LM head", "sampler", "text"),
         ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
-        45,
+        40,
         ("attention/kv_cache.py", "attention/reference.py"),
         ("model", "KV cache"),
         ("01",),
     ),
     "03_pages": Header(
         "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
-        50,
+        45,
         ("scheduling/block_manager.py", "attention/kv_cache.py"),
         ("block tables", "KV cache"),
         ("02",),
     ),
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs far less than 4 steps of 1, where that ends, and what a smaller dtype gains.",
-        50,
+        35,
         ("nanoinfer_lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
@@ -91,7 +93,7 @@ NOTEBOOKS = {
     "05_scheduling": Header(
         "what TTFT, TPOT and ITL are, what chunked prefill does to them, what happens when blocks run out, and why it cannot "
         "loop for ever.",
-        50,
+        45,
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
         ("scheduler", "batch"),
         ("03", "04"),
@@ -99,7 +101,7 @@ NOTEBOOKS = {
     "06_serving": Header(
         "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
         "requests.",
-        55,
+        50,
         ("server/async_llm.py", "server/app.py", "server/answers.py", "server/engine_thread.py"),
         ("server",),
         ("05",),
@@ -108,7 +110,7 @@ NOTEBOOKS = {
     "07_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
-        60,
+        50,
         ("sampling/stages.py", "sampling/draw.py"),
         ("sampler",),
         ("01",),
@@ -116,7 +118,7 @@ NOTEBOOKS = {
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
-        35,
+        30,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
         ("text", "stop rules"),
         ("01",),
@@ -131,7 +133,7 @@ NOTEBOOKS = {
     ),
     "10_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
-        50,
+        45,
         ("features/drafts/speculator.py", "features/drafts/ngram.py", "features/drafts/draft_model.py"),
         ("drafts", "scheduler"),
         ("02", "04", "07"),
@@ -155,7 +157,7 @@ NOTEBOOKS = {
     ),
     "d2_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
-        60,
+        55,
         ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
         ("kernels",),
         ("05", "07"),
@@ -171,7 +173,7 @@ NOTEBOOKS = {
     ),
     "d4_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
-        45,
+        40,
         ("fast/sampling/few_logits.py", "sampling/stages.py", "fast/cpu/screen.py"),
         ("sampler",),
         ("07", "d2"),
@@ -224,7 +226,7 @@ NOTEBOOKS = {
     ),
     "d7_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
-        70,
+        65,
         (
             "features/hybrid/block_manager.py",
             "features/hybrid/state_slots.py",
@@ -237,7 +239,7 @@ NOTEBOOKS = {
     ),
     "d8_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
-        40,
+        35,
         ("features/policy/policy.py", "features/policy/functions.py", "features/training/methods.py"),
         ("weights", "sampler", "kernels"),
         ("07", "d2"),
@@ -245,7 +247,7 @@ NOTEBOOKS = {
     ),
     "d9_inside_a_gpu_kernel": Header(
         "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
-        60,
+        55,
         ("attention/triton.py",),
         ("kernels",),
         ("02", "04"),
@@ -261,7 +263,7 @@ NOTEBOOKS = {
     ),
 }
 
-TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README
+TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README.md
     "00a_attention_primer": ("sections 1 to 5 and 8", 25),
     "00b_an_engine_in_60_lines": ("all of it", 45),
     "03_pages": ('to the end of "The life of blocks"', 30),
@@ -293,32 +295,30 @@ def known_parts(stem: str) -> list[str]:
 
 def alt_of(stem: str) -> str:
     """The picture at the head of a notebook in words."""
-    lit = NOTEBOOKS[stem].parts
-    others = [part for part in known_parts(stem) if part not in lit]
-    return f"The engine so far. In this notebook: {', '.join(lit)}. From earlier ones: {', '.join(others) or 'nothing yet'}."
+    return f"The parts of the engine. In this notebook: {', '.join(NOTEBOOKS[stem].parts)}."
 
 
 def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
-    header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
-    at = order.index(stem)
-    before = [link_to(one) for one in order if number_of(one) in header.needs]
+    header, order, track = NOTEBOOKS[stem], list(NOTEBOOKS), TRACK.get(stem)
+    before = [f"[{number_of(one)}]({one}.ipynb)" for one in order if number_of(one) in header.needs]
     sources = [f"[`{path}`](../{'' if path.startswith('nanoinfer') else 'nanoinfer/'}{path})" for path in header.sources]
-    neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
-    neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
-    track = [TRACK[stem]] if stem in TRACK else []
+    following = order[order.index(stem) + 1 :][:1]
     lines = [
-        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
-        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes."
-        + "".join(f" **In three hours** (see README): {what}, {num} minutes." for what, num in track),
-        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** [`{stem}.py`](../notebooks/solutions/{stem}.py).",
-        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary](../docs/glossary.md).",
+        f"**Time:** {header.minutes} minutes. **Needs:** {', '.join(before) or 'no other notebook'}, a CPU, no network."
+        + (f" **In three hours:** {track[0]}, {track[1]} minutes." if track else ""),
+        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
+        f"**Sources:** {', '.join(sources)}. **Exercises:** [solutions](../notebooks/solutions/{stem}.py)."
+        " **Terms:** [glossary](../docs/glossary.md). **All notebooks:** [map](../notebooks/README.md)."
+        + "".join(f" **Next:** [{number_of(one)}]({one}.ipynb)." for one in following),
     ]
     if repository is not None:
         folder = repository.rsplit("/", 1)[1]
         install = f'`!git clone -q {repository} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`'
-        lines.append(f"{badge_of(repository, f'{stem}.ipynb')} In Colab, run this first: {install}.")
+        lines.append(
+            f"{badge_of(repository, f'{stem}.ipynb')} Colab opens this file alone. Run in a new cell first: {install}."
+        )
     return with_links("\n\n".join(lines), repository)
 
 
@@ -349,6 +349,22 @@ tests and measures the GPU of Colab or Kaggle, or your own, and prints a block o
     return with_links(text, repository), f"{start}\n%pip install -e . pytest hypothesis"
 
 
+def with_tables(text: str) -> str:
+    """The text of README.md with the tables of the notebooks: question, minutes, what to read first, tasks to write then."""
+    tasks = tomllib.loads((FOLDER.parent / "nanoinfer_course" / "learn" / "tasks.toml").read_text(encoding="utf-8"))
+    lessons = {name: task["notebook"].partition("#")[0] for name, task in tasks.items() if "notebook" in task}
+
+    def row(stem: str) -> str:
+        names = ", ".join(f"`{name}`" for name, lesson in lessons.items() if lesson == stem.partition("_")[2])
+        return f"| {link_to(stem)} | {NOTEBOOKS[stem].minutes} | {', '.join(NOTEBOOKS[stem].needs)} | {names} |"
+
+    head = "| question | minutes | needs | tasks |\n|---|---|---|---|"
+    course, dives = ([row(stem) for stem in NOTEBOOKS if stem.startswith("d") == is_dive] for is_dive in (False, True))
+    lines = ["", "## The course", "", head, *course, "", "## Deep dives", "", head, *dives, "", "<!-- end -->"]
+    start, _, rest = text.partition(TABLES)
+    return start + "\n".join([TABLES, *lines]) + rest.partition(lines[-1])[2]
+
+
 def with_header(stem: str, source: str) -> str:
     """The source of a first cell with its header replaced, or added."""
     return source.split(MARK)[0].rstrip() + MARK + header_of(stem)
@@ -371,6 +387,8 @@ def main() -> None:
     gpu = nbformat.read(FOLDER / "gpu.ipynb", as_version=4)
     gpu.cells[0].source, gpu.cells[1].source = gpu_cells()
     nbformat.write(gpu, FOLDER / "gpu.ipynb")
+    page = FOLDER / "README.md"
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

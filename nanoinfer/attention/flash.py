@@ -19,7 +19,7 @@ BLOCK_SIZE = 256  # and its multiples
 
 
 class FlashBackend:
-    """Requires flash-attn. On an H200 decoding had 0.6 to 0.9 of the speed of TritonBackend (docs/benchmarks_history.md)."""
+    """Requires flash-attn. On an H200 decoding had 0.6 to 0.9 of the speed of TritonBackend (BENCHMARKS.md)."""
 
     layout: Layout = "NHD"
     default_block_size = BLOCK_SIZE

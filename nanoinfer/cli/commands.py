@@ -1,13 +1,15 @@
-"""The common parts of all commands: help in sections, errors in one line, and values that a shell completes.
+"""The common parts of all commands: a short help and a whole one, errors in one line, and values that a shell completes.
 
 The engine's errors name Python arguments. `in_words_of` rewrites them for a user who typed options.
 """
 
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,60 @@ OF_OLLAMA = {
 options_in_use: dict[str, str] = {}  # name of an argument -> the option that sets it, of the command that runs
 
 
-class Command(TyperCommand):
-    """A command whose help has a section for each group of options, and whose errors name options."""
+# Of each group of options, those that --help lists, too, each in a sentence. --help-all lists all.
+COMMON = {
+    "Engine": {"model", "quantization", "device", "max_model_len"},
+    "Sampling": {"temperature", "top_k", "top_p", "seed", "max_tokens", "stop"},
+    "Chat template": {"no_thinking"},
+    "Server": {"served_model_name", "api_key", "max_num_seqs"},
+    "Model": {"model", "random_model", "device"},
+    "Workload": {"workload", "num_prompts", "input_len", "output_len", "request_rate"},
+    "Machine": {"model", "hardware"},
+    "Simulated": {"tensor_parallel_size", "max_num_seqs"},
+    "Job": {"retry_errors", "seed"},
+}
+
+
+class _Help:
+    """A command with --help, which begins with examples, and with --help-all, which has all options and the whole text."""
+
+    help: str | None
+    epilog: str | None  # the examples
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        *params, short = super().get_params(ctx)  # type: ignore[misc]
+        whole = copy(short)
+        whole.name, whole.opts, whole.callback = "help_all", ["--help-all"], _show_all
+        whole.help, whole.hidden = "Show all options, and explain more.", isinstance(self, TyperGroup)
+        return [*params, short, whole]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        text = inspect.cleandoc(self.help or "")
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text if _is_whole(ctx) else text.partition("\n\n")[0])
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.splitlines():
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing: the examples stand above the options."""
+
+
+def _is_whole(ctx: Any) -> bool:
+    return bool(ctx.meta.get(__name__))
+
+
+def _show_all(ctx: Any, param: object, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[__name__] = True  # _is_whole reads it
+        typer.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+class Command(_Help, TyperCommand):
+    """A command whose help has its own options first, and whose errors name options."""
 
     def invoke(self, ctx: Any) -> object:
         options_in_use.clear()
@@ -40,30 +94,41 @@ class Command(TyperCommand):
         with cli_errors():
             return super().invoke(ctx)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            text = next((param for param in self.params if param.metavar in ("PROMPT", "QUESTION")), None)
+            more = re.search(r"unexpected extra argument\S* \((.*)\)", error.format_message())
+            if text is not None and more:
+                ctx.fail(f'put the {text.metavar.lower()} in quotes: "{ctx.params[text.name]} {more[1]}"')
+            raise
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """List the command's own options, and then the common ones or, with --help-all, a section for each group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Common options": []}
         for param in self.get_params(ctx):
             is_argument = param.param_type_name == "argument"
-            panel = isinstance(param, TyperOption) and param.rich_help_panel
-            heading = "Arguments" if is_argument else panel or "Options"
+            heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+            if heading not in sections and not _is_whole(ctx):
+                if param.name not in COMMON.get(heading, ()):
+                    continue
+                heading = "Common options"
             if record := param.get_help_record(ctx):
-                names = (param.metavar or str(param.name).upper()) if is_argument else record[0]
-                sections.setdefault(heading, []).append((names, record[1]))
+                names, text = (param.metavar or str(param.name).upper()) if is_argument else record[0], record[1]
+                if heading == "Common options" and len(text) > 50:
+                    text = re.sub(r"(?<=\.) .*?(?=  \[|$)", "", text, count=1)
+                sections.setdefault(heading, []).append((names, text))
         for heading, records in sections.items():
-            with formatter.section(heading):
-                formatter.write_dl(records, col_max=36)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        if self.epilog:
-            with formatter.section("Examples"):
-                for line in self.epilog.splitlines():
-                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records, col_max=36)
 
 
-class Commands(TyperGroup):
+class Commands(_Help, TyperGroup):
     """Commands, whose errors are printed as one line."""
 
     headings: Mapping[str, str] = {}  # a command -> the heading above it and those that follow, in the help

@@ -84,14 +84,16 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise InvalidValueError(f"give a prompt or --file, not both; got {prompt!r} and {file}")
     if file is not None:
-        return options.read_file(file)
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        raise InvalidValueError("there is no prompt; give one, or --file, or standard input")
-    if prompt not in (None, "-"):
-        return prompt
-    if sys.stdin is None:
-        raise InvalidPromptError("standard input is closed; give the prompt as an argument")
-    return options.read_standard_input()
+        text, reason = options.read_file(file), f"{file} is empty"
+    elif prompt not in (None, "-"):
+        text, reason = prompt, "the prompt is empty"
+    elif prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        text, reason = "", "there is no prompt"
+    else:
+        text, reason = options.read_standard_input(), "standard input is empty"
+    if not text:
+        raise InvalidPromptError(f'{reason}; give a prompt, such as nanoinfer generate "Once upon a time"')
+    return text
 
 
 def print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:

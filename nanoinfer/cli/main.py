@@ -44,14 +44,15 @@ nanoinfer explain --demo preemption""",
         "nanoinfer_lab.cli.verify:verify",
         """\
 nanoinfer verify -m Qwen/Qwen3-0.6B
-nanoinfer verify -m qwen2.5-0.5b-instruct-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct --variants bfloat16,int4""",
+nanoinfer verify -m model-q4_0.gguf --against Qwen/Qwen2.5-0.5B-Instruct""",
     ),
     "bench": ("nanoinfer_lab.cli.bench:app", ""),
     "simulate": (
         "nanoinfer_lab.cli.simulate:simulate",
         """\
-nanoinfer simulate -m config.json --hardware H100 --num-prompts 200 --request-rate 20 --input-len 500 --output-len 100
-nanoinfer bench roofline --json > here.json; nanoinfer simulate --hardware here.json --workload B16""",
+nanoinfer simulate -m config.json --num-prompts 200 --request-rate 20
+nanoinfer bench roofline --json > here.json
+nanoinfer simulate --hardware here.json --workload B16""",
     ),
     "check-scheduler": (
         "nanoinfer_lab.cli.check_scheduler:check_scheduler",
@@ -93,6 +94,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="A small LLM inference engine.",
+    epilog='nanoinfer generate "Once upon a time"',
     pretty_exceptions_enable=False,
 )
 

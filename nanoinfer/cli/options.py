@@ -70,7 +70,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A folder, a .gguf file, a hub name, tiny-qwen3, tiny-gpt2 or tiny-tools. Default: tiny-qwen3.",
+        help="A folder, a .gguf file, a hub name, tiny-qwen3 (the default), tiny-gpt2 or tiny-tools.",
         autocompletion=complete_models,
     ),
 ]

@@ -61,6 +61,7 @@ class Task:
     rules: dict[str, str]
     have: list[str]
     cases_in: str
+    of_class: str = ""  # what `self` is. Empty: the function is no method
 
     def cases(self) -> Iterable[Case]:
         """Make the cases that test the function."""
@@ -69,24 +70,48 @@ class Task:
         return cases
 
     @property
-    def text(self) -> str:
-        """The text of the learner's file."""
+    def role(self) -> str:
+        """Whose method the function is, and what `self` is there."""
+        place = f"{self.function.module.replace('.', '/')}.py"
+        owner, _, name = self.function.qualname.rpartition(".")
+        if not owner:
+            return f"This is the function {name} of {place}. It has no `self`: all that it needs is in its arguments."
+        return f"This is the method {name} of the class {owner} in {place}. `self` is {self.of_class}."
+
+    @property
+    def places(self) -> list[tuple[str, list[str]]]:
+        """What the function may use: modules and classes of the engine, and the declarations of each."""
+        return [declared(entry, self.function.name) for entry in self.have]
+
+    @property
+    def lesson(self) -> str:
+        """Which part of a notebook explains the task."""
         lesson, _, section = self.notebook.partition("#")
-        paragraphs = [
-            filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
-            filled(self.about),
-            "\n".join(["What is checked:", *(filled(f"- {rule}", "  ") for rule in self.rules.values())]),
-        ]
-        for place, declarations in map(declared, self.have):
-            paragraphs.append("\n".join([f"You have, of {place}:", *(filled(f"  {line}", "      ") for line in declarations)]))
-        where = f"In the engine: {self.function.module}, {self.function.qualname}. "
-        paragraphs.append(filled(f'{where}Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'))
-        paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
-        about = "\n\n".join(paragraphs)
+        return f'Explained in the notebook "{lesson.replace("_", " ")}", section "{section}".'
+
+    @property
+    def code(self) -> str:
+        """The imports that the function needs, and its head with an empty body."""
         imports = self.function.imports
         if self.cases_in in ("model", "sampling") and "import torch\n" not in imports:
             imports = f"import torch\n{imports}"  # the engine's version does without it, the learner's may not
-        return f'"""{about}\n"""\n\n{imports}\n\n\n{self.function.header}'
+        return f"{imports}\n\n\n{self.function.header}".lstrip("\n")
+
+    @property
+    def text(self) -> str:
+        """The text of the learner's file."""
+        paragraphs = [
+            filled(f"{self.name}: {self.title}. About {self.minutes} minutes, difficulty {self.level} of 3."),
+            filled(self.role),
+            filled(self.about),
+            "\n".join(["What is checked:", *(filled(f"- {rule}", "  ") for rule in self.rules.values())]),
+        ]
+        for place, declarations in self.places:
+            paragraphs.append("\n".join([f"You have, of {place}:", *(filled(f"  {line}", "      ") for line in declarations)]))
+        paragraphs.append(filled(self.lesson))
+        paragraphs.append(f"Check it: nanoinfer learn check {self.name}. Hints: nanoinfer learn hint {self.name}.")
+        about = "\n\n".join(paragraphs)
+        return f'"""{about}\n"""\n\n{self.code}'
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ In: a version of a function below. Out: a Grade. The version and the engine's ow
 is the bytes that must be read at least once, by what the memory delivers in the shortest time of a call.
 """
 
+import ast
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -231,6 +232,10 @@ class SpeedTask:
     @property
     def function(self) -> Function:
         return Function(__name__, self.name)
+
+    def is_changed(self, text: str) -> bool:
+        """Return whether the text of the learner's file is another program than the text that was written there."""
+        return ast.dump(ast.parse(text)) != ast.dump(ast.parse(self.text))
 
     @property
     def text(self) -> str:

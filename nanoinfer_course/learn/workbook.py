@@ -141,18 +141,25 @@ def names_of(node: ast.AST) -> set[str]:
     """Return the names that a statement defines. Attributes of self count as names."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {ast.unparse(part).removeprefix("self.") for target in targets for part in getattr(target, "elts", [target])}
+    return {target.removeprefix("self.") for target in _targets(node)}
 
 
-def declared(entry: str) -> tuple[str, list[str]]:
+def _targets(node: ast.AST) -> list[str]:
+    """Return what an assignment assigns to."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    is_assignment = isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+    return [ast.unparse(part) for target in targets if is_assignment for part in getattr(target, "elts", [target])]
+
+
+def declared(entry: str, learned: str = "") -> tuple[str, list[str]]:
     """Cut declarations out of the source.
 
     Args:
         entry: "module name ...", or "module:Class attribute ...", with modules of nanoinfer.
+        learned: the name of the learner's function.
 
     Returns:
-        The module or the class, and a line for each name: its signature or its type, and its comment.
+        The module or the class, and a line for each name: its signature or its type, its comment, and who writes it.
 
     >>> declared("sampling.draw ONE thresholds")[1][0]
     'ONE = 2.0 ** BITS  # the weight of the most probable token'
@@ -181,6 +188,13 @@ def declared(entry: str) -> tuple[str, list[str]]:
             types = {one.arg: one.annotation for one in ast.walk(scope) if isinstance(one, ast.arg) and one.annotation}
             kind = f": {ast.unparse(types[value])}" if (value := ast.unparse(node.value)) in types else ""
         comment = comment or " ".join(documented.get(name, "").split())
+        comment = re.sub(r"(?:^|: )the (scheduler|block manager)\b", r". Written by the \1", comment)
+        methods = [one for one in scope.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("__")]
+        writers = [one.name for one in methods if any(f"self.{name}" in _targets(part) for part in ast.walk(one))]
+        if writers:
+            words = " and ".join("your function" if one == learned else one for one in writers)
+            comment = f"{comment.removesuffix('.')}. Written by {words}"
+        comment = comment.removeprefix(". ")
         found.append(f"{name}{kind}" + (f"  # {comment}" if comment else ""))
     return f"{class_name}, in nanoinfer.{module}" if class_name else f"nanoinfer.{module}", found
 
@@ -197,7 +211,8 @@ class Workbook:
     def __init__(self, folder: Path, names: list[str], kind: str = "t") -> None:
         """names: the names of the tasks, in their order. kind: the letter with which their files begin."""
         self.folder = folder
-        self._files = {name: folder / f"{kind}{number:02}_{name}.py" for number, name in enumerate(names, 1)}
+        old = {path.name[4:-3]: path for path in folder.glob(f"{kind}[0-9][0-9]_*.py")}  # perhaps numbered otherwise
+        self._files = {name: old.get(name, folder / f"{kind}{number:02}_{name}.py") for number, name in enumerate(names, 1)}
 
     @classmethod
     def here(cls, names: list[str]) -> "Workbook":
@@ -215,7 +230,9 @@ class Workbook:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             self._files[name].write_text(text, encoding="utf-8")
-        (self.folder / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
+        about = Path(__file__).with_name("templates").joinpath("workbook.md.txt").read_text(encoding="utf-8")
+        for name, text in (("AGENTS.md", AGENTS), ("README.md", about)):
+            (self.folder / name).write_text(text, encoding="utf-8")
         self._save({"passed": {}, "hints": {}})
 
     def file(self, name: str) -> Path:

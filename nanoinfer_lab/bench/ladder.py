@@ -20,6 +20,7 @@ from nanoinfer.attention.dense import causal_attention
 from nanoinfer.config import BITS
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.weights import progress_bar
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer_lab.bench.offline import load, run_workload
 from nanoinfer_lab.bench.roofline import Machine, least_s_of_run
@@ -102,16 +103,20 @@ def climb(checkpoint: str | None, workload: Workload, bandwidth: float, *, repea
     opened = Checkpoint.open(checkpoint)
     model = loader.load_model(opened, dtype)
     alone = replace(workload, input_lens=workload.input_lens[:NUM_ALONE], output_lens=workload.output_lens[:NUM_ALONE])
-    with torch.inference_mode():
-        for version, arguments in PLAIN.items():
-            part = workload if "num_seqs" in arguments else alone
-            runs = [run_plainly(model, part, run, **arguments)[0] for run in range(repeats + 1)]
-            yield rung(version, runs[1:], bandwidth, model, next(model.parameters()).dtype)
-    given: dict[str, Any] = {"dtype": dtype}
-    del model
-    for version, arguments in ENGINE.items():
-        given |= arguments
-        yield engine_rung(version, checkpoint, workload, bandwidth, repeats=repeats, **given)
+    with progress_bar("versions", len(PLAIN) + len(ENGINE)) as bar:
+        with torch.inference_mode():
+            for version, arguments in PLAIN.items():
+                part = workload if "num_seqs" in arguments else alone
+                runs = [run_plainly(model, part, run, **arguments)[0] for run in range(repeats + 1)]
+                bar.update()
+                yield rung(version, runs[1:], bandwidth, model, next(model.parameters()).dtype)
+        given: dict[str, Any] = {"dtype": dtype}
+        del model
+        for version, arguments in ENGINE.items():
+            given |= arguments
+            found = engine_rung(version, checkpoint, workload, bandwidth, repeats=repeats, **given)
+            bar.update()
+            yield found
 
 
 def engine_rung(

@@ -14,6 +14,7 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.llm import LLM
 from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.weights import progress_bar
 from nanoinfer.outputs import Counter
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -72,14 +73,17 @@ def measure(
     Returns: what the LLM has chosen, such as its dtype, and a Measurement of each workload.
     """
     llm = load(model, workloads, **engine)
-    for workload in workloads:
-        run_workload(llm, workload, 0)
 
     def measured(workload: Workload, run: int) -> Run[Figures]:
         before, timings = _counters(llm), run_workload(llm, workload, run)
+        bar.update()
         return Run.of(figures(timings), timings, before, _counters(llm))
 
-    return llm.info, [Measurement.of(one, [measured(one, run + 1) for run in range(repeats)]) for one in workloads]
+    with progress_bar("measuring", len(workloads) * (1 + repeats)) as bar:
+        for workload in workloads:
+            measured(workload, 0)
+        found = [Measurement.of(one, [measured(one, run + 1) for run in range(repeats)]) for one in workloads]
+    return llm.info, found
 
 
 def _counters(llm: LLM) -> dict[str, int]:

@@ -16,6 +16,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tqdm import tqdm
+
 from nanoinfer.errors import NanoinferError
 from nanoinfer_lab.bench import timing as of_any_run
 from nanoinfer_lab.bench.client import CONNECT_SECONDS, Client
@@ -122,9 +124,12 @@ async def _record_all(
     async def record(body: dict[str, object], arrival: float) -> "tuple[float, TimedResponse]":
         await asyncio.sleep(start + arrival - time.perf_counter())
         async with limit:
-            return time.perf_counter(), await TimedResponse.of(target.client, path, body)
+            recorded = time.perf_counter(), await TimedResponse.of(target.client, path, body)
+        bar.update()
+        return recorded
 
-    return await asyncio.gather(*map(record, bodies, arrivals))
+    with tqdm(desc="requests", total=len(bodies), delay=2, leave=False, disable=None) as bar:
+        return await asyncio.gather(*map(record, bodies, arrivals))
 
 
 class TimedResponse(io.RawIOBase):

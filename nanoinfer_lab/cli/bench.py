@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from nanoinfer_lab.bench.workloads import Workload
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Measure a model on this machine, or a server."
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure a model on this machine, or a server.",
+    epilog="nanoinfer bench throughput --workload B16",
 )
 
 DEFINITIONS = """\
@@ -159,7 +163,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     return [workloads.described(sampling=sampling, **described)]
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer bench roofline --random-model gpt2")
 @options.expand_options
 def roofline(
     *,
@@ -227,7 +231,7 @@ Bandwidth: the bytes that a version's steps have to read and write, each weight 
 that time. Drafts gain only where a model's text repeats itself, so try them with a model of your own (-m)."""
 
 
-@app.command(cls=Command, help=LADDER_HELP)
+@app.command(cls=Command, help=LADDER_HELP, epilog="nanoinfer bench ladder")
 @options.expand_options
 def ladder(
     *,
@@ -250,7 +254,7 @@ def ladder(
     if model is None and random_model is None:
         random_model = "gpt2"
     bandwidth, workload = measure_bandwidth(torch.device("cpu")), measurement.WORKLOAD
-    with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring"):
+    with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring 11 versions, some minutes"):
         rungs = [asdict(rung) for rung in measurement.climb(checkpoint, workload, bandwidth, repeats=repeats, dtype=dtype)]
     machine = f"{random_model or model} in {dtype}, {torch.get_num_threads()} threads, memory {bandwidth / 1e9:.1f} GB/s"
     options.print_result({"machine": machine, "rungs": rungs}, as_json, _show_ladder)
@@ -311,7 +315,9 @@ def _show_percentiles(results: "list[Measurement[F]]") -> None:
 def _add_measurement(name: str, purpose: str, show: "Callable[[list[Measurement[Figures]]], None]") -> None:
     """Add a command that runs workloads on an LLM. show: prints the figures."""
 
-    @app.command(name, cls=Command, help=f"{purpose}\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+    about = f"{purpose}\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
+
+    @app.command(name, cls=Command, help=about, epilog=f"nanoinfer bench {name} --num-prompts 8 --request-rate 4")
     @options.expand_options
     def measure(
         *,
@@ -340,7 +346,11 @@ _add_measurement("throughput", "Measure tokens per second.", _show_throughput)
 _add_measurement("latency", "Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.", _show_percentiles)
 
 
-@app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
+@app.command(
+    cls=Command,
+    help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}",
+    epilog="nanoinfer bench serve --url http://127.0.0.1:8000 --num-prompts 32",
+)
 @options.expand_options
 def serve(
     *,
@@ -400,7 +410,7 @@ def _show_serve(workload: str, figures: "ServeFigures") -> None:
         print(f"failed {count} times: {message}")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer bench calibrate few.json many.json --hardware here.json")
 @options.expand_options
 def calibrate(
     *,
@@ -425,13 +435,13 @@ def calibrate(
 
     options.check_writable(output)
     runs = [run for path in reports for run in read_runs(path)]
-    with options.busy("Calibrating"):
+    with options.busy("Calibrating, which simulates the runs some hundred times"):
         fitted = fit(ModelSizes.named(model), Hardware.named(hardware), EngineArgs(**asdict(engine)), runs)
     output.write_text(json.dumps(asdict(fitted), indent=1), encoding="utf-8")
     options.print_result(asdict(fitted), as_json, lambda _: print(f"{output} is the --hardware of nanoinfer simulate"))
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="nanoinfer bench compare before.json after.json")
 @options.expand_options
 def compare(
     *,

@@ -55,7 +55,7 @@ def check_scheduler(
         raise InvalidTypeError(f"MODULE:CLASS must be a subclass of Scheduler, of BlockManager, or one of each, got {names}")
     checked = schedulers[0], managers[0]
     sizes = replace(schedules.World(), **dict(map(_size, world or ())))
-    with Console(stderr=True).status("Exploring") as status:
+    with Console(stderr=True).status("Exploring, a minute or two with the default world") as status:
         try:
             seen = schedules.check_scheduler(
                 *checked,

@@ -52,7 +52,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUES",
-            help="Values of an option above, such as max_num_seqs=8,16,32. Given twice, every combination is simulated.",
+            help="Values of an option, such as max_num_seqs=8,16,32. Given twice, every combination is simulated.",
         ),
     ] = None,
     find: Annotated[

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from nanoinfer.config import EngineArgs
 from nanoinfer.errors import InvalidValueError
 from nanoinfer_lab.bench.timing import RequestTiming
@@ -107,6 +109,7 @@ def _distance(run: MeasuredRun, timings: list[RequestTiming]) -> float:
 def _least(point: list[float], loss: Callable[[list[float]], float]) -> list[float]:
     """Find a minimum by moving along one axis at a time, with smaller steps when no step helps (Hooke and Jeeves 1961)."""
     best, step = loss(point), STEP
+    bar = tqdm(desc="smaller steps", total=math.ceil(math.log2(STEP / LEAST_STEP)), leave=False, disable=None)
     while step > LEAST_STEP:
         has_moved = False
         for axis in range(len(point)):
@@ -115,5 +118,8 @@ def _least(point: list[float], loss: Callable[[list[float]], float]) -> list[flo
                 if (found := loss(moved)) < 0.999 * best:
                     point, best, has_moved = moved, found, True
                     break
-        step = step if has_moved else step / 2
+        if not has_moved:
+            step /= 2
+            bar.update()
+    bar.close()
     return point

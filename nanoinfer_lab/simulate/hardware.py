@@ -84,7 +84,7 @@ def _of_roofline(report: dict[str, Any], source: str) -> Hardware:
 # The host's work for a step, for which an H100 waits: 683 tokens per second in A, 19,433 in B64. See BENCHMARKS.md, "One NVIDIA
 # H100".
 _OF_A_GPU = Overheads(per_step_s=1.44e-3, per_sequence_s=29e-6)
-# A CPU's work for a step of one row besides the forward pass: docs/benchmarks_history.md, "A step without its forward pass".
+# A CPU's work for a step of one row besides the forward pass: benchmarks/history.jsonl, "A step without its forward pass".
 _OF_A_CPU = Overheads(per_step_s=0.3e-3)
 # NCCL takes 6 us for two H100 (NVIDIA/nccl issue 1259), and more ranks take longer.
 _NVLINK_S = 10e-6

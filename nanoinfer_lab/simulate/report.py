@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from nanoinfer.features.tracing import viewer
 from nanoinfer_lab.bench.timing import Figures
@@ -60,7 +61,8 @@ class SimulatedRun:
 
 def sweep(run: Callable[[Choice], SimulatedRun], values: Mapping[str, Sequence[Any]]) -> list[SimulatedRun]:
     """Run every combination of the values of some options."""
-    return [run(dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
+    choices = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    return [run(choice) for choice in tqdm(choices, "simulating", delay=2, leave=False, disable=None)]
 
 
 def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]], start: Choice) -> list[SimulatedRun]:
@@ -74,14 +76,17 @@ def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]
     """
     best = run(start)
     tried = [best]
-    while True:
-        before = best
-        for name, values in grid.items():
-            runs = [run(best.choice | {name: value}) for value in values if value != best.choice[name]]
-            tried += runs
-            best = max([best, *runs], key=lambda one: one.figures.goodput_requests_per_s or 0.0)
-        if best is before:
-            return [*tried, best]
+    with tqdm(desc="searching", total=0, delay=2, leave=False, disable=None) as bar:
+        while True:
+            before = best
+            bar.total += sum(map(len, grid.values()))  # another round
+            for name, values in grid.items():
+                runs = [run(best.choice | {name: value}) for value in values if value != best.choice[name]]
+                bar.update(len(values))
+                tried += runs
+                best = max([best, *runs], key=lambda one: one.figures.goodput_requests_per_s or 0.0)
+            if best is before:
+                return [*tried, best]
 
 
 # ---- a table

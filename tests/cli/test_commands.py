@@ -30,10 +30,14 @@ def test_a_group_without_a_command_is_its_help(command):
 
 
 def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_width():
-    command = [sys.executable, "-m", "nanoinfer", "generate", "-h"]
+    command = [sys.executable, "-m", "nanoinfer", "generate", "--help-all"]
     text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
     headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Arguments", "Options", "Engine", "Sampling", "Examples"]
+    assert headings == ["Examples", "Arguments", "Options", "Engine", "Sampling"]
+    assert re.findall(r"^([A-Z]\w+(?: \w+)?):$", run("generate", "-h").stdout, re.MULTILINE) == [
+        *headings[:3],
+        "Common options",
+    ]
     sampling = text.partition("Sampling:")[2]
     assert "--top-k N" in sampling
     assert "--max-tokens N" in sampling
@@ -46,6 +50,27 @@ def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_widt
     assert [usage.split()[-1].strip("[]") for usage in usages] == ["INPUT", "QUESTION", "MODEL", "MODEL"]
 
 
+def every_command(command, *words):
+    """The words of each command and group, and the command."""
+    yield words, command
+    for name in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from every_command(command.get_command(None, name), *words, name)
+
+
+def test_help_has_at_most_40_lines_and_an_example_and_help_all_has_every_option():
+    root = typer.main.get_command(app)
+    commands_seen = list(every_command(root))
+    assert len(commands_seen) > 28
+    for words, command in commands_seen:
+        text, whole = (
+            CliRunner().invoke(app, [*words, flag], env={"COLUMNS": "80"}).stdout for flag in ("--help", "--help-all")
+        )
+        assert sum(-(-max(len(line), 1) // 80) for line in text.splitlines()) <= 40, words
+        assert f"Examples:\n  nanoinfer {words[0] if words else 'generate'}" in text, words
+        names = [name for param in command.params for name in param.opts if name.startswith("-")]
+        assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", whole)] == [], words
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -55,6 +80,8 @@ def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_widt
         (("generate", "x", "--max-tokens", "ten"), "'ten'"),
         (("generate", "x", "--kv-cache-memory", "much"), "'much' is not a size"),
         (("batch",), "Missing argument 'INPUT'; "),
+        (("generate", "Once", "upon", "a", "time"), 'error: put the prompt in quotes: "Once upon a time"'),
+        (("chat", "What", "now?", "-n", "3"), 'error: put the question in quotes: "What now?"'),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence):

@@ -68,6 +68,8 @@ def test_two_prompts_no_text_and_a_missing_file_are_refused(tmp_path):
     for arguments, words in (
         ((PROMPT, "--file", str(file)), "give a prompt or --file, not both"),
         (("--file", str(file)), "is not valid UTF-8 text"),
+        ((), 'standard input is empty; give a prompt, such as nanoinfer generate "Once upon a time"'),
+        (("",), "the prompt is empty; give a prompt, such as"),
         (("--file", str(tmp_path / "none")), f"{tmp_path / 'none'}: No such file or directory"),
     ):
         result = run(*arguments)

@@ -101,7 +101,9 @@ def names(kind):
     return {field.name for field in fields(kind)}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["bench", "throughput", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["bench", "throughput", "--help-all"]]
+)
 def test_help_and_version_import_no_torch(arguments):
     code = f"import sys; from nanoinfer.cli.main import app; app({arguments}, standalone_mode=False); print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -31,6 +31,7 @@ def test_a_run_replaces_the_lines_of_the_same_form_and_machine_and_keeps_the_oth
     monkeypatch.setattr(checkpoints, "LINES", lines)
     monkeypatch.setattr(checkpoints, "PAGE", page)
     checkpoints.main(str(run))
-    rows = [row for row in page.read_text().splitlines() if row.startswith("| A")]
-    rest = "| 2026-01-01 | {} | 4 of 4 | float32 2.00, int4 2.13 |"
-    assert rows == ["| A | folder | 2 " + rest.format("X"), "| A | folder | 1 " + rest.format("Y")]
+    row = "| form | tokens equal | perplexity |\n|---|---|---|\n| folder | 4 of 4 | float32 2.00, int4 2.13 |"
+    captions = ["A, 2, 2026-01-01, X", "A, 1, 2026-01-01, Y"]
+    tables = "\n\n".join(f"{caption}:\n\n{row}" for caption in captions)
+    assert page.read_text() == f"before\n<!-- python docs/checkpoints.py -->\n{tables}\n<!-- end -->\nafter\n"

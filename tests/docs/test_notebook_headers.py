@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("header", ROOT / "notebooks" / "header.py")
 header = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(header)
+MAP = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
 STEMS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9d]*.ipynb"))
 
 
@@ -62,8 +63,7 @@ def test_every_part_of_the_picture_is_shown_by_a_notebook(growing):
 
 
 def test_the_minutes_are_those_that_reading_takes():
-    """About 160 words, 8 lines of code or 20 lines of output in a minute, and figures. The readme says the same minutes."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """About 160 words, 8 lines of code or 20 lines of output in a minute, and figures."""
     for stem, entry in header.NOTEBOOKS.items():
         cells = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells
         prose = " ".join(cell.source.split(header.MARK)[0] for cell in cells if cell.cell_type == "markdown")
@@ -73,16 +73,20 @@ def test_the_minutes_are_those_that_reading_takes():
         num_shown = sum(output.get("text", "").count("\n") for cell in code for output in cell.outputs)
         minutes = len(re.sub("<[^>]*>", "", prose).split()) / 160 + num_lines / 8 + num_shown / 20 + 0.7 * len(figures)
         assert 0.75 < entry.minutes / minutes < 1.25, (stem, minutes)
-        assert re.search(rf"notebooks/{stem}\.ipynb\).*\| {entry.minutes} \|\n", readme), stem
 
 
-def test_the_three_hours_of_the_readme_are_those_of_the_headers():
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert all(f"{header.number_of(stem)} ({what})" in readme for stem, (what, _) in header.TRACK.items())
+def test_the_map_has_the_tables_that_are_written_and_every_notebook():
+    assert header.with_tables(MAP) == MAP, "run: python notebooks/header.py"
+    assert sorted(re.findall(r"\]\((\S+)\.ipynb\)", MAP)) == [*STEMS, "gpu"]
+
+
+def test_the_three_hours_of_the_map_are_those_of_the_headers():
+    text = " ".join(MAP.split())
+    assert all(f"{header.number_of(stem)} ({what})" in text for stem, (what, _) in header.TRACK.items())
     minutes = sum(minutes for _, minutes in header.TRACK.values())
-    assert f"in {minutes} minutes" in readme
+    assert f"in {minutes} minutes" in text
     assert minutes <= 150  # and half an hour for the tasks
-    tasks = re.findall(r"`(\w+)`", readme.split("eight functions of the engine with `nanoinfer learn`:")[1].split(".")[0])
+    tasks = re.findall(r"`(\w+)`", text.split("eight functions of the engine with `nanoinfer learn`:")[1].split(".")[0])
     assert len(tasks) == 8
     assert set(tasks) <= set(track.NAMES)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
+from nanoinfer.compat.moved_modules import MOVED
 from tools import address
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +44,18 @@ def test_a_release_has_at_most_15_lines_for_users_in_the_changelog():
 
 def test_a_renamed_module_is_gone_and_its_new_place_exists():
     modules = (ROOT / "docs" / "names.md").read_text(encoding="utf-8").split("## Names")[0]
-    rows = re.findall(r"^\|(?: [\d.]+ \|)? (`.+) \| (.+) \|$", modules, re.MULTILINE)
+    lines = [line.split(": ") for block in re.findall(r"```\n(.*?)```", modules, re.DOTALL) for line in block.splitlines()]
 
     def exists(module):
         paths = [folder / module.replace(".", "/") for folder in (ROOT / "nanoinfer", ROOT)]
         return any((path / "__init__.py").exists() or path.with_suffix(".py").exists() for path in paths)
 
-    old, new = ([name for row in rows for name in re.findall(r"`([\w.]+)`", row[side])] for side in (0, 1))
+    old, new = ([name for line in lines for name in line[side].removeprefix("in ").split(", ")] for side in (0, 1))
     assert len(old) > 25
     assert [name for name in old if exists(name)] == []
-    assert [name for name in new if not exists(name)] == []
+    assert [name for name in new if not exists(name) and name != "removed"] == []
+    working = modules.split("says the new one: ")[1].split(".\n")[0]
+    assert {f"nanoinfer.{name}" for name in re.findall(r"`([\w.]+)`", working)} == set(MOVED)
 
 
 def test_the_changelog_and_the_citation_have_the_version():

@@ -37,7 +37,7 @@ try:
 except NanoinferError as error:
     refusal = str(error)
 print(json.dumps({
-    "--help": CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output,
+    "--help": CliRunner().invoke(app, ["generate", "--help-all"], env={"COLUMNS": "200"}).output,
     "openapi": server.openapi()["components"]["schemas"]["ChatCompletionRequest"]["properties"].get("injected_p"),
     "add_cli_args": EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help(),
     "table": table(SamplingParams),

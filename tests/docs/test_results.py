@@ -27,7 +27,7 @@ def test_every_figure_between_marks_is_that_of_the_result_file(name):
     assert results.with_tables(text) == text, "run: python -m benchmarks.results"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * ("history" in name)) for name in results.PAGES])
+@pytest.mark.parametrize("name", results.PAGES)
 def test_a_figure_that_was_changed_by_hand_is_found(name):
     text = (results.ROOT / name).read_text(encoding="utf-8")
     block = results.BLOCK.search(text)
@@ -107,5 +107,9 @@ def test_a_row_that_was_measured_again_moves_to_the_history(monkeypatch):
     monkeypatch.setattr(results, "read", lambda: [old, new])
     assert "0.33" in results.current()
     assert "0.32" not in results.current()
-    assert "0.32" in results.history()
-    assert "0.33" not in results.history()
+    history = results.history()
+    assert "vLLM 0.32 | 2026-01-01" in history
+    assert "vLLM 0.33" not in history
+    titles = re.findall("^## (.+)", history, re.MULTILINE)
+    assert len(titles) > 10
+    assert results.history("the SAMPLER").startswith("## The sampler\n\nZen 5, 2026-11-21, on a busy machine")

@@ -1,4 +1,4 @@
-"""docs/structure.md has a line for each folder, from its docstring. `python tests/docs/test_structure.py` writes the page."""
+"""docs/structure.md has a line for each folder, from its docstring or README: `python tests/docs/test_structure.py`."""
 
 import ast
 import glob
@@ -21,31 +21,31 @@ PARTS = {
 INTRODUCTION = """\
 # The folders
 
-A line for each folder, from its docstring. [architecture.md](architecture.md) says how they fit together, and
-[reading.md](reading.md) where to begin.
+[architecture.md](architecture.md) says how they fit together, [reading.md](reading.md) where to begin.
 """
 
 
-def rows_of(path: Path) -> list[str]:
-    """The rows of a file, or of a folder and the folders below it."""
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file, or of a folder and the folders below it: what its docstring says before a colon, or its README."""
     name = path.relative_to(ROOT).as_posix()
-    init = path / "__init__.py" if path.is_dir() else path
+    init, readme = path / "__init__.py" if path.is_dir() else path, path / "README.md"
     if not init.exists():
         return []
     text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))).replace("\n", " ")
-    row = f"| [{name}{'/' * path.is_dir()}](../{name}) | {re.split(r'(?<=[.]) ', text)[0].rstrip('.').replace('|', ' ')} |"
+    line = f"- [{name}{'/' * path.is_dir()}](../{name}): {re.split(r'[.:] | [(]', text.rstrip('.'))[0]}"
+    if path.parent.name == "features":
+        line = f"- [{name}/](../{name}/README.md): {readme.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}"
     below = sorted(one for one in path.iterdir() if one.is_dir() and one.name != "modules") if path.is_dir() else []
-    return [row, *(row for one in below for row in rows_of(one))]
+    return [line, *(line for one in below for line in lines_of(one))]
 
 
 def page() -> str:
     places = {title: [ROOT / "nanoinfer" / name for name in names.split()] for title, names in PARTS.items()}
     places["In the same wheel"] = [ROOT / "nanoinfer_lab", ROOT / "nanoinfer_course"]
-    tables = (
-        f"\n## {title}\n\n| where | what |\n|---|---|\n" + "\n".join(row for path in paths for row in rows_of(path))
-        for title, paths in places.items()
+    lists = (
+        f"\n## {title}\n\n" + "\n".join(line for path in paths for line in lines_of(path)) for title, paths in places.items()
     )
-    return INTRODUCTION + "\n".join(tables) + "\n"
+    return INTRODUCTION + "\n".join(lists) + "\n"
 
 
 def test_the_page_is_that_of_todays_docstrings():
@@ -55,7 +55,7 @@ def test_the_page_is_that_of_todays_docstrings():
 def test_every_folder_of_the_package_belongs_to_a_part_and_every_folder_of_code_its_docstring():
     entries = {path.name + "/" * path.is_dir() for path in (ROOT / "nanoinfer").iterdir()}
     assert {name for name in entries if name[0] not in "_." and name != "py.typed"} == set(" ".join(PARTS.values()).split())
-    listed = set(re.findall(r"^\| \[([^]]+)/\]", page(), re.MULTILINE))
+    listed = set(re.findall(r"^- \[([^]]+)/\]", page(), re.MULTILINE))
     folders = {
         path.parent.relative_to(ROOT).as_posix()
         for one in ("nanoinfer", "nanoinfer_lab", "nanoinfer_course")

@@ -52,7 +52,6 @@ LESS = {
         "for seed in range(2):": "for seed in range(1):",
         "num_decodes=8": "num_decodes=2",
         '"n_layer": 6': '"n_layer": 2',
-        "for _ in range(5):": "for _ in range(1):",
     },
     "07_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
     "d1_beam_search": {

@@ -1,11 +1,12 @@
-"""docs/vllm.md says what becomes of scripts for vLLM, and every row of its tables is tried out here.
+"""docs/vllm.md says what becomes of scripts for vLLM, and every entry of its lists is tried out here.
 
-The scripts are written after vLLM's examples. `python tests/end_to_end/test_vllm_scripts.py` writes the generated tables.
+The scripts are written after vLLM's examples. `python tests/end_to_end/test_vllm_scripts.py` writes the generated lists.
 """
 
 import ast
 import re
 import runpy
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
@@ -24,8 +25,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
 WING = Path(nanoinfer.__file__).parent / "compat" / "vllm"
 SCRIPTS = {path.stem: path for path in sorted(Path(__file__).with_name("vllm_scripts").glob("*.py"))}
-ROWS = dict(re.findall(r"^\| .+? \| \[(\w+)\]\(.+?\) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-NOT_RUN = dict(re.findall(r"^\| (\w+)(?:, .+?)? \| refused: (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+EXAMPLES = PAGE.read_text(encoding="utf-8").split("## Names")[0]
+# script -> what must be left out of it
+ROWS = dict(re.findall(r"^- [^\n]+?: \[(\w+)\]\(.+?\)(?: without `(.+)`)?$", EXAMPLES, re.MULTILINE))
+# example -> the hint with which it is refused
+NOT_RUN = dict(re.findall(r"^\| (\w+)(?:, .+?)? \| (.+) \|$", EXAMPLES, re.MULTILINE))
 
 # What each script must print: lines that only a right run can print.
 SAYS = {
@@ -99,8 +103,7 @@ def test_every_row_has_a_script_and_every_script_a_row():
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(SCRIPTS)])
 def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(name, tmp_path, capsys):
     script, source = tmp_path / "script.py", changed(SCRIPTS[name].read_text(encoding="utf-8"))
-    if ROWS[name] != "runs":
-        [left_out] = re.fullmatch("runs without `(.+)`", ROWS[name]).groups()
+    if left_out := ROWS[name]:
         script.write_text(source)
         with pytest.raises(UnsupportedError):
             runpy.run_path(str(script), run_name="__main__")
@@ -128,13 +131,13 @@ def test_what_a_script_needs_that_is_not_there_is_refused_with_a_hint(name):
 
 
 def test_readme_says_how_many_run():
-    num_running = sum(result == "runs" for result in ROWS.values())
+    num_running = sum(not left_out for left_out in ROWS.values())
     sentence = f"{num_running} of {len(ROWS) + len(NOT_RUN)} scripts that were written here after vLLM's examples"
     for page in (ROOT / "README.md", PAGE):
         assert sentence in " ".join(page.read_text(encoding="utf-8").split()), sentence
 
 
-# ---- names, methods and arguments: tables that are made from those of the package
+# ---- names, methods and arguments: lists that are made from those of the package
 
 
 def passed_on(path: Path) -> list[str]:
@@ -244,42 +247,48 @@ def test_the_reasoning_config_of_these_tags_is_accepted():
         nanoinfer.EngineArgs(reasoning_parser="qwen3")
 
 
-def tables() -> dict[str, str]:
-    """The generated tables of the page, by the name in their marker."""
+def grouped(pairs: Iterable[tuple[str, str]]) -> str:
+    """A list with an entry for each first part, and all that goes with it."""
+    groups: dict[str, list[str]] = {}
+    for first, second in pairs:
+        groups.setdefault(first, []).append(f"`{second}`")
+    return "\n".join(f"- {first}: {', '.join(dict.fromkeys(group))}" for first, group in groups.items())
 
-    def table(head: str, rows: list[str]) -> str:
-        return "\n".join([f"| {head} |", "|" + "---|" * (head.count("|") + 1), *(f"| {row} |" for row in rows)])
 
-    imports = [f"`from {module} import {name}` | {what_it_is(module, name)}" for module, name in vllm_names()]
-    methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
-    # Each name once, with what the last of these says of it.
+def lists() -> dict[str, str]:
+    """The generated lists of the page, by the name in their marker."""
+    names = [(f"`{module}`", name, what_it_is(module, name) == "works") for module, name in vllm_names()]
+    # Each argument once, with what the last of these says of it.
     neutral = {}
     for accepted in NEUTRAL.values():
         neutral |= accepted
-    arguments = [f"`{name}` | `{ours}` |" for name, ours in neutral.items() if isinstance(ours, str)]
-    arguments += [
-        f"`{name}` | {', '.join(f'`{value!r}`' for value in accepted[0])} | {accepted[1]}"
-        for name, accepted in neutral.items()
-        if not isinstance(accepted, str)
-    ]
+    others = [(name, ours) for name, ours in neutral.items() if isinstance(ours, str)]
+    values = [(name, accepted[0]) for name, accepted in neutral.items() if not isinstance(accepted, str)]
     return {
-        "names": table("import | it", imports),
-        "methods": table("method or attribute | what to do instead", methods),
-        "arguments": table("argument | accepted: another name, or values | what to do instead of others", arguments),
+        "names": grouped((module, name) for module, name, works in names if works),
+        "placeholders": grouped((module, name) for module, name, works in names if not works),
+        "methods": grouped((sentence, name) for name, sentence in METHODS.items()),
+        "arguments": "\n".join(
+            [
+                grouped((f"another name for `{ours}`", name) for name, ours in others),
+                grouped((", ".join(f"`{value!r}`" for value in accepted), name) for name, accepted in values),
+            ]
+        ),
     }
 
 
-def with_tables(text: str) -> str:
-    for name, table in tables().items():
-        text, count = re.subn(rf"(<!-- {name} -->\n)[\s\S]*?(\n<!-- end -->)", lambda m, table=table: m[1] + table + m[2], text)
+def with_lists(text: str) -> str:
+    for name, one in lists().items():
+        between = rf"(?<=<!-- {name} -->\n)[\s\S]*?(?=<!-- end -->)"
+        text, count = re.subn(between, lambda _, one=one: f"\n{one}\n\n", text)
         assert count == 1, name
     return text
 
 
-def test_the_generated_tables_are_up_to_date():
+def test_the_generated_lists_are_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
-    assert with_tables(text) == text, "run: python tests/end_to_end/test_vllm_scripts.py"
+    assert with_lists(text) == text, "run: python tests/end_to_end/test_vllm_scripts.py"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -156,24 +156,29 @@ def covered_exactly(runs: list[Run]) -> set[Pair]:
 
 
 def table(refusals: dict[Pair, str], runs: list[Run]) -> str:
-    """The table feature x feature in Markdown, and the list of the errors below it."""
-    covered = {(one, other) for run in runs for (_, one), (_, other) in pairs_of(run)}
-    exact = covered_exactly(runs)
-    errors = list(dict.fromkeys(refusals.values()))
-
-    def cell(pair: Pair) -> str:
-        if pair in refusals:
-            return f"({errors.index(refusals[pair]) + 1})"
-        return "b" if pair in exact else "=" if pair in covered else ""
-
-    numbers = range(1, len(FEATURES) + 1)
-    lines = [f"| | {' | '.join(map(str, numbers))} |", "|---" * (len(FEATURES) + 1) + "|"]
-    for number, feature in zip(numbers, FEATURES, strict=True):
-        cells = [cell((other, feature)) for other in FEATURES[: number - 1]]
-        cells += [""] * (len(FEATURES) - len(cells))
-        lines.append(f"| {number} {feature} | {' | '.join(cells)} |")
-    listed = [f"{i}. `{error}`" for i, error in enumerate(errors, 1)]
-    return "\n".join([*lines, "", "The errors of the refused pairs:", "", *listed, ""])
+    """The features, those that are compared bit by bit with batch_invariant, and the refused pairs, in Markdown."""
+    others = [value for value in FEATURES if FACTOR_OF[value] != "invariance"]
+    exact = {value for pair in covered_exactly(runs) for value in pair}
+    refused = {value for pair in refusals if "batch_invariant" in pair for value in pair}
+    bits = ", ".join(value for value in others if value not in exact | refused)
+    rows, left = [], list(refusals)
+    while left:  # the feature with the most refused pairs first, so that there are few rows
+        most = max(FEATURES, key=lambda value: sum(value in pair for pair in left))
+        rows.append(f"| {most} | {', '.join(value for pair in left if most in pair for value in pair if value != most)} |")
+        left = [pair for pair in left if most not in pair]
+    compared = f"With batch_invariant the bits of log-probabilities are compared, too, but not with: {bits}."
+    return "\n".join(
+        [
+            f"The features: {', '.join(FEATURES)}.",
+            "",
+            compared,
+            "",
+            "| feature | refused together with |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def with_table(page: str, refusals: dict[Pair, str], runs: list[Run]) -> str:

@@ -103,7 +103,7 @@ def test_every_pair_is_refused_or_in_a_run():
 
 def test_the_page_shows_the_table():
     page = PAGE.read_text(encoding="utf-8")
-    assert "batch_invariant |" in MARKED.search(page)[0]
+    assert "| beam search | adapter per request, " in MARKED.search(page)[0]
     assert with_table(page, REFUSALS, RUNS) == page, RENEW
     unknown = dict(list(REFUSALS.items())[1:])
     assert with_table(page, unknown, RUNS) != page

@@ -16,7 +16,7 @@ sends:
 A rank has as many candidates as the largest top_k, and 32 more, or at least 256 if a row has only top_p. Rows that the
 candidates do not decide are those that fast/sampling/few_logits.py runs stage by stage. Rounds that no row needs are skipped.
 For 64 rows over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB otherwise, in
-place of 19 MB (docs/benchmarks_history.md). It suits ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than
+place of 19 MB (benchmarks/history.jsonl). It suits ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than
 0.1 ms, while the host would have to wait for the GPU to know whether round 4 takes place.
 
 In: logits after every stage before the temperature.

@@ -312,7 +312,7 @@ def test_latency_is_a_table_of_percentiles():
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_the_help_defines_what_is_measured(command):
-    text = " ".join(run(command, "--help").stdout.split())
+    text = " ".join(run(command, "--help-all").stdout.split())
     for words in ("TTFT, time to first token", "TPOT, time per output token", "ITL, inter-token latency", "Workloads: A one"):
         assert words in text
 
