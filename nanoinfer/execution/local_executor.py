@@ -20,7 +20,7 @@ from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
-from nanoinfer.scheduling.step_plan import StepPlan, prompt_rows_of
+from nanoinfer.scheduling.step_plan import StepPlan, accepted_rows, prompt_rows_of
 from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def fill_in(
 def _outputs_of(plan: StepPlan, sampled: SamplerOutput) -> list[SequenceOutput]:
     """Return the result of each sequence."""
     outputs = []
-    for seq, accepted in plan.accepted_rows(sampled.token_ids):
+    for seq, accepted in accepted_rows(plan, sampled.token_ids):
         if error := sampled.errors.get(accepted.start):
             outputs.append(SequenceOutput(seq, error=error))
             continue
