@@ -71,13 +71,10 @@ def play_own_order(code: str, trace: int, *chosen: int) -> str:
 
 
 def tasks() -> dict[str, Any]:
-    """What the page shows of each task: the text and the code of the learner's file, and the hints."""
-    shown = []
-    for task in TRACK:
-        if task.cases_in in ("text", "scheduling"):
-            _, about, code = task.text.split('"""', 2)
-            shown.append({"name": task.name, "title": task.title, "about": about, "code": code.strip(), "hints": task.hints})
-    return {"tasks": shown}
+    """What the page shows of each task: the parts of the text of the learner's file, its code, and the hints."""
+    names = ("name", "title", "minutes", "role", "about", "places", "lesson", "code", "hints")
+    shown = [task for task in TRACK if task.cases_in in ("text", "scheduling")]
+    return {"tasks": [{name: getattr(each, name) for name in names} | {"rules": [*each.rules.values()]} for each in shown]}
 
 
 def check_task(name: str, code: str) -> str:

@@ -224,14 +224,35 @@ const interactive = (() => {
   // ---- the tasks of `nanoinfer learn` that need no tensors
 
   const tasks = (figure, { tasks }) => {
-    const show = () => {
-      const { name, about, code, hints } = tasks[which.read()];
-      const more = hints.map((text, i) => make("details", {}, make("summary", {}, `Hint ${i + 1}`), text));
-      page.replaceChildren(make("pre", {}, about), editor(name, `Your ${name}`, code, source => callPython("check_task", name, source)), ...more);
+    const kept = name => `nanoinfer passed ${name}`;
+    const list = make("ol", { class: "tasks" }), page = make("div"), count = words();
+    const items = (texts, tag) => make("ul", {}, ...texts.map(text => make("li", {}, make(tag, {}, text))));
+    const showList = chosen => {
+      list.replaceChildren(...tasks.map(one => {
+        const passed = localStorage[kept(one.name)], text = `${passed ? "✓ " : ""}${one.name}: ${one.title} (${one.minutes} min)`;
+        const choose = make("button", { type: "button", class: passed ? "passed" : "", "aria-current": one === chosen, onclick: () => show(one) }, text);
+        return make("li", {}, choose);
+      }));
+      count.textContent = `${tasks.filter(one => localStorage[kept(one.name)]).length} of ${tasks.length} passed.`;
     };
-    const which = choice("Task", tasks.map(one => `${one.name}: ${one.title}`), 0, show), page = make("div");
-    figure.replaceChildren(which.element, page);
-    show();
+    const show = task => {
+      const { name, role, about, rules, places, lesson, code, hints } = task;
+      const check = async source => {
+        const said = await callPython("check_task", name, source);
+        said === "passed" ? (localStorage[kept(name)] = "yes") : delete localStorage[kept(name)];
+        showList(task);
+        return said;
+      };
+      page.replaceChildren(
+        make("h2", {}, `${name}: ${task.title}`), make("p", {}, role), make("p", {}, about),
+        make("p", {}, "What is checked:"), items(rules, "span"),
+        ...places.flatMap(([place, declarations]) => [make("p", {}, `You have, of ${place}:`), items(declarations, "code")]),
+        make("p", {}, lesson), editor(name, `Your ${name}`, code, check),
+        ...hints.map((text, i) => make("details", {}, make("summary", {}, `Hint ${i + 1}`), text)));
+      showList(task);
+    };
+    figure.replaceChildren(count, list, page);
+    show(tasks.find(one => !localStorage[kept(one.name)]) ?? tasks[0]);
   };
 
   // ---- the scheduler game

@@ -203,7 +203,12 @@ def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) ->
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> None:
-    """Print a table for 80 columns, without spaces at the ends of lines. Long cells are wrapped but in the first column.
+    """Print a table for 80 columns, without spaces at the ends of lines. Long cells are wrapped but in the first column."""
+    print("\n".join(table_lines(headings, rows, **style)))
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> list[str]:
+    """Return the lines of print_table.
 
     Args:
         headings: the text above each column. If all are empty, there is no line of headings.
@@ -223,7 +228,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *
         console = Console(width=get_terminal_size().columns, height=get_terminal_size().lines)
     with console.capture() as captured:
         console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 METAVARS = {int: "N", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "FILE"}

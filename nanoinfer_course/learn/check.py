@@ -71,12 +71,12 @@ class Task:
 
     @property
     def role(self) -> str:
-        """Whose method the function is, and what `self` is there."""
+        """Whose method the function is, and what self is there."""
         place = f"{self.function.module.replace('.', '/')}.py"
         owner, _, name = self.function.qualname.rpartition(".")
         if not owner:
-            return f"This is the function {name} of {place}. It has no `self`: all that it needs is in its arguments."
-        return f"This is the method {name} of the class {owner} in {place}. `self` is {self.of_class}."
+            return f"This is the function {name} of {place}. It has no self: all that it needs is in its arguments."
+        return f"This is the method {name} of the class {owner} in {place}. self is {self.of_class}."
 
     @property
     def places(self) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""`nanoinfer explain`: record a generation, print a line for each token, and write the HTML replay.
+"""`nanoinfer explain`: record a generation, write the HTML replay, and print a line for each of the first tokens.
 
 A line shows the model's probability of the token, the stages of sampling, the draw and the released text. Recorder.to_html
 draws the same in more detail. With --demo the run is one of demos.py, whose moments to look at are printed, too.
@@ -30,7 +30,7 @@ def explain(
         list[str] | None, typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
     ] = None,
     engine: options.EngineOptions,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 8,
     sampling: options.SamplingOptions,
     max_tokens: Annotated[int, SamplingParams] = 32,
     demo: Annotated[
@@ -64,14 +64,17 @@ def explain(
     tokens = token_rows(recorder)
     if as_json:
         print(json.dumps(tokens, indent=1))
-    elif tokens:
-        print_tokens(tokens)
-        print(LEGEND)
     remarks = sys.stderr if as_json else sys.stdout
     if tokens:
         recorder.to_html(html)
-        print(f"{html} replays it in a browser, from the disk", file=remarks)
-    if prepared:
+        print(f"{html} replays it in a browser: {html.absolute().as_uri()}", file=remarks)
+    if tokens and not as_json:
+        print()
+        print_tokens(tokens)
+        print(LEGEND)
+    if not prepared:
+        print("nanoinfer explain --demo preemption shows what happens when no block is free.", file=remarks)
+    else:
         print("What to look at:", file=remarks)
         for step, sequence_id, description in prepared.find(recorder):
             print(f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}", file=remarks)
@@ -90,6 +93,8 @@ def find_demo(name: str, context: typer.Context) -> Demo:
         raise InvalidValueError(f"--demo is a prepared run and takes --html and --json only; leave out {', '.join(refused)}")
     return DEMOS[name]
 
+
+MAX_LINES = 12  # of the table, which shows the first tokens. The page has all
 
 LEGEND = """\
 p: the model's probability of the token. left: the ids to draw from, then those after each stage of sampling. u: the random
@@ -128,7 +133,7 @@ def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
 
 
 def print_tokens(tokens: list[dict[str, Any]]) -> None:
-    """Print a table of token_rows."""
+    """Print a table of the first of token_rows."""
     rows: list[list[str | Text]] = []
     for sequence_id, of_sequence in groupby(tokens, key=itemgetter("sequence")):
         rows.append(["", Text(f"sequence {sequence_id}", style="bold")])
@@ -139,7 +144,12 @@ def print_tokens(tokens: list[dict[str, Any]]) -> None:
             interval = " - ".join(f"{bound:.3f}" for bound in row["interval"])
             rows.append([str(row["at"]), Text(repr(row["token"])), f"{row['p']:.3f}", left, u, interval, Text(row["text"])])
         rows.append([])
-    options.print_table(("at", "token", "p", "left", "u", "interval", "text"), rows)
+    headings = ("at", "token", "p", "left", "u", "interval", "text")
+    ends = [num for num in range(len(rows), 0, -1) if len(rows[num - 1]) > 2]  # after a token, not after a heading
+    num_rows = next(num for num in ends if num == 2 or len(options.table_lines(headings, rows[:num])) <= MAX_LINES)
+    options.print_table(headings, rows[:num_rows])
+    if num_left := len(tokens) - sum(len(row) > 2 for row in rows[:num_rows]):
+        print(f"{num_left} more tokens are in the page, and in the output of --json.\n")
 
 
 def _shown_text(event: TokenAppended) -> str:

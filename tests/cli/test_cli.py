@@ -227,11 +227,14 @@ def differing(params):
 
 
 def test_explain_keeps_the_order_of_more_than_ten_prompts_and_reads_standard_input(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    options = ["--max-tokens", "1", "--html", str(tmp_path / "page.html")]
-    out = shown("explain", *(["Lily"] * 10), "-", *options, stdin="Once upon\n")
-    named = [line.split("sequence ")[1].split()[0] for line in out.splitlines() if "sequence " in line]
-    assert named == [str(i) for i in range(11)]
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["explain", *(["Lily"] * 10), "-", "--max-tokens", "1", "--html", str(tmp_path / "page.html")]
+    rows = json.loads(run(*arguments, "--json", stdin="Once upon\n").stdout)
+    assert [row["sequence"] for row in rows] == [str(i) for i in range(11)]
+    link, _, *table = shown(*arguments, stdin="Once upon\n").partition("\np: ")[0].splitlines()
+    assert link == f"{tmp_path / 'page.html'} replays it in a browser: {(tmp_path / 'page.html').as_uri()}"
+    num_shown = sum(line[:1].isdigit() and " - " in line for line in table)
+    assert table.index(f"{11 - num_shown} more tokens are in the page, and in the output of --json.") <= 12
     assert '"prompt":"Once upon"' in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

@@ -345,6 +345,23 @@ def test_the_game_shows_the_outcome_of_the_choices(show, data):
 
 
 @pytest.mark.slow
+def test_the_tasks_are_a_list_in_which_the_passed_ones_are_marked_and_a_text_each(show):
+    page, tasks = show(figure("tasks")), interactive.DATA["tasks"]()["tasks"]
+    page.evaluate(f"localStorage['nanoinfer passed {tasks[0]['name']}'] = 'yes'")
+    page.reload()
+    listed = page.locator(".tasks button").all_inner_texts()
+    assert [text.startswith("✓ ") for text in listed] == [True] + [False] * (len(tasks) - 1)
+    assert page.locator("p[role=status]").inner_text() == f"1 of {len(tasks)} passed."
+    assert page.locator("h2").inner_text().startswith(tasks[1]["name"])  # the first that has not passed
+    page.locator(".tasks button", has_text="held_text").click()
+    text = page.locator("figure").inner_text()
+    assert "self is the text of one answer so far" in text
+    assert "nanoinfer learn" not in text
+    assert page.locator("figure li", has_text="With several stop strings").count() == 1
+    page.evaluate("localStorage.clear()")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_every_part_fits_and_can_be_read(show, scheme):
     parts = [figure("calculator", formula=name) for name in ("kv", "bend", "waste", "speculation")]

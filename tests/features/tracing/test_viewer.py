@@ -28,6 +28,8 @@ from nanoinfer.features.tracing import (
     TokenDrawn,
     TokensDrafted,
 )
+from nanoinfer_lab.bench.random_models import RANDOM_MODELS
+from nanoinfer_lab.simulate.costs import ModelSizes
 from tests.helpers.contrast import POOR_CONTRASTS
 
 pytestmark = pytest.mark.slow
@@ -600,6 +602,10 @@ def test_times_leave_out_the_recording_of_stages(recorded, show):
     legend = page.inner_text("#step .legend")
     assert f"total {total:.{2 if total < 10 else 1}f} ms" in legend
     assert "not included: recording the sampler's stages" in legend
+    arguments = RANDOM_MODELS["qwen3-0.6b"][1] | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+    sizes = ModelSizes.of(arguments)
+    ratio = (sizes.attention_weights + sizes.mlp_weights) / sizes.table_weights
+    assert f"its layers have {ratio:.1f} times the weights of its LM head" in page.inner_text("#step")
 
 
 def test_a_notebook_shows_the_page_in_a_frame(recorded, browser, tmp_path):
@@ -846,6 +852,8 @@ def test_the_body_never_scrolls_sideways(recorded, crowded, show):
             assert page.evaluate("byId('timeline').scrollWidth > byId('timeline').clientWidth") or width > 360
             band, panel = page.locator("#band").bounding_box(), page.locator("#timeline").bounding_box()
             assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
+        page.set_viewport_size({"width": 390, "height": 740})
+        assert page.evaluate("byId('batch').querySelector('.scroll').scrollWidth <= byId('batch').clientWidth")
 
 
 @pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
