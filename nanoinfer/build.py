@@ -17,7 +17,7 @@ from nanoinfer.engine.observer import Observer, together
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
-from nanoinfer.scheduling.policies import scheduling_classes
+from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -166,12 +166,7 @@ def make_runtime(
     return runtime
 
 
-def make_executor(
-    runtime: "Runtime",
-    config: EngineConfig,
-    *,
-    num_blocks: int | None = None,
-) -> "LocalExecutor":
+def make_executor(runtime: "Runtime", config: EngineConfig, *, num_blocks: int | None = None) -> "LocalExecutor":
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:

@@ -15,7 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, UnsupportedError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint
-from nanoinfer.scheduling.policies import scheduling_classes
+from nanoinfer.scheduling.scheduler import scheduling_classes
 
 if TYPE_CHECKING:
     import torch

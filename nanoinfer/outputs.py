@@ -140,7 +140,8 @@ class RequestMetrics:
 class RequestOutput(ShortRepr):
     """A prompt with its n answers. prompt: None if the prompt was given as token ids.
 
-    weights_version: how often LLM.update_weights had replaced the weights before they answered.
+    Attributes:
+        weights_version: how often LLM.update_weights had replaced the weights before they answered.
     """
 
     request_id: str

@@ -307,7 +307,7 @@ def header_of(stem: str, repository: str | None = REPOSITORY) -> str:
     lines = [
         f"**You will be able to say** {header.answers}",
         f"**Time:** {header.minutes} minutes. **Needs:** {', '.join(before) or 'no other notebook'}, a CPU, no network."
-        + (f" **In three hours:** {track[0]}, {track[1]} minutes." if track else ""),
+        + (f" [**In three hours**](../notebooks/README.md): {track[0]}, {track[1]} minutes." if track else ""),
         f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**Sources:** {', '.join(sources)}. **Exercises:** [solutions](../notebooks/solutions/{stem}.py)."
         " **Terms:** [glossary](../docs/glossary.md). **All notebooks:** [map](../notebooks/README.md)."

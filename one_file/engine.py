@@ -97,9 +97,14 @@ class LLM:
         """Answer all prompts in one batch, and return the outputs in the order of the prompts."""
         prompts, params = [prompts] if isinstance(prompts, str) else prompts, sampling_params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        requests = [self.add_request(*pair) for pair in zip(prompts, each, strict=True)]
-        while self.answers:
-            self.step()
+        requests: list[Request] = []
+        try:
+            requests.extend(self.add_request(*pair) for pair in zip(prompts, each, strict=True))
+            while self.answers:
+                self.step()
+        finally:  # also after a prompt that was refused
+            for request in requests:
+                self.abort(request)
         return [request.output() for request in requests]
 
     def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
@@ -143,15 +148,14 @@ class LLM:
     def step(self) -> None:
         """Compute some tokens of some sequences, and append the sampled tokens to their answers."""
         plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
-        if self.planner is not None:
-            plan = self.planner.complete(plan)  # guesses at the tokens that follow, computed in the same pass
+        plan = self.planner.complete(plan) if self.planner else plan  # guesses at the tokens that follow, in the same pass
         batch = ForwardBatch.build(plan, self.runner.cache.block_size, self.runner.device)  # their new tokens in a row
         hidden = self.runner.forward(batch)  # [num_tokens, hidden]. Attention reads and writes the paged cache
         logits = self.model.compute_logits(hidden[batch.logits_indices]).float()  # of the rows that need a next token
         sampling = SamplingBatch.build([seq for seq, _ in plan.rows], logits.shape[-1], logits.device)
         token_ids = sample(logits, sampling).tolist()  # the one time that the host waits for the device
         self.scheduler.commit(plan)  # count the plan's tokens as cached
-        for seq, rows in plan.accepted_rows(token_ids):
+        for seq, rows in accepted_rows(plan, token_ids):
             answer = self.answers[seq]
             for token_id in token_ids[rows.start : rows.stop]:
                 if token_id < 0:  # the logits are not finite, or the stages have left no token
@@ -232,8 +236,8 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int
-    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
-    # newest token. Only a decode step has drafts
+    # a guess at the tokens that follow. Each is computed as another single-token row after the sequence's newest token. Only a
+    # decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     def num_accepted(self, sampled_token_ids: list[int]) -> int:
@@ -256,15 +260,6 @@ class StepPlan:
     rows: tuple[tuple[Sequence, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()  # the (from, to) blocks that are copied before the forward pass
 
-    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
-        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
-        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
-        for first, (seq, _) in enumerate(self.rows):
-            if first >= end:  # else the row belongs to a draft of the sequence before
-                item = items.get(seq, ScheduledSequence(seq, 1))
-                end = first + 1 + len(item.draft_token_ids)
-                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
-
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
     """Return the sequences whose last known token this step computes, and their forks, with that token's packed index."""
@@ -282,13 +277,14 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 # ---- 3. The scheduler: who runs, and how many tokens of each
 class Scheduler:
-    """Owns the two queues, and which tokens of a sequence are known and cached.
+    """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
     1. First come, first served. A running sequence is older than every waiting one.
     2. A sequence with one new token always runs. max_num_batched_tokens limits the tokens of all others.
-    3. A prompt is cut at multiples of the chunk grid. A chunk runs as a whole or waits, and no younger one passes it.
-    4. When blocks run out, the sequence that started last is preempted: its blocks are freed, it waits at the head of the
-       queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
+    3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
+       move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
+    4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of
+       the queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -332,7 +328,7 @@ class Scheduler:
 
     def _start_waiting(self, selection: Selection) -> None:
         """Start waiting sequences in their order, until one does not fit."""
-        selection.num_kept_free = sum(map(self._num_kept_free, self.running))
+        selection.num_kept_free = sum(self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running)
         while self.waiting and self._has_place() and self._start(selection, self.waiting[0]):
             self.waiting.popleft()
 
@@ -356,7 +352,7 @@ class Scheduler:
         self.block_manager.start(seq, prefix)
         seq.num_computed_tokens = num_cached
         self._select(selection, seq, num_new)
-        selection.num_kept_free += self._num_kept_free(seq)
+        selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)
         return True
 
     def next_chunk(self, seq: Sequence, start: int) -> int:
@@ -387,7 +383,9 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Requeue a running sequence."""
-        self._stop(seq)
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
         self.waiting.appendleft(seq)
 
     def commit(self, plan: StepPlan) -> None:
@@ -436,14 +434,6 @@ class Scheduler:
         limits = seq.num_tokens + self.block_manager.block_size, seq.max_num_tokens - 1
         return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
 
-    def _stop(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.block_manager.free(seq)
-        seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
-
-    def _num_kept_free(self, seq: Sequence) -> int:
-        return self.num_reserved_blocks(seq) + len(seq.forks)
-
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue those forks of prompts that end in this step for which max_num_seqs leaves no room."""
         num_startable = self.config.max_num_seqs - len(self.running)
@@ -451,9 +441,9 @@ class Scheduler:
         for item in scheduled:
             seq = item.sequence
             if seq.forks and item.num_new_tokens == seq.num_new_tokens:
-                too_many += seq.forks[num_startable:]
-                seq.forks = seq.forks[:num_startable]
+                seq.forks, waiting = seq.forks[:num_startable], seq.forks[num_startable:]
                 num_startable -= len(seq.forks)
+                too_many += waiting
         self.waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING
@@ -490,7 +480,6 @@ class BlockManager:
     acts_each_step = False
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        """Subclasses must pass all arguments on, also further ones."""
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.blocks = Pool(num_blocks)
         self.index = PrefixIndex(self.blocks, block_size)
@@ -882,12 +871,12 @@ def sample(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     for stage in STAGES:
         logits = stage(logits, batch)
     greedy, drawn = argmax(logits), draw(logits, batch.u)
-    return torch.where(is_finite, torch.where(batch.columns.greedy | (greedy < 0), greedy, drawn), -1)
+    return torch.where(is_finite, torch.where(batch.greedy | (greedy < 0), greedy, drawn), -1)
 
 
 def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
     """Divide by the temperature: below 1 the distribution becomes sharper, above 1 flatter."""
-    return logits if batch.columns.temperature is None else divided(logits, batch.columns.temperature)
+    return logits if batch.temperature is None else divided(logits, batch.temperature)
 
 
 def divided(logits: Logits, temperature: Float[Tensor, " batch"]) -> Logits:
@@ -1032,17 +1021,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add an id and return the text that it releases, or "" while a character is incomplete."""
         self._held.append(token_id)
-        try:
-            text = self._stream.step(self._backend, token_id)
-        except Exception:  # "Invalid prefix": an id changed the text before it. Start a new stream after the released text.
-            # The recursion ends: a new stream cannot raise before it has released text, and then fewer ids are held.
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            held, self._held = self._held, []
-            return "".join(self.push(held_id) for held_id in held)
-        if not text:
-            return ""
-        self._held.clear()
-        return text
+        if text := self._stream.step(self._backend, token_id):
+            self._held.clear()
+        return text or ""
 
     def finish(self) -> str:
         """Return the text of the held ids when no id follows. An incomplete character is left out."""
@@ -1296,31 +1277,22 @@ class GPT2Config:
     @classmethod
     def from_hf(cls, config: ConfigJson) -> GPT2Config:
         """Read config.json."""
-        refuse_others(
-            config,
-            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
-            scale_attn_weights=(True,),
-            scale_attn_by_inverse_layer_idx=(False,),
-            add_cross_attention=(False,),
-        )
+        supported = {
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
+        refuse_others(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), **supported)  # two names of one function
         # As in transformers, the file may have the names of the newer families, which take precedence.
-        newer = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-        newer |= {"max_position_embeddings": "n_positions"}
-        config = config | {newer[name]: value for name, value in config.items() if name in newer}
-        width, num_heads = config["n_embd"], config["n_head"]
+        older = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        older |= {"max_position_embeddings": "n_positions", "vocab_size": "vocab_size"}
+        fields = {name: config[name if name in config else old] for name, old in older.items()}
+        width, num_heads = fields["hidden_size"], fields["num_attention_heads"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=width,
-            intermediate_size=config.get("n_inner") or 4 * width,
-            num_hidden_layers=config["n_layer"],
-            num_attention_heads=num_heads,
-            head_dim=width // num_heads,
-            max_position_embeddings=config["n_positions"],
-            layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=config.get("tie_word_embeddings", True),
-        )
+        fields |= {"intermediate_size": config.get("n_inner") or 4 * width, "head_dim": width // num_heads}
+        fields |= {"layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5)}
+        return cls(**fields, tie_word_embeddings=config.get("tie_word_embeddings", True))
 
     @property
     def num_key_value_heads(self) -> int:
@@ -1413,6 +1385,8 @@ class SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
             raise ValueError("stop must have no empty string")
+        if not isinstance(self.seed, int | None):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         object.__setattr__(self, "stop", tuple(stops))
 
 
@@ -1476,7 +1450,7 @@ class RequestOutput:
 # ---- 13. Penalties and filters
 def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid EOS and stop ids in rows with fewer than min_tokens output tokens."""
-    return _forbid(logits, batch.entries.min_tokens)
+    return _forbid(logits, batch.min_tokens)
 
 
 def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
@@ -1487,7 +1461,7 @@ def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
 
 def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Make ids of prompt and output less likely, once each: divide positive logits by the penalty, multiply all others."""
-    counts, penalties = batch.entries.token_counts, batch.columns.repetition_penalty
+    counts, penalties = batch.token_counts, batch.repetition_penalty
     if counts is None or penalties is None:
         return logits
     old, penalty = counts.read(logits), penalties[counts.rows]  # [entries]
@@ -1498,7 +1472,7 @@ def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Subtract the penalty from an id's logit once for each occurrence in the output."""
-    counts, penalties = batch.entries.token_counts, batch.columns.frequency_penalty
+    counts, penalties = batch.token_counts, batch.frequency_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * counts.values)
     return logits
@@ -1506,7 +1480,7 @@ def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Subtract the penalty from an id's logit once if the id is in the output."""
-    counts, penalties = batch.entries.token_counts, batch.columns.presence_penalty
+    counts, penalties = batch.token_counts, batch.presence_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * (counts.values > 0))
     return logits
@@ -1514,7 +1488,7 @@ def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """Drop tokens with p < min_p * p_max, so that a flat distribution keeps more tokens than a sharp one."""
-    if (min_p := batch.columns.min_p) is None:
+    if (min_p := batch.min_p) is None:
         return logits
     ratio = integer_weights(logits).float() / ONE  # p / p_max, without the sum of a softmax
     return logits.masked_fill(ratio < min_p.unsqueeze(-1), float("-inf"))
@@ -1522,7 +1496,7 @@ def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
     """Keep the k largest logits, and all that equal the k-th."""
-    if batch.columns.top_k is None:
+    if batch.top_k is None:
         return logits
     smallest = smallest_of_top_k(logits, batch, logits.shape[-1])
     return logits.masked_fill(logits < smallest.unsqueeze(-1), float("-inf"))
@@ -1530,18 +1504,18 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def smallest_of_top_k(logits: Float[Tensor, "batch columns"], batch: SamplingBatch, vocab_size: int) -> Float[Tensor, " batch"]:
     """Return the k-th largest logit of each row, -inf for a row without top_k. The columns contain the k largest."""
-    assert batch.columns.top_k is not None
-    is_on = batch.columns.top_k < vocab_size
-    k = torch.where(is_on, batch.columns.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
-    largest = logits.topk(max(batch.columns.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
+    assert batch.top_k is not None
+    is_on = batch.top_k < vocab_size
+    k = torch.where(is_on, batch.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
+    largest = logits.topk(max(batch.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
     return torch.where(is_on, largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1), float("-inf"))
 
 
 def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """Keep the smallest set of tokens whose probabilities sum to at least top_p."""
-    if batch.columns.top_p is None:
+    if batch.top_p is None:
         return logits
-    return drop_beyond(logits, batch.columns.top_p)
+    return drop_beyond(logits, batch.top_p)
 
 
 def drop_beyond(logits: Logits, top_p: Float[Tensor, " batch"], total: Int[Tensor, " batch"] | None = None) -> Logits:
@@ -1559,29 +1533,6 @@ STAGES = (
     mask_min_tokens, apply_repetition_penalty, apply_frequency_penalty, apply_presence_penalty,
     apply_temperature, keep_min_p, keep_top_k, keep_top_p,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterColumns:
-    """A number per row and parameter. Greedy rows hold temperature 1 and the off values of min_p, top_k and top_p."""
-
-    greedy: Bool[Tensor, " batch"] | None = None  # None: no row is greedy
-    temperature: Float[Tensor, " batch"] | None = None
-    min_p: Float[Tensor, " batch"] | None = None
-    top_k: Int[Tensor, " batch"] | None = None  # off: the vocabulary's size
-    max_top_k: int = 0  # the largest top_k that is on, known on the host
-    top_p: Float[Tensor, " batch"] | None = None  # float64, to be compared with integer sums
-    repetition_penalty: Float[Tensor, " batch"] | None = None
-    frequency_penalty: Float[Tensor, " batch"] | None = None
-    presence_penalty: Float[Tensor, " batch"] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEntries:
-    """The logits that the stages before the temperature read or write: single logits, except for a mask of the vocabulary."""
-
-    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
-    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -1603,8 +1554,17 @@ class TokenEntries:
 class SamplingBatch:
     """The parameters of each row of a step as tensors: the only input of the stages besides the logits. None: not used."""
 
-    columns: ParameterColumns
-    entries: StageEntries = StageEntries()
+    greedy: Bool[Tensor, " batch"] | None = None  # None: no row is greedy
+    temperature: Float[Tensor, " batch"] | None = None
+    min_p: Float[Tensor, " batch"] | None = None
+    top_k: Int[Tensor, " batch"] | None = None  # off: the vocabulary's size
+    max_top_k: int = 0  # the largest top_k that is on, known on the host
+    top_p: Float[Tensor, " batch"] | None = None  # float64, to be compared with integer sums
+    repetition_penalty: Float[Tensor, " batch"] | None = None
+    frequency_penalty: Float[Tensor, " batch"] | None = None
+    presence_penalty: Float[Tensor, " batch"] | None = None
+    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
+    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
     u: Float[Tensor, " batch"]  # float64: a random number in [0, 1) for each row
 
     @classmethod
@@ -1619,7 +1579,15 @@ class SamplingBatch:
             return None if set(values) <= {off} else on_device(values, device, dtype)
 
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        columns = ParameterColumns(
+        counted, forbidden = [], []
+        for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
+            if seq.params.has_penalty:
+                counts = Counter(seq.output_token_ids)
+                counted += [(row, token_id, counts[token_id]) for token_id in dict.fromkeys(seq.token_ids)]
+            if position - len(seq.prompt_token_ids) < seq.params.min_tokens:
+                forbidden += [(row, token_id, 0) for token_id in seq.stop_ids]
+        u = [_uniform(seq.seed, position) for seq, position in zip(sequences, positions, strict=True)]
+        return cls(
             greedy=on_device([p.temperature == 0 for p in params], device, torch.bool),
             temperature=column([max(p.temperature, tiny) for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
@@ -1629,20 +1597,10 @@ class SamplingBatch:
             repetition_penalty=on_device([min(max(p.repetition_penalty, tiny), huge) for p in params], device, torch.float32),
             frequency_penalty=on_device([p.frequency_penalty for p in params], device, torch.float32),
             presence_penalty=on_device([p.presence_penalty for p in params], device, torch.float32),
-        )
-        counted, forbidden = [], []
-        for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
-            if seq.params.has_penalty:
-                counts = Counter(seq.output_token_ids)
-                counted += [(row, token_id, counts[token_id]) for token_id in dict.fromkeys(seq.token_ids)]
-            if position - len(seq.prompt_token_ids) < seq.params.min_tokens:
-                forbidden += [(row, token_id, 0) for token_id in seq.stop_ids]
-        entries = StageEntries(
             token_counts=TokenEntries(*on_device(counted, device).T) if counted else None,
             min_tokens=TokenEntries(*on_device(forbidden, device).T) if forbidden else None,
+            u=on_device(u, device, torch.float64),
         )
-        u = [_uniform(seq.seed, position) for seq, position in zip(sequences, positions, strict=True)]
-        return cls(columns=columns, entries=entries, u=on_device(u, device, torch.float64))
 
 
 # ---- 14. The random number of a token
@@ -1829,18 +1787,30 @@ class Drafts:
 
     def __init__(self, block_manager: BlockManager, num_drafts: int) -> None:
         self._block_manager, self._num_drafts = block_manager, num_drafts
+        self._indices: dict[Sequence, NGramIndex] = {}  # of the sequences that run
 
     def complete(self, plan: StepPlan) -> StepPlan:
+        self._indices = {each.sequence: self._indices.get(each.sequence) or NGramIndex(range(1, 4)) for each in plan.scheduled}
         for item in plan.scheduled:
             seq = item.sequence
             limit = min(self._num_drafts, seq.max_num_tokens - seq.num_tokens - 1)
             if limit > 0 and seq.num_new_tokens == 1 and not seq.forks and not seq.params.has_penalty:
-                drafts = NGramIndex(range(1, 4)).continuation(seq.token_ids, limit)
+                drafts = self._indices[seq].continuation(seq.token_ids, limit)
                 while drafts and not self._block_manager.can_allocate(seq, 1 + len(drafts)):
                     drafts.pop()
                 self._block_manager.allocate(seq, 1 + len(drafts))
                 item.draft_token_ids = tuple(drafts)
         return replace(plan, rows=rows_of(plan.scheduled))
+
+
+def accepted_rows(plan: StepPlan, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+    """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts."""
+    items, end = {item.sequence: item for item in plan.scheduled if item.draft_token_ids}, 0
+    for first, (seq, _) in enumerate(plan.rows):
+        if first >= end:  # else the row belongs to a draft of the sequence before
+            item = items.get(seq, ScheduledSequence(seq, 1))
+            end = first + 1 + len(item.draft_token_ids)
+            yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
 
 
 class NGramIndex:

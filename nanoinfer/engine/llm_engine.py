@@ -23,7 +23,7 @@ from nanoinfer.execution.executor import Executor, InFlight
 from nanoinfer.outputs import Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.policies import scheduling_classes
+from nanoinfer.scheduling.scheduler import scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
-from nanoinfer.scheduling.step_plan import StepPlan, prompt_rows_of
+from nanoinfer.scheduling.step_plan import StepPlan, accepted_rows, prompt_rows_of
 from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,7 @@ class LaunchedStep:
 class LocalExecutor:
     """Runs steps on the device of the model. One thread at a time may call it."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        info: ExecutorInfo,
-        config: EngineConfig,
-        *,
-        cache: KVCache | None = None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, info: ExecutorInfo, config: EngineConfig, *, cache: KVCache | None = None) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent
@@ -146,7 +139,7 @@ def fill_in(
 def _outputs_of(plan: StepPlan, sampled: SamplerOutput) -> list[SequenceOutput]:
     """Return the result of each sequence."""
     outputs = []
-    for seq, accepted in plan.accepted_rows(sampled.token_ids):
+    for seq, accepted in accepted_rows(plan, sampled.token_ids):
         if error := sampled.errors.get(accepted.start):
             outputs.append(SequenceOutput(seq, error=error))
             continue

@@ -31,31 +31,22 @@ class GPT2Config:
     @classmethod
     def from_hf(cls, config: ConfigJson) -> "GPT2Config":
         """Read config.json. Raises: UnsupportedError (a variant), CheckpointError (a range), KeyError (a missing key)."""
-        refuse_others(
-            config,
-            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
-            scale_attn_weights=(True,),
-            scale_attn_by_inverse_layer_idx=(False,),
-            add_cross_attention=(False,),
-        )
+        supported = {
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
+        refuse_others(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), **supported)  # two names of one function
         # As in transformers, the file may have the names of the newer families, which take precedence.
-        newer = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-        newer |= {"max_position_embeddings": "n_positions"}
-        config = config | {newer[name]: value for name, value in config.items() if name in newer}
-        width, num_heads = config["n_embd"], config["n_head"]
+        older = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        older |= {"max_position_embeddings": "n_positions", "vocab_size": "vocab_size"}
+        fields = {name: config[name if name in config else old] for name, old in older.items()}
+        width, num_heads = fields["hidden_size"], fields["num_attention_heads"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=width,
-            intermediate_size=config.get("n_inner") or 4 * width,
-            num_hidden_layers=config["n_layer"],
-            num_attention_heads=num_heads,
-            head_dim=width // num_heads,
-            max_position_embeddings=config["n_positions"],
-            layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=config.get("tie_word_embeddings", True),
-        )
+        fields |= {"intermediate_size": config.get("n_inner") or 4 * width, "head_dim": width // num_heads}
+        fields |= {"layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5)}
+        return cls(**fields, tie_word_embeddings=config.get("tie_word_embeddings", True))
 
     @property
     def num_key_value_heads(self) -> int:

@@ -47,7 +47,7 @@ class QwenConfig:
         # Without head_dim, Qwen3 has 128 for every hidden size. Qwen2's config.json has no head_dim.
         fields = shared_fields(config, default_head_dim=128 if is_qwen3 else None)
         fields |= {"qkv_bias": not is_qwen3 or attention_bias, "o_bias": attention_bias, "qk_norm": is_qwen3}
-        if config.get("use_sliding_window") or config.get("layer_types"):
+        if config.get("use_sliding_window") or any(kind != "full_attention" for kind in config.get("layer_types") or ()):
             from nanoinfer.models.windows import WindowedConfig, layer_windows
 
             if windows := layer_windows(config, fields["max_position_embeddings"], None):

@@ -7,7 +7,7 @@ nothing. If any row uses it, the other rows hold the value that leaves their log
 import operator
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,22 +79,6 @@ class RowGroups:
         return not (self.top_k_rows or self.top_p_rows or self.other_rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEntries:
-    """The logits that the stages before the temperature read or write: single logits, except for a mask of the vocabulary."""
-
-    allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
-    allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
-    grammar: TokenMask | None = None  # what rows with structured_outputs may draw
-    end_thinking: TokenEntries | None = None  # the end of reasoning that is over
-    bad_words: TokenEntries | None = None  # the ids that would complete a bad word
-    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
-    logit_bias: TokenEntries | None = None  # values: the bias
-    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
-    repeated_ngrams: TokenEntries | None = None  # the ids that would repeat an n-gram
-
-
-_NO_ENTRIES = StageEntries()
 _MASKS = operator.attrgetter("allowed", "grammar", "end_thinking", "bad_words", "min_tokens", "repeated_ngrams")
 
 
@@ -107,14 +91,23 @@ class _Draws(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingBatch:
-    """The parameters and state of a step's rows, for the sampler. columns and row_groups depend on params alone."""
+class SamplingBatch(ParameterColumns):
+    """The parameters and state of a step's rows, for the sampler."""
 
     sequences: tuple[Sequence, ...] = ()  # the sequence of each row
     params: tuple[SamplingParams, ...] = ()  # the parameters of each row
-    columns: ParameterColumns
     row_groups: RowGroups = RowGroups()
-    entries: StageEntries = _NO_ENTRIES
+    of_params: Mapping[str, Any] = field(default_factory=dict)  # columns and row_groups, for the next batch to reuse
+    # the logits that the stages before the temperature read or write
+    allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
+    allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
+    grammar: TokenMask | None = None  # what rows with structured_outputs may draw
+    end_thinking: TokenEntries | None = None  # the end of reasoning that is over
+    bad_words: TokenEntries | None = None  # the ids that would complete a bad word
+    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
+    logit_bias: TokenEntries | None = None  # values: the bias
+    token_counts: TokenEntries | None = None  # distinct ids of rows with a penalty; values: their counts in the output
+    repeated_ngrams: TokenEntries | None = None  # the ids that would repeat an n-gram
     with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> the sequence, for rows with logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
     is_stateful: bool = False  # whether a row may have entries or processors, in any step
@@ -128,28 +121,28 @@ class SamplingBatch:
 
         Args:
             sequences: the sequence of each row, in order. A sequence with drafts is repeated for each draft.
-            last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same. If these
+            last: an earlier batch of the same vocabulary and device. Its of_params is reused if the rows are the same. If these
                 are also greedy and have no state, the batch itself is returned. None: nothing is reused.
         """
         params = tuple([seq.params for seq in sequences])
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
-            columns, groups, is_stateful = last.columns, last.row_groups, last.is_stateful
-            if groups.all_greedy and not is_stateful:
+            of_params, is_stateful = last.of_params, last.is_stateful
+            if last.row_groups.all_greedy and not is_stateful:
                 return last
         else:
-            columns, groups = _columns_and_groups(params, vocab_size, device)
+            of_params = _columns_and_groups(params, vocab_size, device)
             is_stateful = any(_is_stateful(seq) for seq in sequences)
         positions = tuple(sampled_positions(sequences))
-        if groups.all_greedy:
+        if of_params["row_groups"].all_greedy:
             u, draws = on_device(torch.zeros(len(sequences), dtype=torch.float64), device), None
         else:
             u, draws = _uniform(tuple([seq.seed for seq in sequences]), positions, None if last is None else last.draws, device)
         return cls(
             sequences=tuple(sequences),
             params=params,
-            columns=columns,
-            row_groups=groups,
-            entries=_entries(sequences, positions, vocab_size, device) if is_stateful else _NO_ENTRIES,
+            of_params=of_params,
+            **of_params,
+            **(_entries(sequences, positions, vocab_size, device) if is_stateful else {}),
             with_processors={row: seq for row, seq in enumerate(sequences) if is_stateful and seq.params.logits_processors},
             u=u,
             is_stateful=is_stateful,
@@ -164,21 +157,18 @@ class SamplingBatch:
     @property
     def masks_logits(self) -> bool:
         """Whether a stage before the temperature may overwrite logits without reading them."""
-        return bool(self.with_processors) or any(mask is not None for mask in _MASKS(self.entries))
+        return bool(self.with_processors) or any(mask is not None for mask in _MASKS(self))
 
     @property
     def changes_logits(self) -> bool:
         """Whether a stage before the temperature may change logits."""
-        if self.entries is _NO_ENTRIES and not self.with_processors:
-            return False
-        return self.masks_logits or self.entries.logit_bias is not None or self.entries.token_counts is not None
+        return self.is_stateful and (self.masks_logits or self.logit_bias is not None or self.token_counts is not None)
 
     def only_rows(self, rows: Int[Tensor, " rows"] | slice) -> "SamplingBatch":
         """Return some of the rows, with the columns that the stages from the temperature on and the draw read."""
-        used = {name: getattr(self.columns, name) for name in ("temperature", "min_p", "top_k", "top_p")}
+        used = {name: getattr(self, name) for name in ("temperature", "min_p", "top_k", "top_p")}
         picked = {name: column[rows] for name, column in used.items() if column is not None}
-        columns = ParameterColumns(max_top_k=self.columns.max_top_k, **picked)
-        return SamplingBatch(columns=columns, u=self.u[rows])
+        return SamplingBatch(max_top_k=self.max_top_k, u=self.u[rows], **picked)
 
 
 def _uniform(
@@ -212,10 +202,8 @@ def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
     return positions
 
 
-def _columns_and_groups(
-    params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
-) -> tuple[ParameterColumns, RowGroups]:
-    """Gather the tensors that depend on the parameters alone."""
+def _columns_and_groups(params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Return the fields of SamplingBatch that depend on the parameters alone."""
     numbers = np.array([_NUMBERS(p) for p in params]).reshape(len(params), 6)  # (0, 6) if no row draws: only prompt chunks
     temperature, min_p, top_p, repetition, frequency, presence = numbers.T  # [batch], float64
     top_k = np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64)
@@ -232,28 +220,31 @@ def _columns_and_groups(
     def rows(condition: np.ndarray) -> tuple[int, ...]:
         return tuple(condition.nonzero()[0].tolist())
 
-    columns = ParameterColumns(
-        greedy=tensor(greedy, False, torch.bool),
-        temperature=tensor(temperature, 1.0),
-        min_p=tensor(min_p, 0.0),
-        top_k=tensor(top_k, vocab_size, torch.int64),
-        max_top_k=int(top_k[has_top_k].max(initial=0)),
-        top_p=tensor(top_p, 1.0, torch.float64),
-        repetition_penalty=tensor(repetition, 1.0),
-        frequency_penalty=tensor(frequency, 0.0),
-        presence_penalty=tensor(presence, 0.0),
-    )
     groups = RowGroups(
         greedy_rows=rows(greedy),
         top_k_rows=rows(has_top_k),
         top_p_rows=rows(has_top_p & ~has_top_k),
         other_rows=rows(~(greedy | has_top_k | has_top_p)),
     )
-    return columns, groups
+    return {
+        "row_groups": groups,
+        "greedy": tensor(greedy, False, torch.bool),
+        "temperature": tensor(temperature, 1.0),
+        "min_p": tensor(min_p, 0.0),
+        "top_k": tensor(top_k, vocab_size, torch.int64),
+        "max_top_k": int(top_k[has_top_k].max(initial=0)),
+        "top_p": tensor(top_p, 1.0, torch.float64),
+        "repetition_penalty": tensor(repetition, 1.0),
+        "frequency_penalty": tensor(frequency, 0.0),
+        "presence_penalty": tensor(presence, 0.0),
+    }
 
 
-def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: int, device: torch.device) -> StageEntries:
-    """Gather the lists of ids: those of the parameters and of constraints, and those that grow with the output."""
+def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Gather the lists of ids: those of the parameters and of constraints, and those that grow with the output.
+
+    Returns the fields of SamplingBatch that hold them.
+    """
     entries: defaultdict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = defaultdict(list)
     masks: dict[int, Constraint] = {}
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
@@ -284,7 +275,7 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
         fields["grammar"] = TokenMask(on_device(torch.tensor(list(masks)), device), packed)
     if "allowed" in entries:
         fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
-    return StageEntries(**fields)
+    return fields
 
 
 def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> TokenEntries:

@@ -158,5 +158,5 @@ def choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     token_ids = argmax(logits)
     if batch.row_groups.all_greedy:
         return token_ids
-    is_chosen = token_ids < 0 if batch.columns.greedy is None else batch.columns.greedy | (token_ids < 0)
+    is_chosen = token_ids < 0 if batch.greedy is None else batch.greedy | (token_ids < 0)
     return torch.where(is_chosen, token_ids, draw(logits, batch.u))

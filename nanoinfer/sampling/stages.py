@@ -24,18 +24,18 @@ Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
 def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid all but allowed_token_ids."""
-    if (allowed := batch.entries.allowed) is None:
+    if (allowed := batch.allowed) is None:
         return logits
-    assert batch.entries.allowed_rows is not None, "allowed and allowed_rows are set together"
+    assert batch.allowed_rows is not None, "allowed and allowed_rows are set together"
     kept = allowed.read(logits)
-    logits.index_fill_(0, batch.entries.allowed_rows, float("-inf"))
+    logits.index_fill_(0, batch.allowed_rows, float("-inf"))
     allowed.write(logits, kept)
     return logits
 
 
 def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid the ids that the grammar of structured_outputs does not allow next."""
-    if (grammar := batch.entries.grammar) is None:
+    if (grammar := batch.grammar) is None:
         return logits
     if len(grammar.rows) == len(logits):  # in place: a third of the time of reading and writing rows
         return logits.masked_fill_(grammar.forbidden, float("-inf"))
@@ -45,7 +45,7 @@ def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def end_thinking(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid all but the end of reasoning that has thinking_token_budget tokens, unless a stage before forbids the end."""
-    if (ends := batch.entries.end_thinking) is None:
+    if (ends := batch.end_thinking) is None:
         return logits
     rows, kept = logits[ends.rows], ends.read(logits).unsqueeze(-1)  # [entries, vocab], [entries, 1]
     ended = torch.full_like(rows, float("-inf")).scatter_(1, ends.ids.unsqueeze(-1), kept)
@@ -55,17 +55,17 @@ def end_thinking(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def mask_bad_words(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid the last token of a bad word whose other tokens are the end of the output."""
-    return _forbid(logits, batch.entries.bad_words)
+    return _forbid(logits, batch.bad_words)
 
 
 def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid EOS and stop ids in rows with fewer than min_tokens output tokens."""
-    return _forbid(logits, batch.entries.min_tokens)
+    return _forbid(logits, batch.min_tokens)
 
 
 def add_logit_bias(logits: Logits, batch: SamplingBatch) -> Logits:
     """Add the given numbers to the given ids. A forbidden token stays forbidden."""
-    if (bias := batch.entries.logit_bias) is not None and bias.values is not None:
+    if (bias := batch.logit_bias) is not None and bias.values is not None:
         bias.write(logits, bias.read(logits) + bias.values)
     return logits
 
@@ -76,7 +76,7 @@ def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     Example: logits [2, -2, 1], ids 0 and 1 in prompt or output, penalty 2: [1, -4, 1].
     Source: Keskar et al. 2019, https://arxiv.org/abs/1909.05858
     """
-    counts, penalties = batch.entries.token_counts, batch.columns.repetition_penalty
+    counts, penalties = batch.token_counts, batch.repetition_penalty
     if counts is None or penalties is None:
         return logits
     old, penalty = counts.read(logits), penalties[counts.rows]  # [entries]
@@ -90,7 +90,7 @@ def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
     Source: vLLM's and OpenAI's definition, https://platform.openai.com/docs/guides/text-generation
     """
-    counts, penalties = batch.entries.token_counts, batch.columns.frequency_penalty
+    counts, penalties = batch.token_counts, batch.frequency_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * counts.values)
     return logits
@@ -98,7 +98,7 @@ def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Subtract the penalty from an id's logit once if the id is in the output."""
-    counts, penalties = batch.entries.token_counts, batch.columns.presence_penalty
+    counts, penalties = batch.token_counts, batch.presence_penalty
     if counts is not None and counts.values is not None and penalties is not None:
         counts.write(logits, counts.read(logits) - penalties[counts.rows] * (counts.values > 0))
     return logits
@@ -109,7 +109,7 @@ def mask_repeated_ngrams(logits: Logits, batch: SamplingBatch) -> Logits:
 
     Example: [5, 6, 5] and size 2: id 6 would repeat "5 6".
     """
-    return _forbid(logits, batch.entries.repeated_ngrams)
+    return _forbid(logits, batch.repeated_ngrams)
 
 
 def apply_logits_processors(logits: Logits, batch: SamplingBatch) -> Logits:
@@ -137,7 +137,7 @@ def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
     row at temperature 1 keeps its bits, whatever the temperatures of the other rows.
     Example: logits [2, 1, 0] at temperature 0.5 become [0, -2, -4].
     """
-    return logits if batch.columns.temperature is None else divided(logits, batch.columns.temperature)
+    return logits if batch.temperature is None else divided(logits, batch.temperature)
 
 
 def divided(logits: Logits, temperature: Float[Tensor, " batch"]) -> Logits:
@@ -152,7 +152,7 @@ def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
     Example: p = [.5, .3, .2], min_p = .5 keeps two (the threshold is .25).
     Source: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082
     """
-    if (min_p := batch.columns.min_p) is None:
+    if (min_p := batch.min_p) is None:
         return logits
     ratio = integer_weights(logits).float() / ONE  # p / p_max, without the sum of a softmax
     return logits.masked_fill(ratio < min_p.unsqueeze(-1), float("-inf"))
@@ -163,7 +163,7 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 
     Example: p = [.3, .2, .2, .2, .1], k = 2 keeps four: three tokens tie for the second place.
     """
-    if batch.columns.top_k is None:
+    if batch.top_k is None:
         return logits
     smallest = smallest_of_top_k(logits, batch, logits.shape[-1])
     return logits.masked_fill(logits < smallest.unsqueeze(-1), float("-inf"))
@@ -171,10 +171,10 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def smallest_of_top_k(logits: Float[Tensor, "batch columns"], batch: SamplingBatch, vocab_size: int) -> Float[Tensor, " batch"]:
     """Return the k-th largest logit of each row, -inf for a row without top_k. The columns contain the k largest."""
-    assert batch.columns.top_k is not None
-    is_on = batch.columns.top_k < vocab_size
-    k = torch.where(is_on, batch.columns.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
-    largest = logits.topk(max(batch.columns.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
+    assert batch.top_k is not None
+    is_on = batch.top_k < vocab_size
+    k = torch.where(is_on, batch.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
+    largest = logits.topk(max(batch.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
     return torch.where(is_on, largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1), float("-inf"))
 
 
@@ -186,9 +186,9 @@ def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     Example: p = [.5, .3, .2], top_p = .6 keeps two; p = [.5, .25, .25], top_p = .5 keeps one.
     Source: Holtzman et al. 2020, https://arxiv.org/abs/1904.09751
     """
-    if batch.columns.top_p is None:
+    if batch.top_p is None:
         return logits
-    return drop_beyond(logits, batch.columns.top_p)
+    return drop_beyond(logits, batch.top_p)
 
 
 def drop_beyond(logits: Logits, top_p: Float[Tensor, " batch"], total: Int[Tensor, " batch"] | None = None) -> Logits:

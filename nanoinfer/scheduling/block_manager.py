@@ -7,8 +7,9 @@
   it gets its own copy, which the executor makes before the forward pass.
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
-LLM(block_manager_cls=...). `explain` says who holds a block, and why. Subclasses for layers that keep less than every token,
-and for blocks that outlive the memory, are in features/hybrid and features/disk_cache.
+LLM(block_manager_cls=...). Its __init__ must pass all arguments on, also further ones. `explain` says who holds a block, and
+why. Subclasses for layers that keep less than every token, and for blocks that outlive the memory, are in features/hybrid and
+features/disk_cache.
 
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180.
 """
@@ -47,13 +48,8 @@ class BlockManager:
     counts: Mapping[str, int] = {}
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        observer: SchedulingObserver = NOBODY,
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, observer: SchedulingObserver = NOBODY
     ) -> None:
-        """Subclasses must pass all arguments on, also further ones."""
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.observer = observer
         self.blocks = Pool(num_blocks)

@@ -7,9 +7,6 @@ sequence. Under constant load a request may wait forever.
 
 from collections import deque
 
-from nanoinfer.config import EngineConfig
-from nanoinfer.errors import InvalidTypeError
-from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler, Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 
@@ -91,13 +88,15 @@ class PreemptingScheduler(Scheduler):
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
         prefix = self._prefix_of(seq)
         num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
-        num_kept_free = selection.num_kept_free - self._num_kept_free(victim)
+        num_kept_free = selection.num_kept_free - self.num_reserved_blocks(victim) - len(victim.forks)
         num_missing = num_kept_free - self.block_manager.num_freed_blocks(victim, prefix)
         if num_new > 1 and selection.budget < num_new:  # a victim has a single new token, which leaves no budget
             return False
         if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
             return False
-        self._stop(victim)
+        waiting, self.waiting = self.waiting, deque()  # not into the queue over which the policy iterates
+        self._preempt(victim)
+        self.waiting = waiting
         selection.drop(victim)
         selection.num_kept_free = num_kept_free
         assert super()._start(selection, seq), "there is room, as was computed"
@@ -106,17 +105,3 @@ class PreemptingScheduler(Scheduler):
     def finish(self, seq: Sequence) -> None:
         super().finish(seq)
         self._num_tokens_at_start.pop(seq, None)
-
-
-def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
-    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
-    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
-    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
-        if not issubclass(given, base):
-            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
-    if hasattr(scheduler, "to_preempt") and not issubclass(scheduler, PreemptingScheduler):
-        raise InvalidTypeError(
-            f"scheduler_cls must be a subclass of PreemptingScheduler (nanoinfer/scheduling/policies.py), because it has "
-            f"to_preempt, got {scheduler}"
-        )
-    return POLICIES.get(config.scheduler.scheduling_policy, scheduler), block_manager

@@ -1,7 +1,7 @@
 """Decide which sequences run in a step, and how many tokens of each. This is pure bookkeeping, without tensors.
 
 In: sequences, as they arrive. Out: a StepPlan per step. Scheduler has the rules 1 to 4, in the order in which they are applied.
-Two more are about several answers and about what waits:
+Two more are about several answers and about what waits, and qualify rule 1:
 
 5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidTypeError, NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
 from nanoinfer.scheduling.prefix_index import Prefix
@@ -58,9 +58,8 @@ class Selection:
 class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens.
 
-    1. First come, first served. A running sequence is older than every waiting one, but for what rules 5 and 6 say.
-    2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
-       max_num_batched_tokens limits the tokens of all others.
+    1. First come, first served. A running sequence is older than every waiting one.
+    2. A sequence with one new token always runs. max_num_batched_tokens limits the tokens of all others.
     3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot
        move its cuts. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
     4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of
@@ -219,7 +218,7 @@ class Scheduler:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""
         if not self._has_place():
             return
-        selection.num_kept_free = sum(map(self._num_kept_free, self.running))
+        selection.num_kept_free = sum([self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running])
         in_use = {name: {seq.extras.get(name) for seq in self.running} for name in self.limits}
         started: list[Sequence] = []
         try:
@@ -262,7 +261,7 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         self.observer.sequence_started(seq, num_cached)
         self._select(selection, seq, num_new)
-        selection.num_kept_free += self._num_kept_free(seq)
+        selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)
         return True
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
@@ -287,17 +286,11 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Requeue a running sequence."""
-        self._stop(seq)
-        self.waiting.appendleft(seq)
-
-    def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens, seq.status = 0, SequenceStatus.WAITING
         self.observer.sequence_preempted(seq)
-
-    def _num_kept_free(self, seq: Sequence) -> int:
-        return self.num_reserved_blocks(seq) + len(seq.forks)
+        self.waiting.appendleft(seq)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue those forks of prompts that end in this step for which max_num_seqs leaves no room."""
@@ -306,9 +299,9 @@ class Scheduler:
         for item in scheduled:
             seq = item.sequence
             if seq.forks and item.num_new_tokens == seq.num_new_tokens:
-                too_many += seq.forks[num_startable:]
-                seq.forks = seq.forks[:num_startable]
+                seq.forks, waiting = seq.forks[:num_startable], seq.forks[num_startable:]
                 num_startable -= len(seq.forks)
+                too_many += waiting
         self.waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING
@@ -322,3 +315,21 @@ class Scheduler:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens
             fork.status = SequenceStatus.RUNNING
+
+
+def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
+    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
+    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
+    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
+        if not issubclass(given, base):
+            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
+    if config.scheduler.scheduling_policy == "fcfs" and not hasattr(scheduler, "to_preempt"):
+        return scheduler, block_manager
+    from nanoinfer.scheduling.policies import POLICIES, PreemptingScheduler
+
+    if hasattr(scheduler, "to_preempt") and not issubclass(scheduler, PreemptingScheduler):
+        raise InvalidTypeError(
+            f"scheduler_cls must be a subclass of PreemptingScheduler (nanoinfer/scheduling/policies.py), because it has "
+            f"to_preempt, got {scheduler}"
+        )
+    return POLICIES.get(config.scheduler.scheduling_policy, scheduler), block_manager

@@ -52,7 +52,7 @@ class Constraint:
         return None
 
     def entries(self, seq: "Sequence", index: int) -> Mapping[str, Iterable[int]]:
-        """Return the ids of fields of StageEntries (sampling/batch.py), for the token at this index of the answer."""
+        """Return the ids of fields of SamplingBatch (sampling/batch.py), for the token at this index of the answer."""
         return {}
 
     def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None:

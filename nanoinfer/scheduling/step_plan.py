@@ -13,8 +13,8 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int
-    # a guess at the tokens that follow (features/drafts/). Each is computed as another single-token row after the sequence's
-    # newest token. Only a decode step has drafts
+    # a guess at the tokens that follow. Each is computed as another single-token row after the sequence's newest token. Only a
+    # decode step has drafts
     draft_token_ids: tuple[int, ...] = ()
 
     @property
@@ -61,18 +61,6 @@ class StepPlan:
     # the Sampler (sampling/sampler.py) that chooses the tokens. None: the executor's own
     sampler: Callable[..., Any] | None = None
 
-    def accepted_rows(self, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
-        """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts.
-
-        token_ids: the token that was sampled for each row.
-        """
-        items, end = {item.sequence: item for item in self.scheduled if item.draft_token_ids}, 0
-        for first, (seq, _) in enumerate(self.rows):
-            if first >= end:  # else the row belongs to a draft of the sequence before
-                item = items.get(seq, ScheduledSequence(seq, 1))
-                end = first + 1 + len(item.draft_token_ids)
-                yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
-
     @property
     def has_further_rows(self) -> bool:
         """Whether a sequence has more than one row, by drafts."""
@@ -102,6 +90,19 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
             rows.append((item.sequence, end))
             end += 1
     return tuple(rows)
+
+
+def accepted_rows(plan: StepPlan, token_ids: list[int]) -> Iterator[tuple[Sequence, range]]:
+    """Yield each sequence with its rows whose tokens count: that of its newest token, and those of accepted drafts.
+
+    token_ids: the token that was sampled for each row.
+    """
+    items, end = {item.sequence: item for item in plan.scheduled if item.draft_token_ids}, 0
+    for first, (seq, _) in enumerate(plan.rows):
+        if first >= end:  # else the row belongs to a draft of the sequence before
+            item = items.get(seq, ScheduledSequence(seq, 1))
+            end = first + 1 + len(item.draft_token_ids)
+            yield seq, range(first, first + 1 + item.num_accepted(token_ids[first:end]))
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:

@@ -41,10 +41,9 @@ class Detokenizer:
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             held, self._held = self._held, []
             return "".join(self.push(held_id) for held_id in held)
-        if not text:
-            return ""
-        self._held.clear()
-        return text
+        if text:
+            self._held.clear()
+        return text or ""
 
     def finish(self) -> str:
         """Return the text of the held ids when no id follows. An incomplete character is left out."""

@@ -102,12 +102,12 @@ def one_file(tasks: list[Task], files: Mapping[str, Path], title: str, readers: 
         "origin": f"Tangled from the source of nanoinfer {nanoinfer.__version__}.",
         "model": EXPORTED_MODEL,
     }
-    before, separator, server = _template("engine.py", about).partition("# ---- 18.")
+    before, _, server = _template("engine.py", about).partition("# ---- 18.")
     # The tasks' functions, and all that a task says a learner has.
     names = [name for task in tasks for entry in (*task.have, f"- {task.function.name}") for name in entry.split()[1:]]
     used = {prefix + name for name in names for prefix in ("", ".")}
     used = used.union(*map(names_in, (_reference(tasks), *readers, *helpers)))
-    engine = tangle(before + _read("parts.py") + separator + server, bodies, used)
+    engine = tangle(f"{before}{_read('parts.py')}# ---- 19.{server}", bodies, used)
     in_engine = _imported(engine)
     imports = [f"{text}\n" for text in dict.fromkeys(imports) if not _imported(text) <= in_engine]
     helpers = [f"{text}\n\n\n" for text in dict.fromkeys(helpers)]

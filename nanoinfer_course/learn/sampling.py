@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries, TokenMask
+from nanoinfer.sampling.batch import SamplingBatch, TokenEntries, TokenMask
 from nanoinfer_course.learn.check import Case, calling
 
 INF = float("inf")
@@ -24,9 +24,9 @@ def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
 
 
 def _of_batch(logits: Tensor, given: dict[str, object], *, exact: bool = False, **batch: Any) -> Case:
-    """Return a case of a stage. given: the parts of the batch that it reads, by name. batch: columns or entries."""
+    """Return a case of a stage. given: the parts of the batch that it reads, by name. batch: fields of the batch."""
     u = torch.zeros(len(logits), dtype=torch.float64)
-    made = SamplingBatch(**{"columns": ParameterColumns(), **batch}, u=u)
+    made = SamplingBatch(**batch, u=u)
     return Case({"logits": logits, **given}, lambda version: version(logits.clone(), made), exact)
 
 
@@ -51,8 +51,8 @@ def _temperature_cases() -> Iterator[Case]:
 
 def _min_p_cases() -> Iterator[Case]:
     for logits, column in _columns([0.1, 0.5, 1.0, 0.0, 0.03]):
-        yield _of_batch(logits, {"batch.columns.min_p": column}, columns=ParameterColumns(min_p=column))
-    yield _of_batch(_logits(1, 2, 4), {"batch.columns.min_p": None}, exact=True)
+        yield _of_batch(logits, {"batch.min_p": column}, min_p=column)
+    yield _of_batch(_logits(1, 2, 4), {"batch.min_p": None}, exact=True)
 
 
 def _top_p_cases() -> Iterator[Case]:
@@ -97,10 +97,8 @@ def _penalty_cases() -> Iterator[Case]:
 
     def case(logits: Tensor, entries: TokenEntries | None, penalty: Tensor | None) -> Case:
         given = {f"token_counts.{name}": entries and getattr(entries, name) for name in ("rows", "ids", "values")}
-        columns = ParameterColumns(repetition_penalty=penalty)
-        return _of_batch(
-            logits, {**given, "repetition_penalty": penalty}, entries=StageEntries(token_counts=entries), columns=columns
-        )
+        given["repetition_penalty"] = penalty
+        return _of_batch(logits, given, token_counts=entries, repetition_penalty=penalty)
 
     for seed in range(120):
         rows, vocab = 1 + seed // 50, 2 + seed // 20
@@ -122,9 +120,8 @@ def _mask_cases() -> Iterator[Case]:
         rows = torch.randperm(num_rows, generator=generator)[: 1 + seed % num_rows].sort().values
         forbidden = torch.rand(len(rows), vocab, generator=generator) < 0.5
         given: dict[str, object] = {"grammar.rows": rows, "grammar.forbidden": forbidden}
-        entries = StageEntries(grammar=TokenMask(rows, forbidden))
-        yield _of_batch(_logits(seed, num_rows, vocab), given, exact=True, entries=entries)
-    yield _of_batch(torch.ones(1, 2), {"batch.entries.grammar": None}, exact=True)
+        yield _of_batch(_logits(seed, num_rows, vocab), given, exact=True, grammar=TokenMask(rows, forbidden))
+    yield _of_batch(torch.ones(1, 2), {"batch.grammar": None}, exact=True)
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {

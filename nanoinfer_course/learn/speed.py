@@ -183,7 +183,7 @@ def fused_draw_work(num_rows: int = 16) -> SpeedWork:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9)
     seqs = [Sequence(str(i), [0], params, seed=i, max_num_tokens=9) for i in range(num_rows)]
     logits, made = _random(num_rows, 50257) * 3, SamplingBatch.build(seqs, 50257, torch.device("cpu"))
-    arguments = (made.columns.temperature, 40, made.columns.top_p, made.u)
+    arguments = (made.temperature, 40, made.top_p, made.u)
     return SpeedWork(lambda version: version(logits, *arguments), lambda: sample(logits, made), logits.nbytes)
 
 

@@ -28,8 +28,8 @@ from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
-from nanoinfer.scheduling.policies import PreemptingScheduler, scheduling_classes
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.policies import PreemptingScheduler
+from nanoinfer.scheduling.scheduler import Scheduler, scheduling_classes
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer_lab.bench.timing import Figures, Percentiles, RequestTiming, figures

@@ -99,8 +99,8 @@ def test_a_step_in_which_everything_is_asked_for_is_sampled_without_waiting(rout
         sampled = sampling_by(*routes, **options)(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
     assert sampled.token_ids.shape == (len(rows),)
     entries = ("allowed", "bad_words", "min_tokens", "logit_bias", "token_counts", "repeated_ngrams")
-    assert all(getattr(batch.entries, name) is not None for name in entries)  # everything was
-    assert all(getattr(batch.columns, name) is not None for name in ("temperature", "top_k", "top_p"))
+    assert all(getattr(batch, name) is not None for name in entries)  # everything was
+    assert all(getattr(batch, name) is not None for name in ("temperature", "top_k", "top_p"))
 
 
 @pytest.mark.parametrize("params", [[{"temperature": 0}], [{}, {"top_k": 9, "temperature": 0.3}, {"top_p": 0.9, "min_p": 0.1}]])

@@ -27,7 +27,11 @@ INJECTED = {
         ("a chunk that waits is passed", "selection.budget = 0  # it waits", "pass  # it waits"),
         ("a preempted sequence waits at the end", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
         ("forks are the youngest", "index = self.running.index(parent) + 1", "index = len(self.running)"),
-        ("no block is kept free for forks", "self.num_reserved_blocks(seq) + len(seq.forks)", "self.num_reserved_blocks(seq)"),
+        (
+            "no block is kept free for forks",
+            "sum([self.num_reserved_blocks(seq) + len(seq.forks) for",
+            "sum([self.num_reserved_blocks(seq) for",
+        ),
         (
             "none starts beside others",
             "if self.waiting and not selection.preempted:",
@@ -50,7 +54,11 @@ INJECTED = {
             "num_startable = self.config.max_num_seqs - len(self.running)",
             "num_startable = max(self.config.max_num_seqs - len(self.running) - 1, 0)",
         ),
-        ("what starts in a step keeps nothing free", "selection.num_kept_free += self._num_kept_free(seq)", "pass"),
+        (
+            "what starts in a step keeps nothing free",
+            "selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)",
+            "pass",
+        ),
         (
             "the youngest runs first",
             "[seq for seq in self.running if seq.num_tokens <",
@@ -99,7 +107,6 @@ INJECTED = {
             "zip(*tables, strict=True)",
         ),
         ("a prefix of a group in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
-        ("a reset turns the order of a group round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
         ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "features/hybrid/state_slots.py": [

@@ -19,7 +19,7 @@ def test_every_row_is_in_the_group_of_its_parameters():
 
 
 def test_a_column_holds_the_value_that_changes_nothing_where_a_row_does_not_use_it():
-    columns = batch_of([sequence(temperature=0, top_k=3), sequence(top_k=5, top_p=0.5), sequence()], VOCAB_SIZE).columns
+    columns = batch_of([sequence(temperature=0, top_k=3), sequence(top_k=5, top_p=0.5), sequence()], VOCAB_SIZE)
     assert columns.top_k.tolist() == [VOCAB_SIZE, 5, VOCAB_SIZE]  # a greedy row needs none
     assert columns.top_p.tolist() == [1.0, 0.5, 1.0]
     assert columns.greedy.tolist() == [True, False, False]
@@ -28,7 +28,7 @@ def test_a_column_holds_the_value_that_changes_nothing_where_a_row_does_not_use_
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e300])
 def test_a_temperature_beyond_fp32_is_the_nearest_that_can_be_divided_by(temperature):
-    [value] = batch_of([sequence(temperature=temperature)], VOCAB_SIZE).columns.temperature.tolist()
+    [value] = batch_of([sequence(temperature=temperature)], VOCAB_SIZE).temperature.tolist()
     assert 0 < value < float("inf")
 
 
@@ -45,9 +45,9 @@ def test_the_rows_of_drafts_follow_the_newest_token():
 def test_lists_of_ids_become_entries_of_their_rows():
     rows = [sequence(), sequence(logit_bias={4: 2.0, 9: -1.0}), sequence(allowed_token_ids=[3, 5])]
     batch = batch_of(rows, VOCAB_SIZE)
-    bias, allowed = batch.entries.logit_bias, batch.entries.allowed
+    bias, allowed = batch.logit_bias, batch.allowed
     assert (bias.rows.tolist(), bias.ids.tolist(), bias.values.tolist()) == ([1, 1], [4, 9], [2.0, -1.0])
-    assert (allowed.rows.tolist(), sorted(allowed.ids.tolist()), batch.entries.allowed_rows.tolist()) == ([2, 2], [3, 5], [2])
+    assert (allowed.rows.tolist(), sorted(allowed.ids.tolist()), batch.allowed_rows.tolist()) == ([2, 2], [3, 5], [2])
     assert batch.masks_logits
     assert not batch_of(rows[:2], VOCAB_SIZE).masks_logits
     assert batch_of(rows[:2], VOCAB_SIZE).changes_logits
@@ -57,7 +57,7 @@ def test_lists_of_ids_become_entries_of_their_rows():
 def test_stop_ids_are_forbidden_until_the_answer_is_long_enough():
     def forbidden(num_output):
         seq = sequence(output=[1] * num_output, min_tokens=2, stop_token_ids=[6])
-        entries = batch_of([seq], VOCAB_SIZE).entries.min_tokens
+        entries = batch_of([seq], VOCAB_SIZE).min_tokens
         return None if entries is None else entries.ids.tolist()
 
     assert [forbidden(num) for num in (0, 1, 2)] == [[6], [6], None]
@@ -82,17 +82,17 @@ def test_columns_are_reused_while_the_rows_stay_the_same():
     drawn.token_ids.append(4)
     drawn.num_tokens += 1
     second = build([greedy, drawn], first)
-    assert second.columns is first.columns
+    assert second.of_params is first.of_params
     assert second.u.tolist() != first.u.tolist()  # of another position
     assert build([greedy], build([greedy], None)) is not first
     alone = build([greedy], None)
     assert build([greedy], alone) is alone
-    assert build([drawn, greedy], first).columns is not first.columns
+    assert build([drawn, greedy], first).of_params is not first.of_params
 
 
 def test_some_rows_have_their_own_columns_and_random_numbers():
     batch = batch_of([sequence(top_k=3), sequence(temperature=0.5), sequence(top_p=0.5)], VOCAB_SIZE)
     picked = batch.only_rows(torch.tensor([2, 0]))
-    assert picked.columns.top_k.tolist() == [VOCAB_SIZE, 3]
-    assert picked.columns.top_p.tolist() == [0.5, 1.0]
+    assert picked.top_k.tolist() == [VOCAB_SIZE, 3]
+    assert picked.top_p.tolist() == [0.5, 1.0]
     assert picked.u.tolist() == batch.u[[2, 0]].tolist()

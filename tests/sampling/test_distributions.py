@@ -118,18 +118,18 @@ def test_the_exact_distributions_are_those_worked_out_on_paper():
 
 
 def with_columns(batch, **columns):
-    return replace(batch, columns=replace(batch.columns, **columns))
+    return replace(batch, **columns)
 
 
 def dropping_the_crossing_token(logits, batch):
     """The first known trap: `cumsum > p` without the shift."""
     falling, ids = logits.sort(dim=-1, descending=True, stable=True)
-    dropped = falling.softmax(-1).cumsum(-1) > batch.columns.top_p[:, None]
+    dropped = falling.softmax(-1).cumsum(-1) > batch.top_p[:, None]
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), -INF)
 
 
 def keeping_one_more(logits, batch):
-    return keep_top_p(logits, with_columns(batch, top_p=batch.columns.top_p + 0.06))  # past .85, where the next one enters
+    return keep_top_p(logits, with_columns(batch, top_p=batch.top_p + 0.06))  # past .85, where the next one enters
 
 
 def with_a_floor(logits, batch):
@@ -139,7 +139,7 @@ def with_a_floor(logits, batch):
 
 
 def warmer(logits, batch):
-    return apply_temperature(logits, with_columns(batch, temperature=batch.columns.temperature * 1.03))
+    return apply_temperature(logits, with_columns(batch, temperature=batch.temperature * 1.03))
 
 
 @pytest.mark.parametrize(

@@ -472,15 +472,15 @@ def test_top_p_keeps_what_transformers_keeps():
 
 def test_the_comparison_notices_a_threshold_that_is_not_scaled_by_the_largest_probability():
     with pytest.raises(AssertionError):
-        compare_min_p(lambda logits, batch: logits.masked_fill(logits.softmax(-1) < batch.columns.min_p[:, None], -INF))
+        compare_min_p(lambda logits, batch: logits.masked_fill(logits.softmax(-1) < batch.min_p[:, None], -INF))
 
 
 def wrong_top_p(logits, batch, *, shifted):
     """The two known traps: `cumsum > p` drops the token that crosses p. If shifted, it keeps one more at equality."""
     falling, ids = logits.sort(descending=True, stable=True)
     p = falling.softmax(-1)
-    dropped = p.cumsum(-1) - (p if shifted else 0) > batch.columns.top_p[:, None]
-    dropped &= (batch.columns.top_p < 1)[:, None]
+    dropped = p.cumsum(-1) - (p if shifted else 0) > batch.top_p[:, None]
+    dropped &= (batch.top_p < 1)[:, None]
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), -INF)
 
 

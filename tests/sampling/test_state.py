@@ -163,9 +163,9 @@ def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
     for token_id in range(5000):
         grow(seq, token_id)
         SamplingState.of(seq)
-    assert batch.entries.token_counts.ids.tolist() == [1, 2]
-    assert batch.entries.token_counts.values.tolist() == [0, 0]
-    assert batch.entries.repeated_ngrams.ids.tolist() == [1, 2]
+    assert batch.token_counts.ids.tolist() == [1, 2]
+    assert batch.token_counts.values.tolist() == [0, 0]
+    assert batch.repeated_ngrams.ids.tolist() == [1, 2]
 
 
 def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
@@ -177,17 +177,17 @@ def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
         ]
         one, other = (SamplingBatch.build(rows, 10, torch.device("cpu")) for rows in (grown, fresh))
         for name in ("token_counts", "repeated_ngrams", "logit_bias", "allowed"):
-            ours, theirs = getattr(one.entries, name), getattr(other.entries, name)
+            ours, theirs = getattr(one, name), getattr(other, name)
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert set(ours.rows.tolist()) <= {0, 2}
                 assert sorted(zip(ours.rows.tolist(), ours.ids.tolist(), strict=True)) == sorted(
                     zip(theirs.rows.tolist(), theirs.ids.tolist(), strict=True)
                 )
-        assert torch.equal(one.entries.token_counts.values, other.entries.token_counts.values)
+        assert torch.equal(one.token_counts.values, other.token_counts.values)
         for i, seq in enumerate(grown):
             grow(seq, (step * (i + 2)) % 7)
-    assert one.entries.repeated_ngrams is not None
+    assert one.repeated_ngrams is not None
 
 
 def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
@@ -200,7 +200,7 @@ def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
             grow(seq, 3)
         last, before = SamplingBatch.build(rows, 10, device, last), last
         fresh = SamplingBatch.build(rows, 10, device)
-        assert before is None or (last.columns is before.columns) == (last.params == before.params)
+        assert before is None or (last.of_params is before.of_params) == (last.params == before.params)
         for field in fields(SamplingBatch):
             if field.name != "draws":  # it may have the uniform numbers of later steps
                 torch.testing.assert_close(plain(getattr(last, field.name)), plain(getattr(fresh, field.name)), rtol=0, atol=0)

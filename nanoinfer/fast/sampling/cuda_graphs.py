@@ -7,7 +7,7 @@ the content of the rows beyond the batch does not matter.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraphs, capture_sizes
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
+from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows
 
 MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
 
-_INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, or "u": dtype, and the value that is off
+_INPUTS: dict[str, tuple[torch.dtype, float]] = {  # field of SamplingBatch: dtype, and the value that is off
     "greedy": (torch.bool, False),
     "temperature": (torch.float32, 1.0),
     "min_p": (torch.float32, 0.0),
@@ -45,7 +45,7 @@ class SamplerGraphs(Route):
         self._head: Callable[[Tensor], Tensor] | None = None  # the one LM head that the graphs compute
         self._hidden = torch.empty(0, 0)  # [max_num_rows, hidden] from the first step on
         self._columns: dict[str, Tensor] = {}  # name in _INPUTS -> static input [max_num_rows]
-        self._filled: ParameterColumns | None = None  # what the columns hold in their first rows
+        self._filled: Mapping[str, Any] | None = None  # SamplingBatch.of_params of what the columns hold in their first rows
         name = "the draw of {0[0]} tokens".format
         self.table = CapturedGraphs[Draw](capture, self._draw, name, itemgetter(0), on_first_use)
 
@@ -60,7 +60,7 @@ class SamplerGraphs(Route):
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
         """Replay the graph of the step. Returns None also if it is not captured."""
         num_rows = len(rows.hidden)
-        if not rows.is_raw or num_rows > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
+        if not rows.is_raw or num_rows > self.sizes[-1] or batch.max_top_k > MAX_TOP_K:
             return None
         self._allocate(rows)
         if rows.head != self._head:
@@ -90,25 +90,24 @@ class SamplerGraphs(Route):
         self._hidden[: len(hidden)] = hidden
         if "u" in names:
             self._columns["u"][: len(hidden)] = batch.u
-        if names and self._filled is not batch.columns:
-            self._filled = batch.columns
+        if names and self._filled is not batch.of_params:
+            self._filled = batch.of_params
             for name in _INPUTS.keys() - {"u"}:
-                column, (_, off) = getattr(batch.columns, name), _INPUTS[name]
+                column, (_, off) = getattr(batch, name), _INPUTS[name]
                 self._columns[name][: len(hidden)] = off if column is None else column
 
     def _draw(self, draw: Draw) -> Int[Tensor, " size"]:
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
         assert self._head is not None
         size, names = draw
-        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in names}
-        u = inputs.pop("u", None)
+        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in {*names, "u"}}  # a greedy draw does not read u
         logits = self._head(self._hidden[:size])  # kernels read bf16 in half the time
         max_top_k = min(MAX_TOP_K, logits.shape[-1])
-        return sample_on_gpu(logits, ParameterColumns(max_top_k=max_top_k, **inputs), u)
+        return sample_on_gpu(logits, SamplingBatch(max_top_k=max_top_k, **inputs), not names)
 
 
 def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
     """Return () if all rows are greedy. Otherwise all inputs, but min_p, top_k and top_p only if used, since they take time."""
     if batch.row_groups.all_greedy:
         return ()
-    return (*_ALWAYS, *(name for name in ("min_p", "top_k", "top_p") if getattr(batch.columns, name) is not None))
+    return (*_ALWAYS, *(name for name in ("min_p", "top_k", "top_p") if getattr(batch, name) is not None))

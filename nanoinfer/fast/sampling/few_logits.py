@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_kernels
 from nanoinfer.sampling import stages
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
+from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
 from nanoinfer.sampling.routes import STAGES_FROM_TEMPERATURE, Route
 from nanoinfer.sampling.sampler import HeadRows
@@ -56,7 +56,7 @@ class FewLogits(Route):
     all_logits: Callable[[Tensor], Tensor] | None = None
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
-        k = max(batch.columns.max_top_k, 1)
+        k = max(batch.max_top_k, 1)
         needs_all = batch.row_groups.top_p_rows or batch.row_groups.other_rows
         if not rows.is_raw:
             logits = rows.logits
@@ -65,7 +65,7 @@ class FewLogits(Route):
         else:
             logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time
         if logits.device.type != "cpu":
-            return sample_on_gpu(logits, batch.columns, None if batch.row_groups.all_greedy else batch.u)
+            return sample_on_gpu(logits, batch, batch.row_groups.all_greedy)
         if not has_kernels("cpu", logits.dtype) or logits.dtype == torch.float64:  # the stages' argmax is of rounded logits
             logits = logits.float()
         token_ids, largest = sample(logits, batch)
@@ -84,7 +84,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
         token_ids[rows], largest[rows] = first_largest(logits[rows])
     routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...]
     if has_kernels(logits.device.type, logits.dtype):
-        with_min_p = set() if batch.columns.min_p is None else set(batch.columns.min_p.nonzero().flatten().tolist())
+        with_min_p = set() if batch.min_p is None else set(batch.min_p.nonzero().flatten().tolist())
         routes = (
             (tuple(sorted({*groups.top_k_rows, *with_min_p})), _sample_few),
             (tuple(row for row in groups.top_p_rows if row not in with_min_p), _sample_top_p),
@@ -115,7 +115,7 @@ def _sample_by_stages(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Larges
 
 def _sample_few(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from [batch, k + margin] logits. The temperature keeps their order, so the k-th largest stays the k-th largest."""
-    num_columns = max(batch.columns.max_top_k + TIE_MARGIN, 0 if batch.columns.min_p is None else NUM_TRIED)
+    num_columns = max(batch.max_top_k + TIE_MARGIN, 0 if batch.min_p is None else NUM_TRIED)
     num_columns = min(num_columns, logits.shape[-1])
     candidates, ids = largest_columns(logits, num_columns)
     token_ids, is_undecided = decide_few(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
@@ -155,11 +155,11 @@ def decide_top_p(
         The token ids, and which rows the candidates do not decide. Which ids that tie with the smallest candidate of a section
         are candidates is arbitrary, so the larger candidates must be enough.
     """
-    assert batch.columns.top_p is not None
+    assert batch.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
-    token_ids = _pick(ids.flatten(1), draw(stages.drop_beyond(scaled, batch.columns.top_p, totals), batch.u))
+    token_ids = _pick(ids.flatten(1), draw(stages.drop_beyond(scaled, batch.top_p, totals), batch.u))
     above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
-    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * totals
+    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.top_p * totals
 
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
@@ -169,39 +169,39 @@ def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return token_ids, largest
 
 
-def sample_on_gpu(logits: Logits, columns: ParameterColumns, u: Float[Tensor, " batch"] | None) -> Ids:
+def sample_on_gpu(logits: Logits, batch: SamplingBatch, all_greedy: bool) -> Ids:
     """Choose a token id per row by kernels, without a value that the host must read. A CUDA graph captures it.
 
     Args:
         logits: those after every stage before the temperature, in any dtype.
-        columns: greedy, temperature, min_p, top_k and top_p are read.
-        u: the uniform number of each row, in float64. None: every row is greedy.
+        batch: its columns and u are read.
+        all_greedy: whether every row is greedy. Then u is not read.
 
     Returns:
         The ids, -1 for a row whose largest logit is not finite.
     """
     from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided  # needs Triton
 
-    token_ids, largest, totals = choose(logits, columns, u)
-    if u is None or (columns.top_k is None and columns.top_p is None):
+    token_ids, largest, totals = choose(logits, batch, None if all_greedy else batch.u)
+    if all_greedy or (batch.top_k is None and batch.top_p is None):
         return token_ids
-    batch, vocab_size = SamplingBatch(columns=columns, u=u), logits.shape[-1]
-    num_columns = min(max(columns.max_top_k + TIE_MARGIN, NUM_TRIED), vocab_size)
+    vocab_size = logits.shape[-1]
+    num_columns = min(max(batch.max_top_k + TIE_MARGIN, NUM_TRIED), vocab_size)
     candidates, ids = (x.unsqueeze(1) for x in largest_columns(logits, num_columns))
     is_undecided = torch.zeros_like(largest, dtype=torch.bool)
-    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(u)
-    if columns.top_p is not None:
-        top_p, by_top_p = columns.top_p, columns.top_p < 1.0
+    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(batch.u)
+    if batch.top_p is not None:
+        top_p, by_top_p = batch.top_p, batch.top_p < 1.0
         drawn, unsure = decide_top_p(candidates, ids, totals, batch)
         token_ids, is_undecided = torch.where(by_top_p, drawn, token_ids), by_top_p & unsure
-    if columns.top_k is not None:
-        by_top_k = columns.top_k < vocab_size
+    if batch.top_k is not None:
+        by_top_k = batch.top_k < vocab_size
         drawn, unsure = decide_few(candidates, ids, batch)
         token_ids, is_undecided = torch.where(by_top_k, drawn, token_ids), torch.where(by_top_k, unsure, is_undecided)
         smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, vocab_size)
     is_finite = largest.isfinite()
     if num_columns < vocab_size:
-        draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided & is_finite, token_ids)
+        draw_undecided(logits, largest, batch, smallest, top_p, batch.u, is_undecided & is_finite, token_ids)
     return torch.where(is_finite, token_ids, -1)
 
 

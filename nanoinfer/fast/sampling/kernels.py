@@ -88,7 +88,7 @@ def draw_from_all(
         The token ids, and the sum of each row's weights.
     """
     num_rows, width = logits.shape
-    temperatures = batch.columns.temperature
+    temperatures = batch.temperature
     if temperatures is None:
         temperatures = torch.ones(num_rows)
     token_ids, totals = torch.empty(2, num_rows, dtype=torch.int64)

@@ -211,7 +211,7 @@ class SplitSampling(Route):
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
         if not rows.is_raw:
             return None
-        few = SamplingBatch(columns=batch.columns, row_groups=batch.row_groups, u=batch.u)
+        few = SamplingBatch(**batch.of_params, u=batch.u)
         with self.workers.together(SAMPLE, few):
             return split_sampling.sample(rows.hidden, few, self.head)
 

@@ -61,7 +61,7 @@ def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communica
     """
     groups = batch.row_groups
     num_candidates = max(
-        batch.columns.max_top_k + few_logits.TIE_MARGIN if groups.top_k_rows else 0,
+        batch.max_top_k + few_logits.TIE_MARGIN if groups.top_k_rows else 0,
         few_logits.NUM_TRIED if groups.top_p_rows else 0,
     )
     if 2 * num_candidates >= logits.shape[-1]:  # the logits take no more bytes than the candidates with their ids

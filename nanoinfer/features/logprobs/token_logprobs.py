@@ -4,9 +4,9 @@ In: logits of some rows, the ids that were drawn (or that are in the prompt), an
 Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at temperature 1, unless the logits are processed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.outputs import Logprob, LogprobsOnePosition, TokenReport
 from nanoinfer.sampling import exponentials
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
+from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler
 from nanoinfer.system.transfer import on_device
 from nanoinfer.tokenization.detokenizer import Detokenizer
@@ -65,13 +65,13 @@ class ReportingSampler(Sampler):
         super().__init__(sampler.stages)
         self.sampler = sampler
         self._is_processed, self._as_logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("_logits")
-        self._columns: ParameterColumns | None = None  # those of the last batch. They change with the parameters of the rows
+        self._of_params: Mapping[str, Any] | None = None  # that of the last batch. It changes with the parameters of the rows
         self._with_logprobs: list[int] = []
         self._with_masks: list[int] = []
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
-        if batch.columns is not self._columns:
-            self._columns = batch.columns
+        if batch.of_params is not self._of_params:
+            self._of_params = batch.of_params
             self._with_logprobs = [row for row, params in enumerate(batch.params) if params.logprobs is not None]
             self._with_masks = [row for row, params in enumerate(batch.params) if params.return_sampling_mask]
         with_logprobs, with_masks = self._with_logprobs, self._with_masks

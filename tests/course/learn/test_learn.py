@@ -143,7 +143,7 @@ MUTANTS = {
     "make_room": {
         "ask": [("while not", "if not")],
         "victim": [("self.choose_victim(self.running, seq)", "seq")],
-        "preempt": [("self._preempt(victim)", "self._stop(victim)")],
+        "preempt": [("self._preempt(victim)", "self.running.remove(victim)")],
         "drop": [
             ("selection.drop(victim)", "pass"),
             ("selection.drop(victim)", "selection.preempted.append(victim)"),
@@ -178,7 +178,7 @@ MUTANTS = {
         "counts": [
             ("seq.num_computed_tokens = num_cached", "seq.num_computed_tokens = 0"),
         ],
-        "kept": [("selection.num_kept_free += self._num_kept_free(seq)", "pass")],
+        "kept": [("selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)", "pass")],
     },
     "pack": {
         "ids": [

@@ -30,7 +30,7 @@ class ByTriton(Route):
     """What FewLogits does on a GPU, in Triton's interpreter."""
 
     def try_sample(self, rows, batch):
-        return few_logits.sample_on_gpu(rows.logits, batch.columns, None if batch.row_groups.all_greedy else batch.u)
+        return few_logits.sample_on_gpu(rows.logits, batch, batch.row_groups.all_greedy)
 
 
 BY_TRITON = sampling_by(ByTriton())

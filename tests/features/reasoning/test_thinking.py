@@ -76,4 +76,4 @@ def test_the_stage_leaves_the_end_alone_unless_it_is_forbidden():
     assert ended.tolist() == [-torch.inf, -torch.inf, -torch.inf, 3, -torch.inf]
     assert torch.stack(others).equal(logits[1:])
     assert batch.masks_logits
-    assert SamplingBatch.build([sequence(2)], 5, torch.device("cpu")).entries.end_thinking is None
+    assert SamplingBatch.build([sequence(2)], 5, torch.device("cpu")).end_thinking is None
