@@ -63,7 +63,6 @@ def simulate(
             "max_num_batched_tokens and chunk_size.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Path of a page with plots.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a server on a machine by name: TTFT, TPOT and ITL of a workload, with the engine's own scheduler.
@@ -79,8 +78,6 @@ def simulate(
     workloads = [] if swept.keys() & asdict(picked) else [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
     values |= swept
-    if html is not None:
-        options.check_writable(html)
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         hint = "with the limits of --goodput and one workload; give them, or leave --find out"
@@ -93,11 +90,6 @@ def simulate(
             grid = values or report.GRID
             runs = report.find(run, grid, {name: given[name] for name in grid})
     shown = runs if find is None else runs[-1:]
-    if html is not None:
-        changed = (
-            f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
-        )
-        html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
     found = {"settings": given, "results": [one.as_json() for one in runs]}
     options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
 
