@@ -32,9 +32,6 @@ class MachineOptions:
         ),
     ] = "H100"
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device per hour, for the cost of tokens.")] = None
-    enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
-    ] = False
     num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests round-robin.")] = 1
     num_prefill_engines: Annotated[
         int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
@@ -95,11 +92,7 @@ def simulate(
 
 
 def _run(
-    machine: MachineOptions,
-    picked: WorkloadOptions,
-    engine: SimulatedOptions,
-    limits: dict[str, float],
-    choice: "Choice",
+    machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
 ) -> "SimulatedRun":
     """Simulate with other values of some options."""
     from nanoinfer_lab.simulate.costs import ModelSizes
@@ -117,7 +110,6 @@ def _run(
         requests_of(workload),
         num_engines=machine.num_engines,
         num_prefill_engines=machine.num_prefill_engines,
-        enable_expert_parallel=machine.enable_expert_parallel,
     )
     num_devices = machine.num_engines * engine.tensor_parallel_size
     return SimulatedRun.of(choice, result, limits, None if machine.price is None else machine.price * num_devices)

@@ -70,7 +70,6 @@ def test_a_search_finds_the_best_of_a_sweep(run):
         (("--sweep", "max_seqs=3"), "--sweep has no option 'max_seqs'; did you mean --max-num-seqs?"),
         (("--sweep", "max_num_seqs=a"), "--sweep --max-num-seqs must be JSON, got 'a'"),
         (("--sweep", "max_num_seqs=0"), "--max-num-seqs must be >= 1, got 0"),
-        (("--enable-expert-parallel",), "--enable-expert-parallel needs --tensor-parallel-size > 1 and a model with experts"),
         (("--find", "ttft", "--goodput", "ttft:1"), "--find must be goodput, with the limits of --goodput and one workload"),
         (("--find", "goodput"), "--find must be goodput, with the limits of --goodput and one workload"),
     ],
