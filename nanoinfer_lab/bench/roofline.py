@@ -141,7 +141,6 @@ def sizes_of(model: Any) -> ModelSizes:
         expert_weights=weights["experts"],
         num_experts=config.num_experts if weights["experts"] else 1,
         num_experts_per_tok=config.num_experts_per_tok if weights["experts"] else 1,
-        num_sparse_layers=len(config.sparse_layers) if weights["experts"] else 0,
         table_weights=weights["tables"],
         cache=HybridSizes.of(config),
     )
