@@ -174,12 +174,7 @@ class ModelSizes:
             work.num_pairs += num_growing * num_layers
 
     def parts(
-        self,
-        work: StepWork,
-        dtype: NumberType,
-        *,
-        weight_bits: int | None = None,
-        cache_dtype: NumberType | None = None,
+        self, work: StepWork, dtype: NumberType, *, weight_bits: int | None = None, cache_dtype: NumberType | None = None
     ) -> tuple[StepPart, ...]:
         """Return a step's parts.
 

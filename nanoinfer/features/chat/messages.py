@@ -187,12 +187,7 @@ def constrain_calls(
         added = tokenizer.hf.get_added_vocab()
         harmony_ids = {mark: added.get(mark, -1) for mark in MARKS}
     grammar = tool_call_grammar(
-        tools,
-        tool_choice,
-        prompt=prompt,
-        thinks=thinks,
-        parallel_tool_calls=parallel_tool_calls,
-        harmony_ids=harmony_ids,
+        tools, tool_choice, prompt=prompt, thinks=thinks, parallel_tool_calls=parallel_tool_calls, harmony_ids=harmony_ids
     )
     if grammar is None:
         return params
