@@ -822,7 +822,7 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
         assert ["accepted" in row for row in rows] == [False] + [i < int(accepted) for i in range(len(draft))]
         assert ["rejected" in row for row in rows] == [False] + [i >= int(accepted) for i in range(len(draft))]
         num_accepted += int(accepted)
-        assert page.evaluate("byId('batch').querySelector('.scroll').scrollWidth <= byId('batch').clientWidth")  # on a telephone
+        assert page.evaluate("byId('batch').querySelector('.scroll').scrollWidth <= byId('batch').clientWidth")
     assert 0 < num_accepted == 30 - len(recorder.of(StepTimed))
     cells = page.locator(".cell.drafts").all_inner_texts()
     assert (len(cells), sum(int(label or 0) for label in cells)) == (len(steps), num_accepted)
