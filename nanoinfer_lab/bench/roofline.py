@@ -190,7 +190,8 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
         available = memory_for_cache(device, None, CACHE_SHARE)
         needed = {step: num_bytes for step, num_bytes in needed.items() if num_bytes <= available}
     # Not async, so that a step's time covers only its own work.
-    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=max(needed.values()), async_scheduling=False, **engine)
+    engine |= {"async_scheduling": False, "skip_tokenizer_init": True}
+    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=max(needed.values()), **engine)
     machine = measure_machine(device, dtype)
     phases = []
     for i, (num_seqs, max_length) in enumerate(needed):
