@@ -60,6 +60,7 @@ def simulated(*patches):
     """The device, which the engine may use."""
     from tests.helpers import simulated_device
 
+    gc.freeze()  # a collection would examine torch for 0.2 s
     simulated_device.install()
     with simulated_device.engine_may_use_it(), ExitStack() as stack:
         for patch in patches:
