@@ -31,7 +31,7 @@ demo: .venv/installed
 		"  nanoinfer chat                        # talk to the bundled model" \
 		"  nanoinfer explain --demo preemption   # replay every step of a generation in a browser" \
 		"  nanoinfer generate -m Qwen/Qwen3-0.6B \"What is a KV cache?\" --chat   # downloads 1.5 GB once" \
-		"README.md lists the notebooks, and the extras: pip install -e \".[server]\""
+		"README.md says where to begin."
 
 # The engine in one file, from the package's source. A test fails while the file is older than the source.
 one-file: .venv/installed-test

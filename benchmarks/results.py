@@ -23,28 +23,10 @@ import nanoinfer
 ROOT = Path(__file__).parents[1]
 LINES = ROOT / "benchmarks" / "results.jsonl"
 HISTORY = LINES.with_name("history.jsonl")
-PAGES = ("README.md", "README.zh.md", "BENCHMARKS.md", "docs/supported.md")
+PAGES = ("BENCHMARKS.md", "docs/supported.md")
 BLOCK = re.compile(r"(<!-- python -m benchmarks\.results: ([\w ]+) -->\n\n)(?:(?!python -m ).)*?(<!-- end -->)", re.DOTALL)
 LEAST_RUNS = 5  # of each engine, for a ratio in bold
 RELEASE = nanoinfer.__version__.partition(".dev")[0]
-README_ROWS = (  # machine, model, dtype, workload, the other engine without its version. The newest line of each is shown
-    ("Zen 4", "GPT-2", "bfloat16", "A", "OpenVINO GenAI"),
-    ("Zen 4", "GPT-2", "bfloat16", "B16", "OpenVINO GenAI"),
-    ("Zen 4", "GPT-2", "float32", "A", "OpenVINO GenAI"),
-    ("Zen 4", "GPT-2", "float32", "B16", "OpenVINO GenAI"),
-    ("Zen 4", "GPT-2", "bfloat16", "A", "llama.cpp"),
-    ("Zen 4", "Qwen3-0.6B", "Q4_0", "A", "llama.cpp"),
-    ("Cascade Lake", "GPT-2", "float32", "B16", "OpenVINO GenAI"),
-    ("Cascade Lake", "GPT-2", "float32", "C", "OpenVINO GenAI"),
-    ("H100", "Qwen3-0.6B", "bfloat16", "A", "nano-vllm"),
-    ("H100", "Qwen3-0.6B", "bfloat16", "B64", "nano-vllm"),
-    ("H200", "Qwen3-0.6B", "bfloat16", "B64", "nano-vllm"),
-    ("H200", "Qwen3-0.6B", "bfloat16", "E", "nano-vllm"),
-)
-WORDS = {  # of README's table
-    "en": ("machine, model and dtype", "workload", "other engine", "nanoinfer", "other engine's", "ratio", "older build"),
-    "zh": ("机器、模型与数据类型", "负载", "对比引擎", "nanoinfer", "对比引擎的结果", "比值", "旧版本"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +147,6 @@ def _markdown(head: Sequence[str], rows: list[list[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def readme(language: str = "en") -> str:
-    """README's table: at most 12 rows, the losing ones among them."""
-    newest, words = _newest(Speed), WORDS[language]
-    rows = []
-    for key in README_ROWS:
-        if one := newest.get(key):
-            mark = f" ({words[-1]})" if one.is_older_build else ""
-            what = f"{one.machine}, {one.model}, {one.dtype}{mark}"
-            rows.append([what, one.workload, key[-1], one.show(one.nanoinfer), one.show(one.other), one.show_ratio()])
-    return _markdown(words[:-1], rows)
-
-
 def _speeds(chosen: Callable[[Speed], bool]) -> str:
     head = ("machine", "model, dtype", "workload", "nanoinfer", "other", "ratio", "runs", "other engine", "measured")
     rows = []
@@ -238,8 +208,6 @@ def forms() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": readme,
-    "readme zh": lambda: readme("zh"),
     "current": current,
     "perplexity": perplexity,
     "forms": forms,

@@ -1,4 +1,4 @@
-"""Draw README's animations from recorded runs of the bundled model: attention, paging, continuous batching, drafts.
+"""Draw the animations of the site's first page from recorded runs: attention, paging, continuous batching, drafts.
 
 `python docs/animations.py` writes them to docs/pictures/. Each is an SVG whose parts appear and vanish by its own style sheet,
 in the colours of the notebooks. Seeds are fixed, so the pictures are the same in every run.

@@ -1,11 +1,11 @@
 """MkDocs hooks: the site has the repository's files at their own paths, so that their relative links work on both.
 
-README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, the solutions with what they print, and the one file in
-chapters. The API reference is made from the docstrings, the gallery by gallery.py, the data of interactive parts by
-interactive.py. A link to another file of the repository leads to its public address, and is text where there is none. Formulas
-become MathML, which needs no script. The search reads no code of notebooks, solutions, the API and the one file. llms.txt lists
-the pages for language models. python/ has Pyodide and the package, for browser.py. At the end every link inside the site is
-checked.
+docs/ with index.md as the first page, notebooks/, BENCHMARKS and CHANGELOG are pages, the solutions with what they print, and
+the one file in chapters. The API reference is made from the docstrings, the gallery by gallery.py, the data of interactive
+parts by interactive.py. A link to another file of the repository leads to its public address, and is text where there is none.
+A link to README leads to the first page. Formulas become MathML, which needs no script. The search reads no code of notebooks,
+solutions, the API and the one file. llms.txt lists the pages for language models. python/ has Pyodide and the package, for
+browser.py. At the end every link inside the site is checked.
 """
 
 import html
@@ -39,6 +39,7 @@ from parameters import reference  # noqa: E402
 import one_file  # noqa: E402
 from tools.address import REPOSITORY  # noqa: E402
 
+HOME = "docs/index.md"
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("tasks", "scheduler_game", "teaching"),
     "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints", "names"),
@@ -65,7 +66,7 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation, and the link to the repository. (Material's own, repo_url, would call GitHub's API from every page.)"""
     parts: dict[str, list[Any]] = {name: [f"docs/{page}.md" for page in pages] for name, pages in NAVIGATION.items()}
-    known = {page for pages in NAVIGATION.values() for page in pages}
+    known = {"index", *(page for pages in NAVIGATION.values() for page in pages)}
     parts["Appendix"] += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.stem not in known)
     deep_dives = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if stem.startswith("d")]
     chapters = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS if not stem.startswith("d")]
@@ -80,19 +81,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Changelog": "CHANGELOG.md"},
         *([{"GitHub": REPOSITORY}] if REPOSITORY else []),
     ]
-    config.nav = [{"Home": "README.md"}, {"中文": "README.zh.md"}, *({name: pages} for name, pages in parts.items())]
+    config.nav = [{"Home": HOME}, {"中文": "README.zh.md"}, *({name: pages} for name, pages in parts.items())]
     return config
 
 
 @event_priority(100)  # before mkdocs-jupyter, which converts the notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The files of the site, at the paths that they have in the repository. README is the first page."""
+    """The files of the site, at the paths that they have in the repository, except that of the first page."""
 
     def file(path: Path, folder: Path) -> File:
-        return File(path.relative_to(folder).as_posix(), str(folder), config.site_dir, config.use_directory_urls)
+        name = path.relative_to(folder).as_posix()
+        place = "index.html" if name == HOME else None
+        return File(name, str(folder), config.site_dir, config.use_directory_urls, dest_uri=place)
 
     patterns = [
-        "README*.md",
+        "README.zh.md",
         "BENCHMARKS.md",
         "LEADERBOARD.md",
         "CHANGELOG.md",
@@ -152,6 +155,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
         if uri == one_file.FILE:
             return f"[{match[1]}]({match[2].removesuffix('.py')}.md{one_file.anchor(match[3])})"
+        if uri == "README.md":
+            return f"[{match[1]}]({match[2].removesuffix(uri)}{HOME})"
         if files.get_file_from_path(uri) or not target.exists():
             return match[0]
         if REPOSITORY is None:
@@ -193,9 +198,16 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Name the theme's dialog for screen readers."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
     """Add llms.txt (https://llmstxt.org): the title and address of every page, by the parts of the navigation."""
-    page, parts = files.src_uris["README.md"].page, {}
+    page, parts = files.src_uris[HOME].page, {}
     while page is not None:
         part = page.ancestors[-1].title if page.ancestors else "Start"
         parts.setdefault(part, []).append(f"- [{page.title}]({page.url or './'})")

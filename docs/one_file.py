@@ -14,14 +14,15 @@ FILE = "one_file/engine.py"
 README = ROOT / "one_file" / "README.md"
 MACHINE = ("engine", "scheduling", "execution", "attention", "models", "sampling", "tokenization")
 HEADING = re.compile(r"^# ---- (\d+)\. (.+)$", re.MULTILINE)
-# | [3. The scheduler](engine.py#L10-L20) | 11 | what a reader can answer | the files that grew from it |
-ROW = re.compile(r"^\| \[(\d+)\. [^]]*\]\([^)]*\) \| \d+ \| (.+) \| (.+) \|$", re.MULTILINE)
+# | [3. The scheduler](engine.py#L10-L20) | what a reader can answer | the files that grew from it |
+ROW = re.compile(r"^\| \[(\d+)\. [^]]*\]\([^)]*\) \| (.+) \| (.+) \|$", re.MULTILINE)
 STEP = re.compile(r"(<!-- python docs/one_file.py -->\n\n```python\n).*?(```\n)", re.DOTALL)
-# Sentences of pages with sizes. In place of {file}, {first} and {machine} stands a number.
+# Sentences of pages with sizes. In place of {file}, {first}, {machine} and {all} stands a number.
 PAGES = {
     "one_file/README.md": "It has {file} lines, and parts 1 to 8, which are the engine, have {first}",
-    "README.md": "{file} lines, from which the {machine} lines of the machine grew",
-    "README.zh.md": "共 {file} 行，{machine} 行的核心代码由它长成",
+    "README.md": "has {file} lines, the machine that grew from it {machine}, and all of it,\n"
+    "with features, kernels, lab and course, {all}.",
+    "README.zh.md": "{file} 行，由它长成的核心代码 {machine} 行，连同各项功能、内核、测量工具和课程共 {all} 行",
     "docs/reading.md": "The one file has {file} lines, parts 1 to 8 have {first}, and the folders of the machine {machine}",
 }
 
@@ -81,10 +82,12 @@ def sizes() -> dict[str, str]:
 
     numbered = {part.number: part for part in parts()}
     machine = (file for folder in MACHINE for file in (ROOT / "nanoinfer" / folder).rglob("*.py"))
+    all_files = (file for file in ROOT.glob("nanoinfer*/**/*.*") if file.suffix in (".py", ".cpp", ".h"))
     numbers = {
         "file": num_lines(iter([ROOT / FILE])),
         "first": numbered[9].first - numbered[1].first,
         "machine": num_lines(machine),
+        "all": round(num_lines(all_files), -3),
     }
     return {name: f"{number:,}" for name, number in numbers.items()}
 
@@ -109,7 +112,7 @@ def written(page: str) -> str:
     def row(match: re.Match[str]) -> str:
         part = numbered[int(match[1])]
         link = f"[{part.number}. {part.title}](engine.py#L{part.first}-L{part.last})"
-        return f"| {link} | {part.last - part.first + 1} | {match[2]} | {match[3]} |"
+        return f"| {link} | {match[2]} | {match[3]} |"
 
     text = (ROOT / page).read_text(encoding="utf-8")
     text = pattern(sentence).sub(lambda _: sentence.format(**sizes()), text)

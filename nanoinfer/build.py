@@ -166,12 +166,7 @@ def make_runtime(
     return runtime
 
 
-def make_executor(
-    runtime: "Runtime",
-    config: EngineConfig,
-    *,
-    num_blocks: int | None = None,
-) -> "LocalExecutor":
+def make_executor(runtime: "Runtime", config: EngineConfig, *, num_blocks: int | None = None) -> "LocalExecutor":
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:

@@ -17,12 +17,7 @@ from typing_extensions import Doc
 
 import nanoinfer
 from nanoinfer.arguments import Allowed, Bytes, declarations, declared, read_fields
-from nanoinfer.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    check_number,
-    shown,
-)
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_number, shown
 
 if TYPE_CHECKING:
     import torch

@@ -17,15 +17,7 @@ from typing_extensions import Doc
 
 import nanoinfer
 from nanoinfer.arguments import Allowed, Hint, Option, declared, read_fields
-from nanoinfer.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    check_integer,
-    check_number,
-    is_one_of,
-    out_of_range,
-    shown,
-)
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_integer, check_number, is_one_of, out_of_range, shown
 
 if TYPE_CHECKING:
     from torch import Tensor

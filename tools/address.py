@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 REPOSITORY: str | None = None  # such as "https://github.com/OWNER/nanoinfer"
+TEST_MINUTES = 15  # of `make test`, on two cores
 ROOT = Path(__file__).parents[1]
 FILES = (
     *("README.md", "README.zh.md", "SECURITY.md", "CITATION.cff", "pyproject.toml"),
@@ -90,14 +91,13 @@ def blocks(repository: str | None) -> dict[str, str]:
         contact = f"contact_links:\n  - name: A vulnerability\n    url: {advisories}\n    about: Please report it privately."
     english = ("Open notebook 00b in Colab", "Open this repository in Codespaces")
     chinese = ("在 Colab 中打开 notebook 00b", "在 Codespaces 中打开本仓库")
-    words = ("creates .venv and generates a story", "runs the linters, the type checker and every test")
+    words = ("creates .venv and generates a story", f"runs the linters, the type checker and all tests: {TEST_MINUTES} minutes")
+    chinese_words = ("创建 .venv，并生成一个故事", f"运行代码检查、类型检查和全部测试：{TEST_MINUTES} 分钟")
     return {
         "badges": _badges(repository, english, "[中文](README.zh.md)"),
         "badges zh": _badges(repository, chinese, "[English](README.md)"),
         "start": _start(repository, "          # your checkout", *words),
-        "start zh": _start(
-            repository, "          # 本仓库的目录", "创建 .venv，并生成一个故事", "运行代码检查、类型检查和全部测试"
-        ),
+        "start zh": _start(repository, "          # 本仓库的目录", *chinese_words),
         "uvx": _uvx(repository, 'explain "Once upon a time"'),
         "uvx usage": _uvx(repository, 'generate "Once upon a time"'),
         "security": security,

@@ -43,8 +43,8 @@ def chat(
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
     """Talk to a model that has a chat template.
-
     On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat.
+
     A question on the command line, or from a pipe, is answered once.
     """
     llm = options.load_llm(engine, needs_chat_template=True)

@@ -98,10 +98,10 @@ class Command(_Help, TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
-            text = next((param for param in self.params if param.metavar in ("PROMPT", "QUESTION")), None)
             more = re.search(r"unexpected extra argument\S* \((.*)\)", error.format_message())
-            if text is not None and more:
-                ctx.fail(f'put the {text.metavar.lower()} in quotes: "{ctx.params[text.name]} {more[1]}"')
+            text = next((param for param in self.params if param.metavar in ("PROMPT", "QUESTION")), None)
+            if more and text is not None:
+                ctx.fail(f'put the {str(text.metavar).lower()} in quotes: "{ctx.params[str(text.name)]} {more[1]}"')
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -218,7 +218,7 @@ def cli_errors() -> Iterator[None]:
         if of_pydantic := getattr(error.__cause__, "errors", None):  # newer versions of typer leave the value out
             message += f", got {shown(of_pydantic()[0]['input'])}"
         is_helpful = error.ctx is None or message.endswith("?")
-        print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help lists what there is")
+        print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help-all lists what there is")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -49,7 +49,6 @@ def serve(
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API and a web page at /.
-
     Ctrl-C or SIGTERM ends it when the running requests have finished.
     """
     if model_argument is not None and engine.model is not None:

@@ -39,14 +39,7 @@ class LaunchedStep:
 class LocalExecutor:
     """Runs steps on the device of the model. One thread at a time may call it."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        info: ExecutorInfo,
-        config: EngineConfig,
-        *,
-        cache: KVCache | None = None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, info: ExecutorInfo, config: EngineConfig, *, cache: KVCache | None = None) -> None:
         """Allocate the KV cache that `info` describes, unless `cache` is that of another executor."""
         self.runner, self.sampler, self.info = make_runner(runtime, info, cache), make_sampler(runtime, config), info
         self.device, self.batch_independent = torch.device(info.device), runtime.is_batch_independent

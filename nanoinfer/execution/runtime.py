@@ -85,16 +85,9 @@ class Runtime:
 
     def cache_options(self, num_blocks: int) -> dict[str, Any]:
         """The arguments of KVCache."""
-        return {
-            "num_layers": self.sizes.num_layers,
-            "num_blocks": num_blocks,
-            "block_size": self.block_size,
-            "num_kv_heads": self.sizes.num_kv_heads,
-            "head_dim": self.sizes.head_dim,
-            "dtype": self.cache_dtype,
-            "device": self.device,
-            "layout": self.backend.layout,
-        }
+        sizes = {name: getattr(self.sizes, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+        kind = {"dtype": self.cache_dtype, "device": self.device, "layout": self.backend.layout}
+        return {"num_blocks": num_blocks, "block_size": self.block_size, **sizes, **kind}
 
     @property
     def device(self) -> torch.device:

@@ -33,12 +33,8 @@ class Gemma3Config(WindowedConfig):
 
         Raises: the errors of QwenConfig.from_hf.
         """
-        refuse_others(
-            config,
-            hidden_activation=("gelu_pytorch_tanh", None),
-            attn_logit_softcapping=(None,),
-            final_logit_softcapping=(None,),
-        )
+        caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,))
+        refuse_others(config, hidden_activation=("gelu_pytorch_tanh", None), **caps)
         ropes = config.get("rope_parameters") or {}
         rope = {"rope_theta": config.get("rope_theta", 1e6)} | (ropes.get("full_attention") or {"rope_type": "default"})
         rope |= config.get("rope_scaling") or {}  # for the layers with full attention

@@ -48,11 +48,7 @@ class BlockManager:
     counts: Mapping[str, int] = {}
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        observer: SchedulingObserver = NOBODY,
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, observer: SchedulingObserver = NOBODY
     ) -> None:
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.observer = observer

@@ -447,10 +447,6 @@ def compare(
     *,
     first: Annotated[Path, typer.Argument(metavar="A", help="What `throughput`, `latency` or `serve` printed with --json.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The same, with other settings.")],
-    output: Annotated[
-        list[Path] | None,
-        typer.Option("--output", "-o", help="Draw the figures as .svg, .png or .pdf. May be given several times."),
-    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare two reports of the same workloads, and say whether they differ.
@@ -460,8 +456,6 @@ def compare(
     """
     from nanoinfer_lab.bench import comparison
 
-    if output:
-        options.check_packages("notebooks", "matplotlib")
     reports = comparison.read_report(first), comparison.read_report(second)
     comparisons = comparison.compare(*reports)
     for part in ("machine", "versions"):
@@ -470,8 +464,6 @@ def compare(
     for path, report in zip((first, second), reports, strict=True):
         if failed := comparison.num_failed(report):
             print(f"warning: failed requests of {path}, which are in no figure: {failed}", file=sys.stderr)
-    if output:
-        comparison.draw(comparisons, (f"A: {first.name}", f"B: {second.name}"), output)
     found = {
         "reports": [str(first), str(second)],
         "settings": comparison.differences(*reports, "settings"),

@@ -1,4 +1,4 @@
-"""README's animations show recorded runs, are small, and move by their own style sheet."""
+"""The animations of the site's first page show recorded runs, are small, and move by their own style sheet."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = re.findall(r"pictures/animation-(\w+)\.svg", (ROOT / "README.md").read_text(encoding="utf-8"))
+NAMES = re.findall(r"pictures/animation-(\w+)\.svg", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

@@ -47,8 +47,7 @@ def test_a_chapter_counts_the_lines_of_the_file(one_file):
     assert one_file.anchor(None) == one_file.anchor("#L1") == ""
 
 
-def test_the_first_screen_of_readme_shows_the_step(one_file):
+def test_readme_shows_the_step(one_file):
     for page in ("README.md", "README.zh.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert 0 < text.index("def step(self) -> None:") < text.index("<picture>")
         assert one_file.step() in text

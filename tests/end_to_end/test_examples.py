@@ -1,6 +1,7 @@
 """Every example runs, offline and without a warning, and is short. Those with a client have a server of their own."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -51,6 +52,8 @@ SAYS = {
 
 def test_every_example_is_known_here():
     assert {path.stem for path in EXAMPLES} == set(SAYS)
+    page = (EXAMPLES[0].parent / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\((\w+)\.py\)", page)) == {*SAYS, "coding_agent"}
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,6 @@ INJECTED = {
             "zip(*tables, strict=True)",
         ),
         ("a prefix of a group in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
-        ("a reset turns the order of a group round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
         ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "features/hybrid/state_slots.py": [

@@ -111,7 +111,9 @@ def test_clients_of_the_server_share_its_steps_and_each_gets_its_own_text(server
     assert texts == [output.outputs[0].text for output in outputs]
 
 
-@pytest.mark.parametrize("fields", [{"top_p": 2}, {"n": 2}, {"unknown": 1}, {"path": "/v1/else"}, {"prompt": []}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 2}, {"n": 2}, {"unknown": 1}, {"path": "/v1/else"}, {"prompt": []}, {"seed": "1"}], ids=str
+)
 def test_the_server_refuses_what_it_cannot_do(server, fields):
     with pytest.raises(urllib.error.HTTPError, match="400") as error:
         server[1](**{"prompt": PROMPT, "max_tokens": 2} | fields)

@@ -137,7 +137,7 @@ def test_an_aborted_request_ends_and_the_others_go_on(engine):
 
 @pytest.mark.parametrize(
     "params",
-    [{"top_p": 0}, {"top_p": 2}, {"temperature": -1}, {"n": 0}, {"max_tokens": 0}, {"stop": [""]}, {"min_p": 2}],
+    [{"top_p": 0}, {"top_p": 2}, {"temperature": -1}, {"n": 0}, {"max_tokens": 0}, {"stop": [""]}, {"min_p": 2}, {"seed": 1.5}],
     ids=str,
 )
 def test_a_value_out_of_its_range_is_refused(engine, params):
@@ -149,7 +149,8 @@ def test_a_prompt_that_cannot_run_is_refused(engine):
     llm = engine.LLM(num_blocks=2, block_size=4)
     for prompt in ([], [5] * 8, [-1], [10**6], ["a text"]):
         with pytest.raises(ValueError, match="token"):
-            llm.add_request(prompt, engine.SamplingParams())
+            llm.generate([[5], prompt], engine.SamplingParams())
+    assert_nothing_is_left(llm)  # of the prompts before
     with pytest.raises(ValueError, match="token ids must be"):
         llm.add_request([5], engine.SamplingParams(stop_token_ids=[10**6]))
     for params in ({}, {"max_tokens": None}):

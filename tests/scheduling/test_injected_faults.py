@@ -86,6 +86,7 @@ FAULTS = {
         ("what a window leaves is never free", "self.blocks.drop(released)", "pass"),
         ("what failed stays in a group's cache", "self.evict(group.ids[key])", "pass"),
         ("a freed sequence keeps its tables", "table.clear()", "pass"),
+        ("a reset turns the order of a group round", "in list(group.ids.values()):", "in list(group.ids.values())[::-1]:"),
         ("a prefix of groups needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
         ("a copy in a group needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
     ],

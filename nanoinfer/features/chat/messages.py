@@ -68,7 +68,7 @@ def render_chat(
                 f"messages[{index}]: the role must be one of {', '.join(ROLES)}, or another that the chat template names, "
                 f"got {shown(role)}"
             )
-    if tools and not re.search(r"\btools\b", template):
+    if tools and template and not re.search(r"\btools\b", template):
         raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
     text = apply_chat_template(
         tokenizer,
@@ -187,12 +187,7 @@ def constrain_calls(
         added = tokenizer.hf.get_added_vocab()
         harmony_ids = {mark: added.get(mark, -1) for mark in MARKS}
     grammar = tool_call_grammar(
-        tools,
-        tool_choice,
-        prompt=prompt,
-        thinks=thinks,
-        parallel_tool_calls=parallel_tool_calls,
-        harmony_ids=harmony_ids,
+        tools, tool_choice, prompt=prompt, thinks=thinks, parallel_tool_calls=parallel_tool_calls, harmony_ids=harmony_ids
     )
     if grammar is None:
         return params

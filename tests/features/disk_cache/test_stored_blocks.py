@@ -113,6 +113,22 @@ def test_another_manager_finds_what_the_first_one_had_in_memory():
     assert run(second, [5, 7, 7, 8, 1])[1] == 0
 
 
+def test_each_group_reads_its_own_block_of_the_store():
+    def grouped(contents=None):
+        layout = True, NOBODY, (None, 4), 4
+        return with_groups(BlockManager, StoredBlockManager)(12, 2, *layout, store=DictStore(contents=contents))
+
+    first, read = grouped(), []
+    first.free(run(first, [5, 6, 7, 8, 9])[0])
+    first.close()
+    second = grouped(dict(first.store.contents))
+    second.store.fill = lambda group, block, content: read.append((group, content))
+    seq, num_found = run(second, [5, 6, 7, 8, 1])
+    assert num_found == 4
+    assert read == [(group, first.store.contents[key, group]) for key in seq.prefix_keys[:2] for group in (0, 1)]
+    assert len(set(read)) == 4
+
+
 def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
     def digest(before, *token_ids):
         return hashlib.sha256(before + array("i", token_ids).tobytes()).digest()
@@ -160,6 +176,17 @@ def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
     seq, num_found = run(manager, [5, 6, 7, 8, 9])
     assert (num_found, len(manager.store.filled)) == (4, 1)
     assert seq.block_table[1] == 1
+
+
+def test_a_policy_that_evicts_a_block_in_use_is_told_so():
+    class Wrong(BlockManager):
+        def choose_evicted(self, candidates):
+            return next(block for block in range(self.num_blocks) if block not in candidates)
+
+    manager = manager_with(num_blocks=3, base=Wrong)
+    manager.free(run(manager, [5, 6, 7, 8])[0])
+    with pytest.raises(AssertionError, match="choose_evicted returns one of the candidates"):
+        run(manager, [1, 1, 1, 1])
 
 
 def test_nothing_is_read_for_a_sequence_that_has_no_room():

@@ -209,12 +209,14 @@ def test_attention_skips_the_blocks_that_are_freed_and_no_other(block_size, wind
         assert num_blocks_before(position, window, block_size) == first_reached(position, window, block_size)
 
 
-def test_a_key_goes_with_its_last_block():
+def test_a_key_goes_with_its_last_block_and_a_reset_frees_blocks_in_the_order_in_which_they_were_cached():
     manager = HybridBlockManager(8, 2, windows=(None, 3), chunk_size=4)
     seq = Sequence("r0", [5, 6, 7, 8], SamplingParams(), seed=0, max_num_tokens=9)
     manager.allocate(seq, 4)
     manager.cache_finished_blocks(seq, 4)
     assert len(manager.index.keys) == 2
     manager.free(seq)
+    in_order = [block for group in manager.index.groups for block in group.ids.values()]
     manager.reset_prefix_cache()
     assert not manager.index.keys
+    assert list(manager.blocks.empty)[-len(in_order) :] == in_order

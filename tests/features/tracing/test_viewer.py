@@ -480,7 +480,7 @@ def check_pool(run, show, block_size):
             return [byId('pool-counts').textContent, [...document.querySelectorAll('.block')].map(cell => ({
                 block: Number(cell.dataset.block), who: cell.querySelector('b').textContent, kind: cell.className.split(' '),
                 name: cell.firstChild.textContent, badge: cell.querySelector('.badge').textContent,
-                words: cell.getAttribute('aria-label')}))];
+                words: cell.getAttribute('aria-description')}))];
         })"""
     )
     assert sorted(run.seen) == list(range(len(pools)))
@@ -533,7 +533,7 @@ def test_blocks_of_several_kv_groups_have_their_groups_name_and_positions(show_e
             StepTimed(1, 0.001, 0.001, 0.01, 0.001, 0.001),
         ]
     )
-    words = lambda block: page.get_attribute(f".block[data-block='{block}']", "aria-label")  # noqa: E731
+    words = lambda block: page.get_attribute(f".block[data-block='{block}']", "aria-description")  # noqa: E731
     assert "sequence a of KV group 0, positions 16–31" in words(1)
     assert "sequence a of KV group 1, positions 32–47" in words(6)
     assert "free" in words(5)
