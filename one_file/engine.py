@@ -1653,14 +1653,10 @@ class FlashAttend:
         self._cache, self._metadata = cache, metadata
         n, seq_lens, tables = metadata.num_decodes, metadata.seq_lens.int(), metadata.block_tables.int()
         self._decodes = {"cache_seqlens": seq_lens[:n], "block_table": tables[:n], "causal": True}
-        self._chunks: dict[str, Any] = {
-            "max_seqlen_q": metadata.max_query_len,
-            "max_seqlen_k": metadata.max_seq_len,
-            "causal": True,
-        }
+        self._chunks: dict[str, Any] = {"block_table": tables[n:], "causal": True}
+        self._chunks |= {"max_seqlen_q": metadata.max_query_len, "max_seqlen_k": metadata.max_seq_len}
         self._chunks["cu_seqlens_q"] = (metadata.query_start_loc[n:] - n).int()  # [num_chunks + 1]
         self._chunks["cu_seqlens_k"] = F.pad(seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
-        self._chunks["block_table"] = tables[n:]
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
         """Store k and v, then attend. options: further arguments of the library's functions."""

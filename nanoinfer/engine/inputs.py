@@ -16,17 +16,13 @@ import nanoinfer
 from nanoinfer.config import READ_IF, EngineConfig
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import PARAMETERS_OF_FEATURES, SamplingParams
 from nanoinfer.scheduling.sequence import Constraint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = SamplingParams()
-_OF_FEATURES = (  # parameters that an engine made without features refuses
-    *("logprobs", "return_sampling_mask", "prompt_logprobs", "bad_words", "no_repeat_ngram_size", "repetition_detection"),
-    *("thinking_token_budget", "structured_outputs"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ class InputProcessor:
         for name, option in options.items():
             if option is not None:
                 raise unread(name, option)
-        for name in () if self.features else _OF_FEATURES:
+        for name in () if self.features else PARAMETERS_OF_FEATURES:
             if (value := getattr(params, name)) != getattr(_NOTHING, name):
                 raise unread(name, value)
         return prepared

@@ -55,8 +55,7 @@ chunk. Numbers of tokens are the server's usage. Goodput, requests per second th
 DEFAULT_WORKLOADS = "A,B16"
 
 ConfigModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3."),
+    str | None, typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3.")
 ]
 RandomModel = Annotated[
     str | None,
@@ -166,10 +165,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 @app.command(cls=Command, epilog="nanoinfer bench roofline --random-model gpt2")
 @options.expand_options
 def roofline(
-    *,
-    measured: ModelOptions,
-    enforce_eager: Annotated[bool, EngineArgs] = False,
-    as_json: options.AsJson = False,
+    *, measured: ModelOptions, enforce_eager: Annotated[bool, EngineArgs] = False, as_json: options.AsJson = False
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.loading import devices
@@ -270,10 +266,7 @@ def _show_ladder(report: dict[str, Any]) -> None:
 
 
 def _print_report(
-    settings: dict[str, object],
-    results: "list[Measurement[F]]",
-    as_json: bool,
-    show: "Callable[[list[Measurement[F]]], None]",
+    settings: dict[str, object], results: "list[Measurement[F]]", as_json: bool, show: "Callable[[list[Measurement[F]]], None]"
 ) -> None:
     """Print what was measured as tables, or with its origin as JSON, which `bench compare` reads.
 

@@ -78,17 +78,13 @@ _ALL: Neutral = {
     "tokenization_kwargs": ((None, {}), ""),
 }
 _ADAPTER: Neutral = {
-    "lora_request": ((None,), "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)"),
+    "lora_request": ((None,), "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)")
 }
 # The arguments by the class or the call that takes them.
 NEUTRAL: dict[str, Neutral] = {
     **dict.fromkeys(("LLM()", "AsyncLLM()", "EngineArgs", "AsyncEngineArgs"), _OF_LLM),
     "generate()": _ALL,
-    "chat()": {
-        **_ALL,
-        "chat_template_content_format": (("auto", "string"), ""),
-        "mm_processor_kwargs": ((None,), ""),
-    },
+    "chat()": {**_ALL, "chat_template_content_format": (("auto", "string"), ""), "mm_processor_kwargs": ((None,), "")},
     "add_request()": {**_ALL, "arrival_time": ((None,), ""), "trace_headers": ((None,), "")},
     "embed()": {**_ALL, **_ADAPTER},
     "score()": {**_ALL, **_ADAPTER},

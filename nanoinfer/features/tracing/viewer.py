@@ -22,10 +22,7 @@ def page(rows: Iterable[Row], *, differences: dict[str, dict[int, str | None]] |
 
     differences: for a page of a comparison, by sequence and position, the texts of the other run's differing tokens.
     """
-    values = {
-        "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
-        "/* DIFFERENCES */ null": as_script(differences),
-    }
+    values = {"/* EVENTS */ []": as_script([_shortened(row) for row in rows]), "/* DIFFERENCES */ null": as_script(differences)}
     return fill(_FOLDER / "replay.html", values)
 
 
