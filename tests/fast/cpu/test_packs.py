@@ -22,8 +22,8 @@ from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache
 from tests.helpers import forked
-from tests.helpers.caches import with_kernels
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.precompiled import in_new_cache
 from tests.helpers.threads import run_in_threads
 
 pytestmark = [
@@ -38,7 +38,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, detokenize=Fals
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of packed weights, in a new cache."""
-    monkeypatch.setenv("NANOINFER_CACHE", str(with_kernels(tmp_path / "cache")))
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(tmp_path / "cache")))
     monkeypatch.setattr(packs, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 

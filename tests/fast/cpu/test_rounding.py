@@ -19,8 +19,8 @@ from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
 from tests.helpers import tiny_models
-from tests.helpers.caches import with_kernels
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.precompiled import in_new_cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 SETTINGS = {"kv_cache_memory": 2**22, "max_model_len": 64, "skip_tokenizer_init": True}
@@ -29,7 +29,7 @@ SETTINGS = {"kv_cache_memory": 2**22, "max_model_len": 64, "skip_tokenizer_init"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of packed weights and moments, in a new cache."""
-    monkeypatch.setenv("NANOINFER_CACHE", str(with_kernels(tmp_path / "cache")))
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(tmp_path / "cache")))
     return tmp_path / "cache" / "packed"
 
 
@@ -299,7 +299,7 @@ if __name__ == "__main__":
 def test_integers_are_the_same_with_other_instructions_of_torch_and_other_numbers_of_threads(tmp_path):
     told = set()
     for capability, threads in (("default", 1), ("avx2", 2), ("avx512", 1), ("avx512", 2)):
-        given = {"ATEN_CPU_CAPABILITY": capability, "NANOINFER_CACHE": str(with_kernels(tmp_path / f"{capability}{threads}"))}
+        given = {"ATEN_CPU_CAPABILITY": capability, "NANOINFER_CACHE": str(in_new_cache(tmp_path / f"{capability}{threads}"))}
         command = [sys.executable, "-c", _INTEGERS, str(threads)]
         child = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=600)
         assert child.returncode == 0, child.stderr

@@ -16,7 +16,7 @@ from benchmarks.compare import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer_lab.bench.workloads import Workload
-from tests.helpers.caches import with_kernels
+from tests.helpers.precompiled import in_new_cache
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def write_stubs(folder, monkeypatch):
         (folder / name).write_text(text)
     monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], modules=("nanovllm",)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("NANOINFER_CACHE", str(with_kernels(folder)))
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(folder)))
 
 
 @pytest.fixture(scope="module")
